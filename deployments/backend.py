@@ -1,0 +1,78 @@
+"""The seam between the HTTP API (and the Python client) and whatever runs the requests.
+
+`api/` knows only this file: tests drive it with a fake, the router implements it over channels to engine replicas.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.messages import Delta, EngineStats
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One servable model name."""
+
+    id: str
+    max_model_len: int  # tokens, prompt and output
+    vocab_size: int  # width of the logits; token ids are below it
+    eos_token_ids: tuple[int, ...]
+    created: int  # Unix seconds
+    root: str = ""
+    parent: str | None = None  # base model of an adapter
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """One prompt, validated and tokenised. n choices of it are generated with one seed."""
+
+    request_id: str  # the caller's or ours; for logs and headers only, never a key inside
+    model: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int  # resolved
+    cache_salt: str = ""
+    priority: int = 0
+    deadline: float | None = None  # time.monotonic() seconds
+
+
+class Generation(Protocol):
+    """The n choices of one prompt in flight. Survives a change of replica; ends exactly once for each choice."""
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Wait for at least one (choice, delta), then return all that have come since the last call, in order.
+
+        After the last choice has finished it returns []. Raises MantaError when the request as a whole cannot go on.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Stop all choices and free what they hold. Idempotent; legal after the end."""
+        ...
+
+
+@dataclass(slots=True)
+class BackendState:
+    """For /ready and /metrics: what the router knows of its replicas, one step old."""
+
+    replicas: dict[str, EngineStats] = field(default_factory=dict)
+    in_flight: int = 0
+
+
+class Backend(Protocol):
+    def models(self) -> Mapping[str, ModelCard]: ...
+
+    def tokenizer(self, model: str) -> Tokenizer: ...
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Start it. Never blocks; may raise MantaError (overloaded, no replica) at once or from next()."""
+        ...
+
+    def state(self) -> BackendState: ...
+
+    def ready(self) -> bool:
+        """At least one replica can take requests."""
+        ...

@@ -1,0 +1,83 @@
+"""Batch and StepResult: the plain data between scheduler and model runner. No torch here.
+
+The device keeps one row per running request (see runner/rows.py): its tokens so far, its block table and its
+sampling parameters. A batch is a list of row numbers and what to compute for each. A row's tokens are uploaded
+once, when the request takes the row; after that each sampled token is written into the row by the sampler, on
+the device, so that the batch n + 1 can be launched before the host knows the tokens of batch n:
+
+    entry e computes tokens[row, start : start + length]   and, if it samples, writes tokens[row, start + length]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request takes (or retakes, after preemption) a row."""
+
+    row: int
+    token_ids: Sequence[int]  # prompt and known output
+    num_prompt_tokens: int  # where the output begins in token_ids
+    params: SamplingParams
+    seed: int  # resolved; int64
+    choice: int  # 0 .. n-1, part of the random counter
+    stop_ids: Sequence[
+        int
+    ]  # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. Entries with length 1 that sample ("decodes") come first, then the chunks of longer ones."""
+
+    step: int
+    rows: list[int] = field(default_factory=list)  # [num_entries]
+    starts: list[int] = field(
+        default_factory=list
+    )  # [num_entries] tokens whose keys are there already
+    lengths: list[int] = field(default_factory=list)  # [num_entries] tokens to compute, >= 1
+    samples: list[bool] = field(
+        default_factory=list
+    )  # [num_entries] reaches its last token: sample the next
+    num_decodes: int = 0  # leading entries with length 1 and samples True
+    new_rows: list[NewRow] = field(default_factory=list)  # to apply before anything else
+    new_blocks: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (row, index in its table, block id)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural-log probabilities at one position, under the raw model distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top_ids: list[int]  # the k most likely, best first
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced.
+
+    tokens: one id for each entry that samples, in batch order.
+    logprobs: entry index -> the sampled token's; only entries whose request asked.
+    prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of the tokens at
+        start + 1 .. min(start + length, num_prompt_tokens - 1).
+    errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
+    """
+
+    step: int
+    tokens: list[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)

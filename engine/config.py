@@ -1,0 +1,79 @@
+"""EngineConfig: every knob of one engine replica, with unit, default and reason. Frozen; resolved once."""
+
+from typing import Literal
+
+import msgspec
+
+from engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of one engine.
+
+    model: a local folder (safetensors + config.json), a .gguf file, or a hub name.
+    revision: hub revision; None = the default branch.
+    device: "auto" takes CUDA where there is one.
+    dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
+    load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone (benchmarks).
+    max_model_len: tokens a request may have, prompt and output; None = the model's, or less if KV memory is less.
+    max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that saturates the device
+        while a step stays short), 512 on the CPU (about half a second of prefill on two cores).
+    max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU.
+    block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
+    memory_fraction: share of device memory for weights, activations and KV together (CUDA).
+    kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU the smaller of
+        2 GiB and a quarter of the free memory. num_blocks (> 0) fixes the count instead; tests use it.
+    prefix_caching: reuse KV blocks of equal prefixes.
+    async_scheduling: launch step n+1 before the tokens of n are known to the host.
+    cuda_graphs: capture decode steps.
+    graph_sizes: batch sizes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, of 32 up to max_num_seqs.
+    admission: which waiting requests may start ("optimistic": when their prompt fits, preempting if it goes wrong).
+    num_threads: CPU threads of the step; 0 = the process's share of cores.
+    seed: of the dummy weights and of seeds drawn for requests that give none.
+    """
+
+    model: str
+    revision: str | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 0
+    max_num_seqs: int = 0
+    block_size: int = 16
+    memory_fraction: float = 0.9
+    kv_cache_bytes: int = 0
+    num_blocks: int = 0
+    prefix_caching: bool = True
+    async_scheduling: bool = True
+    cuda_graphs: bool = True
+    graph_sizes: tuple[int, ...] = ()
+    admission: Literal["optimistic", "sum", "reserved", "peak"] = "optimistic"
+    deterministic: bool = False
+    num_threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size > 256:
+            raise ConfigError(
+                f"block_size must be 1..256, got {self.block_size}", param="block_size"
+            )
+        if not 0.05 <= self.memory_fraction <= 0.98:
+            raise ConfigError(
+                f"memory_fraction must be in [0.05, 0.98], got {self.memory_fraction}",
+                param="memory_fraction",
+            )
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "kv_cache_bytes",
+            "num_blocks",
+            "num_threads",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative", param=name)
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len must be at least 2", param="max_model_len")

@@ -1,0 +1,48 @@
+"""Every error that a user of the engine can meet, with a stable code and the field it is about."""
+
+
+class MantaError(Exception):
+    """Base of all errors raised on purpose.
+
+    code: stable machine-readable word, e.g. ``context_length_exceeded``.
+    param: the request field or configuration key at fault, e.g. ``messages[0].role``; None if there is none.
+    """
+
+    code = "engine_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(MantaError, ValueError):
+    """The caller asked for something that cannot be done; nothing was run. HTTP answers 400."""
+
+    code = "invalid_value"
+
+
+class ConfigError(MantaError, ValueError):
+    """A configuration cannot be used. Raised before any model is loaded."""
+
+    code = "invalid_config"
+
+
+class EngineDead(MantaError):
+    """The engine process is gone; requests in flight did not finish there."""
+
+    code = "engine_dead"
+
+
+class RequestFailed(MantaError):
+    """One request failed inside the engine while the others went on."""
+
+    code = "engine_error"
+
+
+class RequestReleased(MantaError):
+    """A handle was used after ``release``."""
+
+    code = "request_released"

@@ -1,0 +1,111 @@
+"""What crosses the boundary of the engine process, as msgpack. Token ids only: the engine knows no text.
+
+client -> engine   EngineRequest | Abort | Control
+engine -> client   Ready, then one StepFrame for each step that produced something (or on a state change)
+"""
+
+import msgspec
+
+from engine.batch import TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
+    """One choice of one request. n > 1 is n of these with choice = 0 .. n-1 and the same seed.
+
+    token_ids: the prompt and, when a request is resumed elsewhere, what was already emitted.
+    num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random counters count
+        from there, so a resumed request goes on as if nothing had happened.
+    cache_salt: part of the prefix-cache key; requests share cached blocks only within one salt.
+    priority: smaller runs earlier; ties by arrival.
+    """
+
+    id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort"):
+    """Forget these requests; each running one ends with a delta whose finish is "abort"."""
+
+    ids: list[int]
+
+
+class Control(msgspec.Struct, array_like=True, tag="control"):
+    """what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache", "stop"."""
+
+    what: str
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """New tokens of one request.
+
+    finish: "" while running; "stop", "length", "abort" or "error".
+    stop_token: the end token that finished it; None if none did. It is included in token_ids.
+    cached: prompt tokens that came from the prefix cache; -1 on all but a request's first delta.
+    error: with finish "error": "code: message".
+    """
+
+    id: int
+    token_ids: list[int]
+    finish: str = ""
+    stop_token: int | None = None
+    cached: int = -1
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str = ""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """The engine's state after a step. Times are seconds, clocks monotonic."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed, running and waiting
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # of these, found
+    prompt_tokens: int = 0  # computed since start
+    output_tokens: int = 0  # sampled since start
+    step_seconds: float = 0.0  # duration of the last step
+    finished: int = 0
+    draining: bool = False
+
+
+class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
+    stats: EngineStats
+    deltas: list[Delta]
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine can serve. info is what `EngineConfig.resolve` decided, for logs, plan and /v1/models."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: list[int]
+    start_seconds: dict[str, float]  # by phase
+    memory_table: str
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The engine could not start or cannot go on: "code: message with the way out"."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+ToEngine = EngineRequest | Abort | Control
+FromEngine = Ready | StepFrame | Failed

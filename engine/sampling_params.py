@@ -1,0 +1,143 @@
+"""SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+MAX_N = 8
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
+INT64_MAX = 2**63 - 1
+INT64_MIN = -(2**63)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the next tokens of one request.
+
+    Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban of end
+    tokens below min_tokens, then temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a
+    function of (seed, choice, position, token id) alone. Reported logprobs are of the raw model
+    distribution, before any of these.
+
+    n: independent choices, 1..8.
+    max_tokens: output tokens at most; None = up to the context length.
+    min_tokens: no end-of-sequence or stop token before this many output tokens.
+    temperature: 0 = greedy; 0..2.
+    top_p: nucleus mass in (0, 1]; top_k: 0 = all; min_p: in [0, 1], relative to the largest probability.
+    repetition_penalty: > 0, over prompt and output (Keskar et al. 2019); presence_penalty and
+        frequency_penalty: -2..2, over the output only (OpenAI's definition).
+    seed: int64; None = drawn at submission, so that a resumed request keeps its numbers.
+    stop: up to 4 strings of 1..256 bytes; the text is cut before the first one found.
+    stop_token_ids: end tokens beside the model's own.
+    logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
+    prompt_logprobs: the same for each prompt token but the first.
+    Raises InvalidRequest naming the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _int("top_k", self.top_k, 0, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _int("seed", self.seed, INT64_MIN, INT64_MAX)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text.encode()) <= MAX_STOP_BYTES:
+                raise InvalidRequest(
+                    f"each stop string must have 1 to {MAX_STOP_BYTES} bytes", param="stop"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids"
+            )
+        for token in self.stop_token_ids:
+            _int("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", param="logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            _int("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _int(name, value, 0, MAX_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the logits do not have. Raises InvalidRequest (code token_out_of_range)."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if token >= vocab_size:
+                    raise InvalidRequest(
+                        f"{name}: token id {token} is outside the vocabulary (0..{vocab_size - 1})",
+                        param=name,
+                        code="token_out_of_range",
+                    )
+
+
+def _int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer", param=name, code="invalid_type")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(f"{name} must be a number", param=name, code="invalid_type")
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        left = "(" if open_low else "["
+        raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", param=name)

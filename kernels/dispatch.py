@@ -1,0 +1,73 @@
+"""device -> implementation: one table. Layers hold the Kernels they were built with; nobody asks again at run time."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+
+
+class Kernels(Protocol):
+    """The operations that a model step is made of. `reference` has each in plain torch: oracle, and CPU back end.
+
+    All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens, hidden].
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight, computed in float32, returned in x's dtype."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """residual' = x + residual; returns (rms_norm(residual'), residual'). May reuse either input's memory."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        cos_sin: Tensor,  # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
+        q_norm: Tensor
+        | None,  # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
+        v_cache: Tensor,
+        num_heads: int,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Split, norm and rotate; write keys and values to the cache; return q [num_tokens, num_heads, head_dim]."""
+        ...
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        """Causal attention of each entry's queries over its cached keys (this step's included).
+
+        q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query token of entry e
+        stands at position kv_len[e] - 1. Padding tokens give finite values of no meaning.
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias; weight is [out, in]."""
+        ...
+
+
+def kernels_for(device: str) -> Kernels:
+    """The back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
+    if device == "cpu":
+        import kernels.reference as reference
+
+        return reference  # type: ignore[return-value]
+    if device == "cuda":
+        import kernels.cuda as cuda
+
+        return cuda  # type: ignore[return-value]
+    raise KeyError(device)
