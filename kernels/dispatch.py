@@ -13,6 +13,14 @@ class Kernels(Protocol):
     All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens, hidden].
     """
 
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """Once a step, before the layers: fill meta.plan with what all layers share (it may do nothing).
+
+        k_cache is any layer's; it gives block size, KV heads and head size. On CUDA it launches on the current
+        stream and reads nothing back, so it can sit in a graph.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, computed in float32, returned in x's dtype."""
         ...

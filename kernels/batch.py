@@ -1,0 +1,149 @@
+"""Batch assembly on the device: apply a step's updates to the request rows, then lay its tokens out.
+
+Two kernels and no host synchronisation, so that both can sit in front of, or inside, a CUDA graph:
+
+    apply_updates   tokens of requests that take a row, and block ids that extend a row's table
+    assemble        per token: id, position, KV slot; per entry: kv_len and its block table
+
+One upload a step feeds both: a packed int32 buffer whose layout `Staging` (engine/runner/inputs.py) owns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _apply_updates_kernel(
+    updates,  # [num_rows * 3 + num_blocks * 3 + num_tokens] int32
+    tokens,
+    tokens_stride,
+    table,
+    table_stride,
+    num_rows,
+    num_blocks,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid < num_rows:  # one request's tokens: (row, offset of its tokens in updates, count)
+        row = tl.load(updates + pid * 3).to(tl.int64)
+        offset = tl.load(updates + pid * 3 + 1)
+        count = tl.load(updates + pid * 3 + 2)
+        for start in range(0, count, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            mask = i < count
+            ids = tl.load(updates + offset + i, mask=mask)
+            tl.store(tokens + row * tokens_stride + i, ids, mask=mask)
+    else:  # BLOCK (row, index, block id) triples
+        i = (pid - num_rows) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < num_blocks
+        base = updates + num_rows * 3 + i * 3
+        row = tl.load(base, mask=mask, other=0).to(tl.int64)
+        index = tl.load(base + 1, mask=mask, other=0)
+        block = tl.load(base + 2, mask=mask, other=0)
+        tl.store(table + row * table_stride + index, block, mask=mask)
+
+
+def apply_updates(
+    updates: Tensor, tokens: Tensor, block_table: Tensor, num_rows: int, num_blocks: int
+) -> None:
+    """Write new rows' tokens and new block ids. updates is int32 on the device, laid out as above."""
+    block = 512
+    grid = (num_rows + triton.cdiv(num_blocks, block),)
+    if grid[0]:
+        _apply_updates_kernel[grid](
+            updates,
+            tokens,
+            tokens.stride(0),
+            block_table,
+            block_table.stride(0),
+            num_rows,
+            num_blocks,
+            BLOCK=block,
+        )
+
+
+@triton.jit(do_not_specialize=["pad_row"])
+def _assemble_kernel(
+    rows,
+    starts,
+    query_start,
+    tokens,
+    tokens_stride,
+    table,
+    table_stride,
+    token_ids,
+    positions,
+    slots,
+    kv_len,
+    out_table,
+    out_table_stride,
+    pad_row,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    row = tl.load(rows + entry).to(tl.int64)
+    start = tl.load(starts + entry)
+    first = tl.load(query_start + entry)
+    length = tl.load(query_start + entry + 1) - first
+    for at in range(0, length, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        mask = i < length
+        position = start + i
+        ids = tl.load(tokens + row * tokens_stride + position, mask=mask, other=0)
+        block = tl.load(table + row * table_stride + position // BLOCK_SIZE, mask=mask, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        slot = tl.where(row == pad_row, -1, slot)
+        tl.store(token_ids + first + i, ids, mask=mask)
+        tl.store(positions + first + i, position, mask=mask)
+        tl.store(slots + first + i, slot, mask=mask)
+    total = start + length
+    tl.store(kv_len + entry, total)
+    num_blocks = (total + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for at in range(0, num_blocks, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        mask = i < num_blocks
+        ids = tl.load(table + row * table_stride + i, mask=mask, other=0)
+        tl.store(out_table + entry.to(tl.int64) * out_table_stride + i, ids, mask=mask)
+
+
+def assemble(
+    rows: Tensor,  # [num_entries] int32; pad_row marks padding
+    starts: Tensor,  # [num_entries] int32
+    query_start: Tensor,  # [num_entries + 1] int32
+    tokens: Tensor,  # [num_rows, row_tokens] int32
+    block_table: Tensor,  # [num_rows, max_blocks] int32
+    token_ids: Tensor,  # out [num_tokens] int32
+    positions: Tensor,  # out [num_tokens] int32
+    slots: Tensor,  # out [num_tokens] int64
+    kv_len: Tensor,  # out [num_entries] int32
+    out_table: Tensor,  # out [num_entries, max_blocks] int32, valid up to each entry's last block
+    block_size: int,
+    pad_row: int,
+) -> None:
+    """Lay out a step's tokens; entries of pad_row write no key (slot -1)."""
+    _assemble_kernel[(rows.shape[0],)](
+        rows,
+        starts,
+        query_start,
+        tokens,
+        tokens.stride(0),
+        block_table,
+        block_table.stride(0),
+        token_ids,
+        positions,
+        slots,
+        kv_len,
+        out_table,
+        out_table.stride(0),
+        pad_row,
+        BLOCK_SIZE=block_size,
+        BLOCK=128,
+    )
+
+
+def store_sampled(tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
+    """tokens[rows, positions] = sampled; a failed row's -1 is stored as 0, which nobody will read."""
+    tokens[rows.long(), positions.long()] = sampled.clamp(min=0).to(torch.int32)
