@@ -1,0 +1,61 @@
+# `make` lists the targets. Everything happens in .venv; nothing else on the machine is changed.
+#
+#   PYTHON=python3.12          another interpreter (3.11 or 3.12)
+#   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
+#   ONCE=1                     `make demo` ends after its answer
+#   FAST=1                     `make test` leaves out the slow tests
+#   ARGS="-k router"           extra arguments for pytest
+
+PYTHON ?= python3.11
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Installed once for each content of the two files, so that a second `make` costs nothing.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format hooks constraints clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## the virtual environment with Manta and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== Installing into $(VENV) (some minutes the first time)"
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) with venv is needed: apt-get install python3.11-venv, or PYTHON=... make" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,loadtest]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
+	@$(BIN)/manta demo $(if $(ONCE),--once)
+
+test: $(STAMP) ## the tests that need no GPU
+	@$(BIN)/python -m deployments.models default >/dev/null
+	@$(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)' $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+hooks: $(STAMP) ## run the checks before each commit
+	$(BIN)/pre-commit install
+
+constraints: ## renew constraints.txt from a fresh environment
+	rm -rf $(VENV)-fresh && $(PYTHON) -m venv $(VENV)-fresh
+	$(VENV)-fresh/bin/python -m pip install $(PIP_ARGS) '.[dev,loadtest]'
+	grep '^#' constraints.txt > $(VENV)-fresh/new
+	$(VENV)-fresh/bin/python -m pip freeze --exclude manta-serve | sed 's/+cpu$$//' >> $(VENV)-fresh/new
+	mv $(VENV)-fresh/new constraints.txt && rm -rf $(VENV)-fresh
+
+clean: ## remove what make made here (the model cache stays)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,58 @@
+"""What all tests share: the default model, GPU tests skipped where there is none, and guards against known traps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there once."""
+    from deployments.models import resolve_model
+
+    return resolve_model("default", progress=lambda what, done, total: None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # two seconds that a run without GPU tests does not pay
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        from triton import knobs
+    except ImportError:  # not a Linux machine: no kernel to guard
+        return
+    if knobs.runtime.interpret:
+        _guard_interpreter()
+
+
+def _guard_interpreter() -> None:
+    """Triton's interpreter rounds bfloat16 wrongly and, before 3.7, breaks with numpy 2.4: refuse both loudly."""
+    import numpy
+    import torch
+    import triton
+    from triton.runtime.interpreter import GridExecutor
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(".")[:2])
+
+    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+        pytest.exit(f"TRITON_INTERPRET=1: triton {triton.__version__} needs numpy < 2.4", 4)
+    call: Callable[..., Any] = GridExecutor.__call__
+
+    def guarded(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+                pytest.fail("bfloat16 in Triton's interpreter gives wrong numbers; use float32 there")
+        return call(self, *args, **kwargs)
+
+    GridExecutor.__call__ = guarded
