@@ -46,3 +46,23 @@ class RequestReleased(MantaError):
     """A handle was used after ``release``."""
 
     code = "request_released"
+
+
+class Overloaded(MantaError):
+    """Not now: too much is waiting, or nothing can take it. HTTP answers 503 with Retry-After.
+
+    retry_after: seconds after which another try may succeed.
+    """
+
+    code = "overloaded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.retry_after = retry_after
