@@ -1,0 +1,201 @@
+"""Paged causal attention for entries with several query tokens, back to back, each after any prefix of cached keys.
+
+A program takes one kv head and consecutive queries of one entry, times the query heads that share the kv head: those
+are its rows. Keys that all rows see are walked without a mask; the last tiles, on the diagonal, with one. The grid is
+an upper bound that the host knows; a program finds its entry by binary search, and most of the surplus ends at once.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _walk(
+    query,
+    k_cache,
+    v_cache,
+    table,
+    head,
+    begin,
+    end,
+    row_position,
+    top,
+    denominator,
+    acc,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    keys = tl.arange(0, KEYS)
+    dims = tl.arange(0, DIMS)
+    PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    for start in range(begin, end, KEYS):
+        position = start + keys
+        if MASKED:
+            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        else:
+            page = tl.load(table + position // BLOCK_SIZE)
+        offset = page.to(tl.int64) * PAGE + (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+        where = offset[:, None] + dims[None, :]
+        if MASKED:
+            mask = (position < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(k_cache + where, mask=mask, other=0.0)
+        elif HEAD_DIM < DIMS:
+            mask = (dims < HEAD_DIM)[None, :]
+            key = tl.load(k_cache + where, mask=mask, other=0.0)
+        else:
+            key = tl.load(k_cache + where)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)
+        weight = tl.exp2(score * scale_log2 - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        denominator = denominator * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        if MASKED:
+            value = tl.load(v_cache + where, mask=mask, other=0.0)
+        elif HEAD_DIM < DIMS:
+            value = tl.load(v_cache + where, mask=mask, other=0.0)
+        else:
+            value = tl.load(v_cache + where)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+        top = new_top
+    return top, denominator, acc
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens", "first_entry", "num_entries"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len"],
+)
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    block_table,
+    query_start,
+    kv_len,
+    scale_log2,
+    table_stride,
+    num_tokens,
+    first_entry,
+    num_entries,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    QUERIES: tl.constexpr = ROWS // GROUP
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    head = tl.program_id(0)
+    # The last queries of a request see the most keys: start them first.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    # Entry e's blocks start at or before index (query_start[e] - origin) // QUERIES + (e - first_entry).
+    # num_entries stands for the padding tokens that follow the last entry.
+    origin = tl.load(query_start + first_entry)
+    low = first_entry
+    high = num_entries
+    while low < high:
+        middle = (low + high + 1) // 2
+        blocks_before = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_entry
+        at_or_before = blocks_before <= index
+        low = tl.where(at_or_before, middle, low)
+        high = tl.where(at_or_before, high, middle - 1)
+    entry = low
+    begin = tl.load(query_start + entry)
+    query_len = num_tokens - begin
+    if entry < num_entries:
+        query_len = tl.load(query_start + entry + 1) - begin
+    first = (index - ((begin - origin) // QUERIES + entry - first_entry)) * QUERIES
+    if first >= query_len:
+        return
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    query_index = first + rows // GROUP
+    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    token = (begin + query_index).to(tl.int64)
+    at = (token * NUM_HEADS + head * GROUP + rows % GROUP) * HEAD_DIM
+    where = at[:, None] + dims[None, :]
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    if entry == num_entries:
+        tl.store(out + where, tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=tile_mask)
+        return
+
+    query = tl.load(q + where, mask=tile_mask, other=0.0)
+    length = tl.load(kv_len + entry)
+    table = block_table + entry.to(tl.int64) * table_stride
+    first_position = length - query_len + first
+    # Rows past the last query look at what the last one sees.
+    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    full = (first_position + 1) // KEYS * KEYS
+    end = tl.minimum(first_position + QUERIES, length)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    top, denominator, acc = _walk(
+        query, k_cache, v_cache, table, head, 0, full, row_position, top, denominator, acc,
+        scale_log2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS, MASKED=False,
+    )  # fmt: skip
+    top, denominator, acc = _walk(
+        query, k_cache, v_cache, table, head, full, end, row_position, top, denominator, acc,
+        scale_log2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS, MASKED=True,
+    )  # fmt: skip
+    acc = acc / denominator[:, None]
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
+
+
+def attention_prefill(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: Tensor,
+    out: Tensor,  # like q
+    block_table: Tensor,  # [num_entries, max_blocks] int32
+    query_start: Tensor,  # [num_entries + 1] int32
+    kv_len: Tensor,  # [num_entries] int32
+    scale: float,
+    first_entry: int = 0,
+) -> None:
+    """Attention of the entries from first_entry on; tokens after the last entry (padding) get zeros."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    num_entries = kv_len.shape[0]
+    group = num_heads // num_kv_heads
+    dims = triton.next_power_of_2(head_dim)
+    wide = dims > 128 or q.element_size() > 2
+    rows = max(64 if wide else 128, triton.next_power_of_2(group))
+    keys = 32 if wide else 64
+    # Each entry, and the padding after the last, may leave its last block part empty.
+    blocks = (num_tokens - first_entry) // (rows // group) + num_entries - first_entry + 1
+    _prefill_kernel[(num_kv_heads, blocks)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
+        query_start,
+        kv_len,
+        scale * 1.4426950408889634,
+        block_table.stride(0),
+        num_tokens,
+        first_entry,
+        num_entries,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        DIMS=dims,
+        KEYS=keys,
+        num_warps=8 if rows >= 128 else 4,
+        num_stages=3 if not wide else 2,
+    )

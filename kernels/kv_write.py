@@ -1,0 +1,178 @@
+"""Between the qkv product and attention, in one launch: split, norm of each head, rotation, write to the cache.
+
+A program takes one token and a block of heads of one kind (queries, keys or values). The rotation pairs element i
+with i + rotary_dim / 2, so a head is read as two halves and, where only part of it rotates, a rest.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+
+
+@triton.jit
+def _norm_scale(first, second, rest, eps, HEAD_DIM: tl.constexpr, HAS_REST: tl.constexpr):
+    total = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    if HAS_REST:
+        total += tl.sum(rest * rest, axis=1)
+    return (1.0 / tl.sqrt(total / HEAD_DIM + eps))[:, None]
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rope_kv_write_kernel(
+    qkv,
+    cos_sin,
+    q_norm,
+    k_norm,
+    positions,
+    slots,
+    q_out,
+    k_cache,
+    v_cache,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    HEADS: tl.constexpr,  # heads a program, a power of two
+    HALF: tl.constexpr,  # power of two >= ROTARY_DIM / 2
+    REST: tl.constexpr,  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
+    FULL: tl.constexpr,  # power of two >= HEAD_DIM
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    K_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    HAS_REST: tl.constexpr = REST > 0
+    row = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    slot = tl.load(slots + token)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+
+    if group >= Q_GROUPS + K_GROUPS:  # values: copied
+        heads = (group - Q_GROUPS - K_GROUPS) * HEADS + tl.arange(0, HEADS)
+        dims = tl.arange(0, FULL)
+        mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+        source = row + ((NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
+        target = (
+            v_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+        )
+        tl.store(target + dims[None, :], tl.load(source, mask=mask), mask=mask & (slot >= 0))
+    else:
+        dims = tl.arange(0, HALF)
+        half: tl.constexpr = ROTARY_DIM // 2
+        valid = dims < half
+        angle = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY_DIM
+        cos = tl.load(angle + dims, mask=valid, other=0.0)[None, :]
+        sin = tl.load(angle + half + dims, mask=valid, other=0.0)[None, :]
+        is_query = group < Q_GROUPS
+        heads = tl.where(is_query, group, group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
+        exists = heads < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+        mask = exists[:, None] & valid[None, :]
+        base = tl.where(is_query, 0, NUM_HEADS)
+        source = row + ((base + heads) * HEAD_DIM)[:, None]
+        first = tl.load(source + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + half + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        rest = first
+        if HAS_REST:
+            more = ROTARY_DIM + tl.arange(0, REST)
+            rest_mask = exists[:, None] & (more < HEAD_DIM)[None, :]
+            rest = tl.load(source + more[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+        if is_query:
+            if Q_NORM:
+                scale = _norm_scale(first, second, rest, eps, HEAD_DIM, HAS_REST)
+                first *= (
+                    scale * tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
+                )
+                second *= (
+                    scale
+                    * tl.load(q_norm + half + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
+                )
+                if HAS_REST:
+                    weight = tl.load(q_norm + more, mask=more < HEAD_DIM, other=0.0)
+                    rest *= scale * weight.to(tl.float32)[None, :]
+            target = q_out + ((token * NUM_HEADS + heads) * HEAD_DIM)[:, None]
+            dtype = q_out.dtype.element_ty
+            tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
+            tl.store(
+                target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask
+            )
+            if HAS_REST:
+                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
+        else:
+            if K_NORM:
+                scale = _norm_scale(first, second, rest, eps, HEAD_DIM, HAS_REST)
+                first *= (
+                    scale * tl.load(k_norm + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
+                )
+                second *= (
+                    scale
+                    * tl.load(k_norm + half + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
+                )
+                if HAS_REST:
+                    weight = tl.load(k_norm + more, mask=more < HEAD_DIM, other=0.0)
+                    rest *= scale * weight.to(tl.float32)[None, :]
+            target = (
+                k_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+            )
+            dtype = k_cache.dtype.element_ty
+            mask = mask & (slot >= 0)
+            tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
+            tl.store(
+                target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask
+            )
+            if HAS_REST:
+                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask & (slot >= 0))
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    meta: AttentionMeta,
+) -> Tensor:
+    """See `kernels.dispatch.Kernels.rope_kv_write`. A slot of -1 writes no key or value (its query is still made)."""
+    num_tokens = qkv.shape[0]
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    rotary_dim = cos_sin.shape[-1]
+    q = qkv.new_empty((num_tokens, num_heads, head_dim))
+    if not num_tokens:
+        return q
+    # Few tokens: one warp and few heads a program, to spread over the chip. Many: fewer, larger programs.
+    heads = min(4 if num_tokens <= 512 else 8, triton.next_power_of_2(num_kv_heads))
+    groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    _rope_kv_write_kernel[(num_tokens, groups)](
+        qkv,
+        cos_sin,
+        q_norm if q_norm is not None else qkv,
+        k_norm if k_norm is not None else qkv,
+        meta.positions,
+        meta.slots,
+        q,
+        k_cache,
+        v_cache,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        BLOCK_SIZE=block_size,
+        Q_NORM=q_norm is not None,
+        K_NORM=k_norm is not None,
+        HEADS=heads,
+        HALF=triton.next_power_of_2(rotary_dim // 2),
+        REST=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
+        FULL=triton.next_power_of_2(head_dim),
+        num_warps=1 if num_tokens <= 512 else 2,
+    )
+    return q
