@@ -1,15 +1,17 @@
 """The seam between the HTTP API (and the Python client) and whatever runs the requests.
 
-`api/` knows only this file: tests drive it with a fake, the router implements it over channels to engine replicas.
+`api/` knows only this file: tests drive it with a fake, the router implements it over channels to
+engine replicas.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.tokenizer import Tokenizer
+
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,15 @@ class GenerationRequest:
 
 
 class Generation(Protocol):
-    """The n choices of one prompt in flight. Survives a change of replica; ends exactly once for each choice."""
+    """The n choices of one prompt in flight. Survives a change of replica; ends exactly once for
+    each choice."""
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for at least one (choice, delta), then return all that have come since the last call, in order.
+        """Wait for at least one (choice, delta), then return all that have come since the last
+        call, in order.
 
-        After the last choice has finished it returns []. Raises MantaError when the request as a whole cannot go on.
+        After the last choice has finished it returns []. Raises MantaError when the request as a
+        whole cannot go on.
         """
         ...
 
@@ -68,7 +73,8 @@ class Backend(Protocol):
     def tokenizer(self, model: str) -> Tokenizer: ...
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Start it. Never blocks; may raise MantaError (overloaded, no replica) at once or from next()."""
+        """Start it. Never blocks; may raise MantaError (overloaded, no replica) at once or from
+        next()."""
         ...
 
     def state(self) -> BackendState: ...

@@ -1,11 +1,15 @@
 """Batch and StepResult: the plain data between scheduler and model runner. No torch here.
 
-The device keeps one row per running request (see runner/rows.py): its tokens so far, its block table and its
-sampling parameters. A batch is a list of row numbers and what to compute for each. A row's tokens are uploaded
-once, when the request takes the row; after that each sampled token is written into the row by the sampler, on
+The device keeps one row per running request (see runner/rows.py): its tokens so far, its block
+table and its
+sampling parameters. A batch is a list of row numbers and what to compute for each. A row's tokens
+are uploaded
+once, when the request takes the row; after that each sampled token is written into the row by the
+sampler, on
 the device, so that the batch n + 1 can be launched before the host knows the tokens of batch n:
 
-    entry e computes tokens[row, start : start + length]   and, if it samples, writes tokens[row, start + length]
+    entry e computes tokens[row, start : start + length]   and, if it samples, writes tokens[row,
+    start + length]
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +37,8 @@ class NewRow:
 
 @dataclass(slots=True)
 class Batch:
-    """One step. Entries with length 1 that sample ("decodes") come first, then the chunks of longer ones."""
+    """One step. Entries with length 1 that sample ("decodes") come first, then the chunks of
+    longer ones."""
 
     step: int
     rows: list[int] = field(default_factory=list)  # [num_entries]
@@ -71,7 +76,8 @@ class StepResult:
 
     tokens: one id for each entry that samples, in batch order.
     logprobs: entry index -> the sampled token's; only entries whose request asked.
-    prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of the tokens at
+    prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of
+    the tokens at
         start + 1 .. min(start + length, num_prompt_tokens - 1).
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     """

@@ -5,7 +5,8 @@ class MantaError(Exception):
     """Base of all errors raised on purpose.
 
     code: stable machine-readable word, e.g. ``context_length_exceeded``.
-    param: the request field or configuration key at fault, e.g. ``messages[0].role``; None if there is none.
+    param: the request field or configuration key at fault, e.g. ``messages[0].role``; None if
+    there is none.
     """
 
     code = "engine_error"

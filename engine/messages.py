@@ -1,7 +1,9 @@
-"""What crosses the boundary of the engine process, as msgpack. Token ids only: the engine knows no text.
+"""What crosses the boundary of the engine process, as msgpack. Token ids only: the engine knows no
+text.
 
 client -> engine   EngineRequest | Abort | Control
-engine -> client   Ready, then one StepFrame for each step that produced something (or on a state change)
+engine -> client   Ready, then one StepFrame for each step that produced something (or on a state
+change)
 """
 
 import msgspec
@@ -14,7 +16,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """One choice of one request. n > 1 is n of these with choice = 0 .. n-1 and the same seed.
 
     token_ids: the prompt and, when a request is resumed elsewhere, what was already emitted.
-    num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random counters count
+    num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
+    counters count
         from there, so a resumed request goes on as if nothing had happened.
     cache_salt: part of the prefix-cache key; requests share cached blocks only within one salt.
     priority: smaller runs earlier; ties by arrival.
@@ -38,7 +41,8 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache", "stop"."""
+    """what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache",
+    "stop"."""
 
     what: str
 
@@ -88,7 +92,8 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine can serve. info is what `EngineConfig.resolve` decided, for logs, plan and /v1/models."""
+    """The engine can serve. info is what `EngineConfig.resolve` decided, for logs, plan and
+    /v1/models."""
 
     max_model_len: int
     vocab_size: int

@@ -1,4 +1,5 @@
-"""device -> implementation: one table. Layers hold the Kernels they were built with; nobody asks again at run time."""
+"""device -> implementation: one table. Layers hold the Kernels they were built with; nobody asks
+again at run time."""
 
 from typing import Protocol
 
@@ -8,15 +9,19 @@ from kernels.metadata import AttentionMeta
 
 
 class Kernels(Protocol):
-    """The operations that a model step is made of. `reference` has each in plain torch: oracle, and CPU back end.
+    """The operations that a model step is made of. `reference` has each in plain torch: oracle,
+    and CPU back end.
 
-    All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens, hidden].
+    All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens,
+    hidden].
     """
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-        """Once a step, before the layers: fill meta.plan with what all layers share (it may do nothing).
+        """Once a step, before the layers: fill meta.plan with what all layers share (it may do
+        nothing).
 
-        k_cache is any layer's; it gives block size, KV heads and head size. On CUDA it launches on the current
+        k_cache is any layer's; it gives block size, KV heads and head size. On CUDA it launches on
+        the current
         stream and reads nothing back, so it can sit in a graph.
         """
         ...
@@ -28,7 +33,8 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual; returns (rms_norm(residual'), residual'). May reuse either input's memory."""
+        """residual' = x + residual; returns (rms_norm(residual'), residual'). May reuse either
+        input's memory."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -40,7 +46,8 @@ class Kernels(Protocol):
     def rope_kv_write(
         self,
         qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-        cos_sin: Tensor,  # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
+        # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
+        cos_sin: Tensor,
         q_norm: Tensor
         | None,  # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
         k_norm: Tensor | None,
@@ -50,7 +57,8 @@ class Kernels(Protocol):
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Split, norm and rotate; write keys and values to the cache; return q [num_tokens, num_heads, head_dim]."""
+        """Split, norm and rotate; write keys and values to the cache; return q [num_tokens,
+        num_heads, head_dim]."""
         ...
 
     def attention(
@@ -58,7 +66,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of each entry's queries over its cached keys (this step's included).
 
-        q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query token of entry e
+        q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
+        token of entry e
         stands at position kv_len[e] - 1. Padding tokens give finite values of no meaning.
         """
         ...

@@ -1,4 +1,5 @@
-"""AttentionMeta: where each query token finds its keys. Built once a step, shared by all layers, passed along."""
+"""AttentionMeta: where each query token finds its keys. Built once a step, shared by all layers,
+passed along."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,16 @@ from torch import Tensor
 class AttentionMeta:
     """Layout of one step's tokens: entries back to back, decodes (one token each) first.
 
-    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a layer.
-    Within one layer all of the step's keys are written before any attention reads, so an entry may read blocks that
+    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one
+    pair a layer.
+    Within one layer all of the step's keys are written before any attention reads, so an entry may
+    read blocks that
     another entry of the same step writes (requests that share a prefix).
     """
 
     positions: Tensor  # [num_tokens] int32: index of each token in its request
-    slots: Tensor  # [num_tokens] int64: block * block_size + offset to write; -1 = padding, write nothing
+    # [num_tokens] int64: block * block_size + offset to write; -1 = padding, write nothing
+    slots: Tensor
     query_start: Tensor  # [num_entries + 1] int32
     kv_len: Tensor  # [num_entries] int32: keys of the entry, this step's included
     block_table: Tensor  # [num_entries, max_blocks] int32
@@ -27,4 +31,5 @@ class AttentionMeta:
         None  # the same on the host; the CPU back end loops over them
     )
     kv_len_host: list[int] | None = None
-    plan: Any = None  # what a back end computed once a step for all layers (e.g. how decode splits the keys)
+    # what a back end computed once a step for all layers (e.g. how decode splits the keys)
+    plan: Any = None

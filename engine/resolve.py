@@ -1,0 +1,87 @@
+"""resolve(config) -> Resolved: every "auto" and 0 of an EngineConfig decided, once, before
+anything is loaded."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the engine will run with."""
+
+    config: EngineConfig
+    folder: Path
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_threads: int
+
+
+def resolve(config: EngineConfig) -> Resolved:
+    """Raises ConfigError naming the key at fault. Reads config.json only."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise ConfigError(f"model: no such folder: {config.model}", param="model")
+    model = ModelConfig.from_folder(folder)
+    device = _device(config)
+    cuda = device.type == "cuda"
+    max_model_len = model.max_positions
+    if config.max_model_len is not None:
+        if config.max_model_len > model.max_positions:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} exceeds the model's "
+                f"{model.max_positions} positions",
+                param="max_model_len",
+            )
+        max_model_len = config.max_model_len
+    max_num_seqs = config.max_num_seqs or (1024 if cuda else 64)
+    budget = config.max_num_batched_tokens or (8192 if cuda else 512)
+    return Resolved(
+        config=config,
+        folder=folder,
+        model=model,
+        device=device,
+        dtype=_dtype(config, model, cuda),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(
+            budget, max_num_seqs
+        ),  # each running request gets its token every step
+        max_num_seqs=max_num_seqs,
+        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.device == "cuda":
+        raise ConfigError(
+            "device: cuda was asked for and torch sees no CUDA device; use device: cpu, or check "
+            "the driver with `manta doctor`",
+            param="device",
+        )
+    return torch.device("cpu")
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, cuda: bool) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if not cuda:
+        return (
+            torch.bfloat16
+        )  # halves the bytes a decode step reads; oneDNN has bf16 kernels on x86
+    return DTYPES.get(model.dtype, torch.bfloat16)

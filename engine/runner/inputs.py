@@ -1,0 +1,257 @@
+"""StepInputs: turns a Batch into the device tensors of a step. Two ways, one meaning.
+
+CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned memory, one copy a
+step, then the
+kernels of kernels/batch.py. Layout of the packed buffer (E = max_num_seqs, fixed offsets so that a
+graph can read
+the first sections):
+
+    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | updates: rows * 3, blocks
+    * 3, tokens ...
+
+`last` is, for each sampling entry, the index of its last token in the step's tokens; `which` is
+its entry.
+
+Two pinned buffers alternate. Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and by
+then n has been
+waited for (the loop is one ahead, never two).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.runner.rows import RequestRows
+from kernels.metadata import AttentionMeta
+
+UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step, laid out. sample_rows and sample_positions are of the sampling entries, in batch
+    order."""
+
+    token_ids: Tensor  # [num_tokens] int32
+    meta: AttentionMeta
+    last: Tensor | None  # [num_samples] int64 indices into the tokens; None = every token samples
+    sample_rows: Tensor  # [num_samples] int64
+    sample_positions: Tensor  # [num_samples] int64: position of the new token
+
+
+class CpuInputs:
+    """Numpy views on the rows' tensors: assembling 32 entries costs microseconds, not tensor
+    launches."""
+
+    def __init__(self, rows: RequestRows, block_size: int) -> None:
+        self._rows = rows
+        self._tokens = rows.tokens.numpy()
+        self._table = rows.block_table.numpy()
+        self._block_size = block_size
+
+    def assemble(self, batch: Batch) -> DeviceStep:
+        for new in batch.new_rows:
+            self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+        for row, index, block in batch.new_blocks:
+            self._table[row, index] = block
+
+        rows = np.asarray(batch.rows, dtype=np.int64)
+        starts = np.asarray(batch.starts, dtype=np.int64)
+        lengths = np.asarray(batch.lengths, dtype=np.int64)
+        samples = np.asarray(batch.samples, dtype=bool)
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+
+        entry = np.repeat(np.arange(len(rows)), lengths)
+        positions = starts[entry] + np.arange(num_tokens) - query_start[entry]
+        token_rows = rows[entry]
+        size = self._block_size
+        slots = (
+            self._table[token_rows, positions // size].astype(np.int64) * size + positions % size
+        )
+        kv_len = (starts + lengths).astype(np.int32)
+        max_kv_len = int(kv_len.max())
+        table = self._table[rows, : -(-max_kv_len // size)]
+
+        meta = AttentionMeta(
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            slots=torch.from_numpy(slots),
+            query_start=torch.from_numpy(query_start),
+            kv_len=torch.from_numpy(kv_len),
+            block_table=torch.from_numpy(table),
+            num_decodes=batch.num_decodes,
+            max_query_len=int(lengths.max()),
+            max_kv_len=max_kv_len,
+            query_start_host=query_start.tolist(),
+            kv_len_host=kv_len.tolist(),
+        )
+        all_sample = num_tokens == len(rows) and bool(samples.all())
+        return DeviceStep(
+            token_ids=torch.from_numpy(self._tokens[token_rows, positions]),
+            meta=meta,
+            last=None
+            if all_sample
+            else torch.from_numpy((query_start[1:] - 1)[samples].astype(np.int64)),
+            sample_rows=torch.from_numpy(rows[samples]),
+            sample_positions=torch.from_numpy((starts + lengths)[samples]),
+        )
+
+
+class _Staging:
+    """One pinned host buffer and the numpy view that packs it."""
+
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.array = self.tensor.numpy()
+
+
+class CudaInputs:
+    """Packs a Batch into pinned memory, uploads it in one copy and assembles it with two
+    kernels."""
+
+    def __init__(
+        self, rows: RequestRows, block_size: int, max_num_tokens: int, device: torch.device
+    ) -> None:
+        self._rows = rows
+        self._block_size = block_size
+        entries = rows.pad_row
+        self._entries = entries
+        self._updates_at = 5 * entries + 1
+        capacity = self._updates_at + UPDATE_CAPACITY
+        self._staging = [_Staging(capacity), _Staging(capacity)]
+        self._packed = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.rows = self._packed[:entries]
+        self.starts = self._packed[entries : 2 * entries]
+        self.query_start = self._packed[2 * entries : 3 * entries + 1]
+        self.last = self._packed[3 * entries + 1 : 4 * entries + 1]
+        self.which = self._packed[4 * entries + 1 : 5 * entries + 1]
+        # Outputs of assembly: static, because graphs read them.
+        num_tokens = max(max_num_tokens, entries)
+        self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.kv_len = torch.zeros(entries, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(
+            entries, rows.block_table.shape[1], dtype=torch.int32, device=device
+        )
+        self._turn = 0
+
+    def upload(self, batch: Batch, padded: int) -> None:
+        """Copy the batch's numbers and apply its updates. Entries up to `padded` point at the
+        padding row."""
+        from kernels.batch import apply_updates
+
+        self._turn ^= 1
+        entries, count = self._entries, len(batch.rows)
+        num_rows, num_blocks = len(batch.new_rows), len(batch.new_blocks)
+        num_updates = 3 * (num_rows + num_blocks) + sum(
+            len(new.token_ids) for new in batch.new_rows
+        )
+        staging, packed = self._staging[self._turn], self._packed
+        if num_updates > UPDATE_CAPACITY:  # e.g. a hundred long, fully cached prompts at once
+            staging = _Staging(self._updates_at + num_updates)
+            packed = torch.empty_like(staging.tensor, device=self._packed.device)
+        array = staging.array
+
+        array[:count] = batch.rows
+        array[entries : entries + count] = batch.starts
+        query_start = array[2 * entries : 3 * entries + 1]
+        query_start[0] = 0
+        if batch.num_decodes == count:
+            query_start[1 : padded + 1] = np.arange(1, padded + 1)
+        else:
+            query_start[1 : count + 1] = np.cumsum(batch.lengths)
+            which = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
+            last_at, which_at = 3 * entries + 1, 4 * entries + 1
+            array[last_at : last_at + len(which)] = query_start[which + 1] - 1
+            array[which_at : which_at + len(which)] = which
+        if padded > count:
+            array[count:padded] = self._rows.pad_row
+            array[entries + count : entries + padded] = 0
+
+        if num_updates:
+            updates = array[self._updates_at : self._updates_at + num_updates]
+            at = 3 * (num_rows + num_blocks)
+            for i, new in enumerate(batch.new_rows):
+                length = len(new.token_ids)
+                updates[3 * i : 3 * i + 3] = (new.row, at, length)
+                updates[at : at + length] = new.token_ids
+                at += length
+            if num_blocks:
+                updates[3 * num_rows : 3 * (num_rows + num_blocks)] = np.asarray(
+                    batch.new_blocks, dtype=np.int32
+                ).reshape(-1)
+
+        used = self._updates_at + num_updates
+        packed[:used].copy_(staging.tensor[:used], non_blocking=True)
+        if packed is not self._packed:
+            self._packed[: self._updates_at].copy_(packed[: self._updates_at])
+        if num_updates:
+            apply_updates(
+                packed[self._updates_at : used],
+                self._rows.tokens,
+                self._rows.block_table,
+                num_rows,
+                num_blocks,
+            )
+
+    def lay_out(
+        self,
+        num_entries: int,
+        num_tokens: int,
+        num_decodes: int,
+        max_query_len: int,
+        max_kv_len: int,
+    ) -> tuple[Tensor, AttentionMeta]:
+        """Launch the assembly of what `upload` brought. Graph-safe: fixed addresses, sizes from
+        the arguments."""
+        from kernels.batch import assemble
+
+        assemble(
+            self.rows[:num_entries],
+            self.starts[:num_entries],
+            self.query_start[: num_entries + 1],
+            self._rows.tokens,
+            self._rows.block_table,
+            self.token_ids,
+            self.positions,
+            self.slots,
+            self.kv_len,
+            self.block_table,
+            self._block_size,
+            self._rows.pad_row,
+        )
+        meta = AttentionMeta(
+            positions=self.positions[:num_tokens],
+            slots=self.slots[:num_tokens],
+            query_start=self.query_start[: num_entries + 1],
+            kv_len=self.kv_len[:num_entries],
+            block_table=self.block_table[:num_entries],
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_kv_len=max_kv_len,
+        )
+        return self.token_ids[:num_tokens], meta
+
+    def assemble(self, batch: Batch) -> DeviceStep:
+        """Upload and lay out one eager step."""
+        count = len(batch.rows)
+        self.upload(batch, count)
+        decodes_only = batch.num_decodes == count
+        lengths = batch.lengths
+        max_kv_len = max(
+            start + length for start, length in zip(batch.starts, lengths, strict=True)
+        )
+        token_ids, meta = self.lay_out(
+            count, batch.num_tokens, batch.num_decodes, max(lengths), max_kv_len
+        )
+        if decodes_only:
+            return DeviceStep(token_ids, meta, None, self.rows[:count].long(), meta.kv_len.long())
+        num_samples = sum(batch.samples)
+        last = self.last[:num_samples].long()
+        which = self.which[:num_samples]
+        return DeviceStep(token_ids, meta, last, self.rows[which].long(), meta.kv_len[which].long())

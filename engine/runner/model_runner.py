@@ -1,0 +1,284 @@
+"""ModelRunner: launch(batch) -> Pending; Pending.wait() -> StepResult.
+
+The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
+for the device
+(no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA, one batch
+ahead:
+
+    host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
+    device  ... step n ........ | step n+1 ............................ | step n+2
+
+The next token of a request is read from its row on the device (kernels/batch.py), so step n+1 does
+not need the
+host to know what step n sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from engine.models.registry import Model
+from engine.sampling.sampler import Sampled, Sampler
+from torch import Tensor
+
+from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.runner.graphs import DecodeGraphs
+from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
+from engine.runner.kv_cache import KVCache
+from engine.runner.rows import RequestRows
+from kernels.dispatch import Kernels
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step. `wait` may be called once, in launch order."""
+
+    step: int
+    tokens: (
+        Tensor  # [num_samples] on the host (pinned on CUDA); -1 = that row's logits were not finite
+    )
+    entries: Sequence[int] | None  # batch index of each sample; None = sample i is entry i
+    event: "torch.cuda.Event | None" = None
+    logprobs: "_HostLogprobs | None" = None
+    prompt_logprobs: list[tuple[int, "_HostLogprobs"]] = field(default_factory=list)
+
+    def wait(self) -> StepResult:
+        """Block until the step is done on the device and return what it produced."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        result = StepResult(step=self.step, tokens=tokens)
+        if tokens and min(tokens) < 0:
+            result.errors = {
+                self._entry(i): "numerical_error: the model's logits are not finite"
+                for i, token in enumerate(tokens)
+                if token < 0
+            }
+        if self.logprobs is not None:
+            result.logprobs = {
+                self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None
+            }
+        if self.prompt_logprobs:
+            result.prompt_logprobs = {
+                entry: [item for _, item in host.items() if item is not None]
+                for entry, host in self.prompt_logprobs
+            }
+        return result
+
+    def _entry(self, sample: int) -> int:
+        return sample if self.entries is None else self.entries[sample]
+
+
+@dataclass(slots=True)
+class _HostLogprobs:
+    """Log-probabilities on their way to the host; counts[i] is how many alternatives item i wants,
+    -1 = none."""
+
+    token_ids: Tensor  # [n] int64
+    logprob: Tensor  # [n] float32
+    rank: Tensor  # [n] int64
+    top_ids: Tensor  # [n, k] int64
+    top_logprobs: Tensor  # [n, k] float32
+    counts: list[int]
+
+    def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
+        ids = tokens if tokens is not None else self.token_ids.tolist()
+        logprob, rank = self.logprob.tolist(), self.rank.tolist()
+        top_ids, top_logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
+        return [
+            (
+                i,
+                None
+                if count < 0
+                else TokenLogprobs(
+                    ids[i], logprob[i], int(rank[i]), top_ids[i][:count], top_logprobs[i][:count]
+                ),
+            )
+            for i, count in enumerate(self.counts)
+        ]
+
+
+class ModelRunner:
+    """Runs batches of one model on one device. Owns the rows, the KV tensors and the graphs."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        sampler: Sampler,
+        rows: RequestRows,
+        kv: KVCache,
+        *,
+        num_heads: int,
+        max_num_batched_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.kernels = kernels
+        self.sampler = sampler
+        self.rows = rows
+        self.kv = kv
+        self.device = device
+        self._num_heads = num_heads
+        self._cuda = device.type == "cuda"
+        self.inputs: Any
+        if self._cuda:
+            self.inputs = CudaInputs(rows, kv.block_size, max_num_batched_tokens, device)
+            # Step n's results are read while n + 1 is in flight: two host buffers, alternating.
+            self._host_tokens = [
+                torch.empty(rows.pad_row, dtype=torch.int64, pin_memory=True) for _ in range(2)
+            ]
+        else:
+            self.inputs = CpuInputs(rows, kv.block_size)
+        self._turn = 0
+        # Per row, on the host: alternatives wanted (-1 = no log-probabilities at all) and the
+        # prompt's length.
+        self._logprobs = [-1] * rows.pad_row
+        self._prompt_logprobs = [-1] * rows.pad_row
+        self._num_prompt = [0] * rows.pad_row
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Pending:
+        """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns."""
+        for new in batch.new_rows:
+            self.sampler.set_row(new)
+            params = new.params
+            self._logprobs[new.row] = -1 if params.logprobs is None else params.logprobs
+            self._prompt_logprobs[new.row] = (
+                -1 if params.prompt_logprobs is None else params.prompt_logprobs
+            )
+            self._num_prompt[new.row] = new.num_prompt_tokens
+
+        count = len(batch.rows)
+        decodes_only = batch.num_decodes == count
+        sample_rows = (
+            batch.rows
+            if decodes_only
+            else [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
+        )
+        plan = self.sampler.plan(sample_rows)
+        if self.graphs is not None and decodes_only and self.graphs.can_run(count, plan):
+            return self._finish(batch, self.graphs.run(batch, plan)[:count], None)
+
+        step = self.inputs.assemble(batch)
+        hidden = self.forward(step)
+        prompt_logprobs = [] if decodes_only else self._launch_prompt_logprobs(batch, hidden)
+        if not sample_rows:
+            pending = self._finish(batch, hidden.new_empty(0, dtype=torch.int64), None)
+            pending.prompt_logprobs = prompt_logprobs
+            return pending
+        if step.last is not None:
+            hidden = hidden.index_select(0, step.last)
+        sampled = self.sample(hidden, step.sample_rows, step.sample_positions, plan)
+        entries = (
+            None if decodes_only else [i for i, samples in enumerate(batch.samples) if samples]
+        )
+        pending = self._finish(batch, sampled.tokens, entries)
+        pending.logprobs = self._launch_logprobs(sampled, sample_rows)
+        pending.prompt_logprobs = prompt_logprobs
+        if self._cuda and (pending.logprobs is not None or prompt_logprobs):
+            assert pending.event is not None
+            pending.event.record()  # after these copies too
+        return pending
+
+    def forward(self, step: DeviceStep) -> Tensor:
+        """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
+        self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])
+        return self.model.forward(step.token_ids, step.meta, self.kv.layers)
+
+    def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, plan: Any) -> Sampled:
+        """Logits, sampling, and the new tokens into their rows. A row without finite logits gets
+        token -1."""
+        logits = self.model.logits(hidden)
+        sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan)
+        if sampled.bad is not None:
+            sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
+        self.rows.tokens[rows, positions] = sampled.tokens.clamp(min=0).to(torch.int32)
+        return sampled
+
+    def _finish(self, batch: Batch, tokens: Tensor, entries: list[int] | None) -> Pending:
+        """Send the tokens to the host behind everything launched so far."""
+        if not self._cuda:
+            return Pending(batch.step, tokens, entries)
+        self._turn ^= 1
+        host = self._host_tokens[self._turn][: tokens.shape[0]]
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Pending(batch.step, host, entries, event)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True) if self._cuda else tensor
+
+    def _launch_logprobs(self, sampled: Sampled, rows: list[int]) -> _HostLogprobs | None:
+        if sampled.logprob is None:
+            return None
+        return _HostLogprobs(
+            self._to_host(sampled.tokens),
+            self._to_host(sampled.logprob),
+            self._to_host(sampled.rank),
+            self._to_host(sampled.top_ids),
+            self._to_host(sampled.top_logprobs),
+            [self._logprobs[row] for row in rows],
+        )
+
+    def _launch_prompt_logprobs(
+        self, batch: Batch, hidden: Tensor
+    ) -> list[tuple[int, _HostLogprobs]]:
+        """Rare and eager: the chunk's own next tokens under the model, entry by entry."""
+        found = []
+        at = 0
+        for entry, (row, start, length) in enumerate(
+            zip(batch.rows, batch.starts, batch.lengths, strict=True)
+        ):
+            wanted = self._prompt_logprobs[row]
+            # Position p predicts token p + 1: the chunk predicts start + 1 .. start + length,
+            # prompt tokens only.
+            count = min(length, self._num_prompt[row] - 1 - start)
+            if wanted >= 0 and count > 0:
+                targets = self.rows.tokens[row, start + 1 : start + 1 + count].long()
+                logits = self.model.logits(hidden[at : at + count])
+                values = self.sampler.prompt_logprobs(logits, targets, wanted)
+                found.append(
+                    (
+                        entry,
+                        _HostLogprobs(
+                            self._to_host(targets),
+                            *(self._to_host(value) for value in values),
+                            counts=[wanted] * count,
+                        ),
+                    )
+                )
+            at += length
+        return found
+
+    def capture_graphs(self, sizes: Sequence[int]) -> None:
+        """Record decode steps of these batch sizes. CUDA only; call once, after warm-up."""
+        self.graphs = DecodeGraphs(self, sizes)
+        self.graphs.capture()
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Run the largest step once on the padding row: compiles kernels and shows the peak of
+        memory."""
+        pad = self.rows.pad_row
+        max_len = self.rows.tokens.shape[1] - 1
+        batch = Batch(step=-1)
+        while num_tokens > 0:
+            length = min(num_tokens, max_len)
+            batch.rows.append(pad)
+            batch.starts.append(0)
+            batch.lengths.append(length)
+            batch.samples.append(True)
+            num_tokens -= length
+        step = self.inputs.assemble(batch)
+        hidden = self.forward(step)
+        count = self.rows.pad_row
+        plan = self.sampler.simple_plan(greedy=True)
+        rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
+        last = torch.arange(count, device=self.device) % hidden.shape[0]
+        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), plan)
+        decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
+        self.forward(self.inputs.assemble(decode))

@@ -1,0 +1,37 @@
+"""RequestRows: the device's state of each running request. Rows never move; a batch is a list of
+row numbers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class RequestRows:
+    """tokens[row, i] is the i-th token of the request in that row; block_table[row, j] the block
+    of its tokens
+    j * block_size .. The last row is padding: graphs of fixed size point their unused entries at
+    it.
+    """
+
+    tokens: Tensor  # [max_num_seqs + 1, max_model_len + 1] int32
+    block_table: Tensor  # [max_num_seqs + 1, max_blocks] int32
+    pad_row: int
+
+    @classmethod
+    def allocate(
+        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> "RequestRows":
+        max_blocks = -(-max_model_len // block_size)
+        return cls(
+            tokens=torch.zeros(
+                max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=device
+            ),
+            block_table=torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device),
+            pad_row=max_num_seqs,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * (self.tokens.numel() + self.block_table.numel())

@@ -1,0 +1,216 @@
+"""Manta's engine against vLLM's on one GPU, offline, in turns; prints the ratios and writes them
+down.
+
+    python -m loadtest.versus_engine --model FOLDER --name llama-8b --runs 3 --out loadtest/results
+
+FOLDER needs a config.json only: weights are random on both sides. Greedy, end tokens ignored,
+prefix cache off on
+both. Each run is a process of its own (both engines want the whole device), sides alternate, and
+the best run of
+each side counts. Every run's raw line is kept beside the table.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from loadtest import workloads
+
+MAX_MODEL_LEN = 9216
+MAX_NUM_SEQS = 1024
+MEMORY_FRACTION = 0.85
+
+
+def run_manta(model: str, names: list[str]) -> None:
+    """One process: start, then each workload once; prints a JSON line for each."""
+    from engine import LLM, SamplingParams
+
+    began = time.perf_counter()
+    config: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+        "prefix_caching": False,
+    }
+    with LLM(model, **config) as llm:
+        _print(
+            side="manta",
+            ready_s=round(time.perf_counter() - began, 2),
+            config=config,
+            phases=llm.ready.start_seconds,
+        )
+        for name in names:
+            requests = workloads.build(name)
+            params = [
+                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out)
+                for _, num_out in requests
+            ]
+            start = time.perf_counter()
+            outputs = llm.generate([ids for ids, _ in requests], params, detokenize=False)
+            seconds = time.perf_counter() - start
+            _report(
+                "manta", name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds
+            )
+
+
+def run_vllm(model: str, names: list[str]) -> None:
+    """The same for vLLM, with its defaults but for what must be equal."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    began = time.perf_counter()
+    config: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "gpu_memory_utilization": MEMORY_FRACTION,
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
+    _print(side="vllm", ready_s=round(time.perf_counter() - began, 2), config=config)
+    for name in names:
+        requests = workloads.build(name)
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out, detokenize=False)
+            for _, num_out in requests
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        _report("vllm", name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
+
+
+def _report(
+    side: str,
+    name: str,
+    requests: list[workloads.Request],
+    counts: list[int],
+    seconds: float,
+) -> None:
+    num_in, num_out = sum(len(ids) for ids, _ in requests), sum(counts)
+    if counts != [wanted for _, wanted in requests]:
+        raise SystemExit(f"{side} {name}: a request did not give the tokens it was asked for")
+    _print(
+        side=side,
+        workload=name,
+        seconds=round(seconds, 3),
+        out_tok=num_out,
+        out_tok_s=round(num_out / seconds, 1),
+        total_tok_s=round((num_in + num_out) / seconds, 1),
+    )
+
+
+def _print(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def _run_side(side: str, model: str, names: list[str], limit_s: float) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
+    done = subprocess.run(
+        [*command, "--workloads", *names], stdout=subprocess.PIPE, timeout=limit_s, check=True
+    )
+    lines = [line for line in done.stdout.decode().splitlines() if line.startswith("{")]
+    for line in lines:
+        print(line, flush=True)
+    return [json.loads(line) for line in lines]
+
+
+def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
+    """Output tokens/s; for prefill all tokens, because that is the work."""
+    key = "total_tok_s" if name == "prefill" else "out_tok_s"
+    return max(line[key] for line in lines if line["side"] == side and line.get("workload") == name)
+
+
+def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> None:
+    """Alternate the sides, print the table, write <out>/versus-engine-<label>-<date>.json and
+    .jsonl."""
+    import torch
+
+    lines: list[dict[str, Any]] = []
+    for _ in range(runs):
+        for side in ("manta", "vllm"):
+            lines += _run_side(side, model, names, limit_s=400)
+    rows = []
+    for name in names:
+        ours, peer = _best(lines, "manta", name), _best(lines, "vllm", name)
+        rows.append(
+            {
+                "case": f"{label}/{name}",
+                "ours": ours,
+                "peer": peer,
+                "unit": "tok/s",
+                "ratio": round(ours / peer, 3),
+            }
+        )
+    ready = {
+        side: min(li["ready_s"] for li in lines if li["side"] == side and "ready_s" in li)
+        for side in ("manta", "vllm")
+    }
+    rows.append(
+        {
+            "case": f"{label}/ready",
+            "ours": ready["manta"],
+            "peer": ready["vllm"],
+            "unit": "s",
+            "ratio": round(ready["manta"] / ready["vllm"], 3),
+        }
+    )
+    configs = {
+        side: next(li["config"] for li in lines if li["side"] == side and "config" in li)
+        for side in ("manta", "vllm")
+    }
+    document = {
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "config": {"ours": configs["manta"], "peers": {"vllm": configs["vllm"]}},
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"versus-engine-{label}-{document['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for row in rows:
+        print(
+            f"{row['case']:<24} {row['ours']:>12} {row['peer']:>12} {row['unit']:<6}"
+            f" {row['ratio']:>7}"
+        )
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--workloads", nargs="+", default=["single", "uniform", "dialogue"])
+    parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
+    parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    parser.add_argument("--side", choices=["manta", "vllm"], help="run one side only, here")
+    args = parser.parse_args()
+    if args.side == "manta":
+        run_manta(args.model, args.workloads)
+    elif args.side == "vllm":
+        run_vllm(args.model, args.workloads)
+    else:
+        compare(args.model, args.name, args.workloads, args.runs, args.out)
+
+
+if __name__ == "__main__":
+    main()
