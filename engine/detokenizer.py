@@ -1,0 +1,431 @@
+"""Token ids to text, piece by piece: exact, in bulk, and with stop strings.
+
+`TextStream` turns ids into text; `ChoiceDecoder` adds stop strings and the end of a choice. What either emits
+depends on the ids alone, never on how they were cut into calls, so one that is fed the ids emitted before a
+failover in a single call goes on exactly where the old one was.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.tokenizer import Tokenizer
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("manta-replace-each-byte", _replace_each_byte)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in plain}
+    for byte in range(256):
+        if byte not in plain:
+            table[chr(256 + len(table) - len(plain))] = byte
+    return table
+
+
+_BYTES = _byte_of_char()
+
+
+class _Stream(Protocol):
+    def feed(self, token_ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+    def state(self) -> Any: ...
+    def restore(self, state: Any) -> None: ...
+
+
+class _Pieces(dict[int, Any]):
+    """What each token contributes, looked up on first use: a vocabulary has 150,000 and an answer uses few."""
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
+        super().__init__()
+        self._token_of = tokenizer.backend.id_to_token
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._scheme = scheme
+
+    def __missing__(self, token_id: int) -> Any:
+        token = None if token_id in self._skipped else self._token_of(token_id)
+        piece = self[token_id] = self._scheme.piece(token)
+        return piece
+
+
+class _Scheme:
+    """How a tokenizer's decoder joins tokens, read from its declaration once."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        decoder = tokenizer.backend.decoder
+        spec = {} if decoder is None else json.loads(decoder.__getstate__())
+        steps = spec.get("decoders", [spec])
+        kinds = [step.get("type") for step in steps]
+        self.replace: list[tuple[str, str]] = []
+        self.strip = ("", 0)
+        self.kind = "window"
+        if kinds == ["ByteLevel"]:
+            self.kind = "bytes"
+            return
+        for step in steps:
+            if step.get("type") == "Replace" and "String" in step["pattern"]:
+                self.replace.append((step["pattern"]["String"], step["content"]))
+            elif step.get("type") == "Strip":
+                self.strip = (step["content"], step["start"])
+        order = [kind for kind in kinds if kind != "Replace"]
+        plain = len(self.replace) == kinds.count("Replace") and kinds[: len(self.replace)] == [
+            "Replace"
+        ] * len(self.replace)
+        tail = all(step.get("stop", 0) == 0 for step in steps if step.get("type") == "Strip")
+        if (
+            plain
+            and tail
+            and order in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+        ):
+            self.kind = "fallback"
+
+    def piece(self, token: str | None) -> Any:
+        """bytes for a byte-level token; str, or bytes for a <0xNN> token, or None with byte fallback."""
+        if self.kind == "bytes":
+            if token is None:
+                return b""
+            try:
+                return bytes([_BYTES[char] for char in token])
+            except KeyError:  # an added token with a space or a letter of its own
+                return token.encode()
+        if token is None:
+            return None
+        for old, new in self.replace:
+            token = token.replace(old, new)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                return token
+        return token
+
+
+class _ByteStream:
+    """GPT-2 style: each token is bytes, and the text is their UTF-8."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        self._piece = pieces.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._piece, token_ids)))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def state(self) -> Any:
+        return self._utf8.getstate()
+
+    def restore(self, state: Any) -> None:
+        self._utf8.setstate(state)
+
+
+class _FallbackStream:
+    """sentencepiece style: tokens are text, with single bytes for what the vocabulary lacks.
+
+    Bytes that never become a character are replaced one by one, and valid characters beside them are kept,
+    which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, which would hold back
+    every newline of a Llama 2 until the next token.)
+    """
+
+    def __init__(self, pieces: _Pieces, strip: tuple[str, int]) -> None:
+        self._piece = pieces.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("manta-replace-each-byte")
+        self._strip, self._left = (
+            strip  # characters that may still be cut from the start of the text
+        )
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        decode = self._utf8.decode
+        out = []
+        open_bytes = bool(self._utf8.getstate()[0])
+        for piece in map(self._piece, token_ids):
+            if type(piece) is str:
+                if open_bytes:
+                    out.append(decode(b"", True))
+                    open_bytes = False
+                out.append(piece)
+            elif piece is not None:
+                out.append(decode(piece))
+                open_bytes = True
+        return self._stripped("".join(out)) if self._left else "".join(out)
+
+    def finish(self) -> str:
+        return self._stripped(self._utf8.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        while self._left and text:
+            if text[0] != self._strip:
+                self._left = 0
+            else:
+                text = text[1:]
+                self._left -= 1
+        return text
+
+    def state(self) -> Any:
+        return self._utf8.getstate(), self._left
+
+    def restore(self, state: Any) -> None:
+        utf8, self._left = state
+        self._utf8.setstate(utf8)
+
+
+class _WindowStream:
+    """Any other decoder: decode a window of recent tokens and emit what grew.
+
+    The window starts at the last place where the text was whole, so that a decoder whose spaces depend on the
+    token before sees it.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
+        self._backend = tokenizer.backend
+        self._skip = skip_special
+        self._ids: list[int] = []
+        self._read = 0  # of _ids, how many are already in the emitted text
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
+        return text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._step(token) for token in token_ids])
+
+    def _step(self, token: int, final: bool = False) -> str:
+        if not final:
+            self._ids.append(token)
+        before, after = self._text(self._ids[: self._read]), self._text(self._ids)
+        if len(after) <= len(before) or (
+            after.endswith("\ufffd") and not final and len(self._ids) - self._read < 8
+        ):
+            return ""
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        return self._step(-1, final=True) if len(self._ids) > self._read else ""
+
+    def state(self) -> Any:
+        return list(self._ids), self._read
+
+    def restore(self, state: Any) -> None:
+        self._ids, self._read = list(state[0]), state[1]
+
+
+class _Tables:
+    """What all streams of one tokenizer share."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self.scheme = _Scheme(tokenizer)
+        self.pieces = {skip: _Pieces(tokenizer, skip, self.scheme) for skip in (False, True)}
+
+
+def _tables(tokenizer: "Tokenizer") -> _Tables:
+    found: _Tables | None = getattr(tokenizer, "_detokenizer_tables", None)
+    if found is None:
+        found = _Tables(tokenizer)
+        tokenizer._detokenizer_tables = found  # type: ignore[attr-defined]
+    return found
+
+
+def token_bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
+    """The bytes one token stands for."""
+    tables = _tables(tokenizer)
+    if tables.scheme.kind == "window":
+        text: str = tokenizer.backend.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+    piece = tables.pieces[False][token_id]
+    return b"" if piece is None else piece.encode() if isinstance(piece, str) else piece
+
+
+class TextStream:
+    """Incremental decoding of one sequence of ids.
+
+    ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held back), ``finish``
+    the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the cuts.
+    Cost: O(1) a token.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
+        tables = _tables(tokenizer)
+        pieces = tables.pieces[skip_special_tokens]
+        stream: _Stream
+        if tables.scheme.kind == "bytes":
+            stream = _ByteStream(pieces)
+        elif tables.scheme.kind == "fallback":
+            stream = _FallbackStream(pieces, tables.scheme.strip)
+        else:
+            stream = _WindowStream(tokenizer, skip_special_tokens)
+        self.feed = stream.feed
+        self.finish = stream.finish
+        self.state = stream.state
+        self.restore = stream.restore
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """What one `ChoiceDecoder.feed` made of its tokens.
+
+    text: new text, certain to belong to the output.
+    finish_reason: None while the choice runs; "stop", "length", "abort" or "error".
+    stop_reason: the stop string, or the id from stop_token_ids, that ended it; None for the model's own end token.
+    num_tokens: of the tokens fed in this call, how many belong to the output. The one that completed a stop
+        string or is the end token counts; those after it do not.
+    offsets: with ``offsets=True``, for each of these tokens where its text begins in the whole output, in characters.
+    """
+
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_tokens: int
+    offsets: list[int] = []
+
+
+class ChoiceDecoder:
+    """The text of one choice: stop strings across token borders, end tokens, and the count of kept tokens.
+
+    A stop string that ends in the first ``min_tokens`` tokens is text like any other. Among several, the one that is
+    complete first wins, then the longest. Text is held back only while it may still become a stop string.
+    """
+
+    def __init__(
+        self, tokenizer: "Tokenizer", params: SamplingParams, *, offsets: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stops = params.stop
+        self._stop_ids = params.stop_token_ids
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._offsets = offsets
+        self._held = ""  # decoded, but could be the start of a stop string
+        self._length = 0  # characters decoded so far, held ones included
+        self.num_tokens = 0  # tokens of the output so far
+        self.finished = False
+
+    def feed(
+        self, token_ids: Sequence[int], finish: str = "", stop_token: int | None = None
+    ) -> Decoded:
+        """Take the tokens of a `Delta` (finish and stop_token as there). After the end it returns nothing more."""
+        if self.finished:
+            return Decoded("", None, None, 0)
+        shown = len(token_ids)
+        if stop_token is not None and not self._include_stop:
+            shown -= 1  # the end token is part of the output but not of its text
+        if self._stops or self._offsets:
+            return self._feed_checked(token_ids, shown, finish, stop_token)
+        text = self._stream.feed(token_ids if shown == len(token_ids) else token_ids[:shown])
+        self.num_tokens += len(token_ids)
+        if not finish:
+            return Decoded(text, None, None, len(token_ids))
+        return self._end(text + self._stream.finish(), finish, stop_token, len(token_ids), [])
+
+    def _feed_checked(
+        self, token_ids: Sequence[int], shown: int, finish: str, stop_token: int | None
+    ) -> Decoded:
+        out: list[str] = []
+        offsets: list[int] = []
+        banned = min(shown, max(0, self._min_tokens - self.num_tokens))
+        # Tokens below min_tokens are decoded alone, so that no match is looked for in them; with offsets every
+        # token is decoded alone.
+        cuts = list(range(1, shown + 1)) if self._offsets else sorted({banned, shown} - {0})
+        begin = 0
+        for cut in cuts:
+            part = token_ids[begin:cut]
+            offsets.append(self._length)
+            before = self._stream.state()
+            new = self._stream.feed(part)
+            match = self._advance(new, search=cut > banned)
+            if match is not None:
+                text, stop, end = match
+                count = begin + self._tokens_until(part, before, end, new)
+                self.num_tokens += count
+                self.finished = True
+                out.append(text)
+                kept = offsets[:count] if self._offsets else []
+                return Decoded("".join(out), "stop", stop, count, kept)
+            out.append(self._emit(final=False))
+            begin = cut
+        count = len(token_ids)
+        self.num_tokens += count
+        offsets += [self._length] * (count - len(offsets))
+        if not self._offsets:
+            offsets = []
+        if not finish:
+            return Decoded("".join(out), None, None, count, offsets)
+        match = self._advance(self._stream.finish(), search=self.num_tokens > self._min_tokens)
+        if match is not None:
+            self.finished = True
+            out.append(match[0])
+            return Decoded("".join(out), "stop", match[1], count, offsets)
+        out.append(self._emit(final=True))
+        return self._end("".join(out), finish, stop_token, count, offsets)
+
+    def _advance(self, new: str, *, search: bool) -> tuple[str, str, int] | None:
+        """Add decoded text. If it completes a stop string: (text to emit, the string, characters of new up to its end)."""
+        held = len(self._held)
+        self._held += new
+        self._length += len(new)
+        if not search:
+            return None
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := self._held.find(stop, max(0, held - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        end, start, stop = min(found)
+        return self._held[: end if self._include_stop else start], stop, end - held
+
+    def _emit(self, *, final: bool) -> str:
+        """Give out what can no longer become part of a stop string."""
+        text = self._held
+        keep = (
+            len(text)
+            if final
+            else min((_open_at(text, stop) for stop in self._stops), default=len(text))
+        )
+        self._held = text[keep:]
+        return text[:keep]
+
+    def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
+        """How many tokens of part it takes to decode `end` characters of its text."""
+        if len(part) == 1:
+            return 1
+        self._stream.restore(before)
+        size = 0
+        for count, token in enumerate(part, 1):
+            size += len(self._stream.feed([token]))
+            if size >= end:
+                return count
+        raise AssertionError(f"{end} characters expected in {new!r}")
+
+    def _end(
+        self, text: str, finish: str, stop_token: int | None, count: int, offsets: list[int]
+    ) -> Decoded:
+        self.finished = True
+        reason = stop_token if stop_token in self._stop_ids else None
+        return Decoded(text, finish, reason, count, offsets)
+
+
+def _open_at(text: str, stop: str) -> int:
+    """Where the longest end of text begins that is a proper beginning of stop; len(text) if there is none."""
+    at = max(0, len(text) - len(stop) + 1)
+    first = stop[0]
+    while (at := text.find(first, at)) >= 0:
+        if stop.startswith(text[at:]):
+            return at
+        at += 1
+    return len(text)

@@ -1,0 +1,215 @@
+"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone (no transformers import)."""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from engine.chat_template import ChatTemplate, map_strings
+from engine.detokenizer import TextStream, token_bytes
+from engine.errors import ConfigError, InvalidRequest
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable after load and safe to share between threads.
+
+    vocab_size: number of ids, added tokens included (the logits may be wider).
+    bos_token_id: None if the model has none.
+    eos_token_ids: ids that end an answer, from generation_config.json, config.json and the tokenizer.
+    special_ids: ids of control tokens, which decode leaves out by default.
+    chat_template: None if the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
+        own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
+        ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        special = [token for token in added.values() if token.special]
+        special.sort(key=lambda token: -len(token.content))  # the longest match wins
+        self._special_text = re.compile("|".join(re.escape(t.content) for t in special) or "(?!)")
+        self._special_span = re.compile(
+            "|".join(
+                (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
+                for t in special
+            )
+            or "(?!)"
+        )
+        self._plain_splitter = _without_first_prefix(backend.pre_tokenizer)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """Read tokenizer.json and the files beside it. Raises ConfigError if there is none or it is broken."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json; save the model with a fast tokenizer",
+                param="model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+        named = {
+            **_json(folder / "special_tokens_map.json"),
+            **_json(folder / "tokenizer_config.json"),
+        }
+        special = {name: text for name, value in named.items() if (text := _named(name, value))}
+        ends: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _json(folder / name).get("eos_token_id")
+            ends += value if isinstance(value, list) else [] if value is None else [value]
+        return cls(
+            backend,
+            special_tokens=special,
+            eos_token_ids=ends,
+            chat_template=ChatTemplate.load(folder, special),
+        )
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as in the vocabulary; None if there is none."""
+        found: int | None = self.backend.token_to_id(token) if token else None
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text. add_special_tokens: what tokenizer.json puts around a text (e.g. a BOS)."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """The same for many texts, on all cores."""
+        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [item.ids for item in found]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens are only characters."""
+        normalizer = self.backend.normalizer
+        if normalizer is not None:
+            text = normalizer.normalize_str(text)
+        splitter = self._plain_splitter
+        pieces = [text] if splitter is None else [p for p, _ in splitter.pre_tokenize_str(text)]
+        model = self.backend.model
+        return [token.id for piece in pieces for token in model.tokenize(piece)]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text the template makes of a chat; options as in `ChatTemplate.render`.
+
+        Raises InvalidRequest if the model has no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use completions with a prompt instead",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template.render(messages, **options)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """Ids of a chat, equal to transformers' ``apply_chat_template``.
+
+        Control tokens typed inside a message or a tool are encoded as the characters they are: nobody can end
+        a turn or start another role by writing ``<|im_end|>``. Raises as `render_chat`.
+        """
+        typed: list[str] = []
+        nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
+
+        def mark(match: re.Match[str]) -> str:
+            typed.append(match.group())
+            return f"{nonce}{len(typed) - 1:06d}"
+
+        def neutral(text: str) -> str:
+            return self._special_text.sub(mark, text)
+
+        messages, tools = map_strings(messages, neutral), map_strings(tools, neutral)
+        options = {name: map_strings(value, neutral) for name, value in options.items()}
+        text = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
+        )
+        return self._encode_marked(text, nonce, typed) if typed else self.encode(text)
+
+    def _encode_marked(self, text: str, nonce: str, typed: list[str]) -> list[int]:
+        """Encode as usual, but the stretches that hold marks (between two control tokens of the template) plainly."""
+        marker = re.compile(nonce + r"(\d{6})")
+        ids: list[int] = []
+        start = 0  # of what is not encoded yet
+        end = 0  # of the last control token seen
+        stops = [(m.start(), m.end()) for m in self._special_span.finditer(text)]
+        for left, right in [*stops, (len(text), len(text))]:
+            stretch = text[end:left]
+            if nonce in stretch:
+                ids += self.encode(text[start:end]) if end > start else []
+                ids += self.encode_plain(marker.sub(lambda m: typed[int(m.group(1))], stretch))
+                start = left
+            end = right
+        return ids + (self.encode(text[start:]) if start < len(text) else [])
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids, at once; `TextStream` gives the same text piece by piece."""
+        stream = TextStream(self, skip_special_tokens=skip_special_tokens)
+        return stream.feed(list(token_ids)) + stream.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special or not (for logprobs)."""
+        return token_bytes(self, token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text; bytes that are no whole character become U+FFFD."""
+        return token_bytes(self, token_id).decode("utf-8", "replace")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _named(name: str, value: Any) -> str | None:
+    """The text of a named special token ("bos_token": "<s>" or {"content": "<s>", ...}), or None."""
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _without_first_prefix(splitter: Any) -> Any:
+    """A splitter that adds no space before the first word: a stretch inside a chat is not the start of a text."""
+    if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
+        return pre_tokenizers.Metaspace(
+            replacement=splitter.replacement, prepend_scheme="never", split=splitter.split
+        )
+    return splitter
