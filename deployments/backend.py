@@ -54,8 +54,11 @@ class Generation(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """Stop all choices and free what they hold. Idempotent; legal after the end."""
+    def abort(self, choice: int | None = None) -> None:
+        """Stop one choice (its text met a stop string), or all, and free what they hold.
+
+        Idempotent; legal after the end. An aborted choice may still deliver deltas; callers ignore them.
+        """
         ...
 
 
