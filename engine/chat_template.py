@@ -1,8 +1,9 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
-The template comes from the operator's checkpoint, the messages from anybody. So nothing of a request is ever
-compiled, and what a request can make a template do is bounded: time is checked at every turn of every loop,
-size at every piece of output.
+The template comes from the operator's checkpoint, the messages from anybody. So nothing of a
+request is ever
+compiled, and what a request can make a template do is bounded: time is checked at every turn of
+    every loop, size at every piece of output.
 """
 
 import json
@@ -62,11 +63,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sized = len(left) if hasattr(left, "__len__") else 1
-        times = right if isinstance(right, (int, float)) else len(right) * abs(left)
-        if operator == "**" and abs(times) > 64 or sized * abs(times) > MAX_REPEAT**2:
-            raise _TooMuch("an operation in the chat template makes too large a value")
-        if (sized > 1 or hasattr(right, "__len__")) and sized * abs(times) > MAX_REPEAT:
+        if operator == "**":
+            too_large = not isinstance(right, (int, float)) or abs(right) > 64
+        else:
+            items, times = (left, right) if hasattr(left, "__len__") else (right, left)
+            too_large = hasattr(items, "__len__") and len(items) * times > MAX_REPEAT
+        if too_large:
             raise _TooMuch("an operation in the chat template makes too large a value")
         return super().call_binop(context, operator, left, right)
 
@@ -132,7 +134,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
-        """Read chat_template.jinja (and additional_chat_templates/), chat_template.json or tokenizer_config.json.
+        """Read chat_template.jinja (and additional_chat_templates/), chat_template.json or
+        tokenizer_config.json.
 
         None if the folder has none. The first kind found wins, as in transformers.
         """
@@ -219,7 +222,9 @@ class ChatTemplate:
 
 
 def _normal(message: Mapping[str, Any], keep_parts: bool) -> dict[str, Any]:
-    """Drop absent fields, give reasoning its standard names, and join text parts for templates that want strings."""
+    """Drop absent fields, give reasoning its standard names, and join text parts for templates that
+    want strings.
+    """
     out = {key: value for key, value in message.items() if value is not None}
     reasoning = next((out[key] for key in _REASONING if key in out), None)
     if reasoning is not None:
@@ -239,7 +244,7 @@ def _cut_after_final(text: str, final: Any) -> str:
         final = next((part["text"] for part in reversed(final) if "text" in part), None)
     if not isinstance(final, str) or final.strip() not in text:
         raise InvalidRequest(
-            "the chat template does not render the final message as it is, so it cannot be continued",
+            "the chat template changes the final message, so it cannot be continued",
             param="continue_final_message",
         )
     start = text.rindex(final.strip())

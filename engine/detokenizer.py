@@ -1,8 +1,8 @@
 """Token ids to text, piece by piece: exact, in bulk, and with stop strings.
 
-`TextStream` turns ids into text; `ChoiceDecoder` adds stop strings and the end of a choice. What either emits
-depends on the ids alone, never on how they were cut into calls, so one that is fed the ids emitted before a
-failover in a single call goes on exactly where the old one was.
+`TextStream` turns ids into text; `ChoiceDecoder` adds stop strings and the end of a choice. What
+either emits depends on the ids alone, never on how they were cut into calls, so one that is fed the
+ids emitted before a failover in a single call goes on exactly where the old one was.
 """
 
 import codecs
@@ -47,7 +47,9 @@ class _Stream(Protocol):
 
 
 class _Pieces(dict[int, Any]):
-    """What each token contributes, looked up on first use: a vocabulary has 150,000 and an answer uses few."""
+    """What each token contributes, looked up on first use: a vocabulary has 150,000 and an answer
+    uses few.
+    """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
         super().__init__()
@@ -93,7 +95,9 @@ class _Scheme:
             self.kind = "fallback"
 
     def piece(self, token: str | None) -> Any:
-        """bytes for a byte-level token; str, or bytes for a <0xNN> token, or None with byte fallback."""
+        """bytes for a byte-level token; str, or bytes for a <0xNN> token, or None with byte
+        fallback.
+        """
         if self.kind == "bytes":
             if token is None:
                 return b""
@@ -136,9 +140,9 @@ class _ByteStream:
 class _FallbackStream:
     """sentencepiece style: tokens are text, with single bytes for what the vocabulary lacks.
 
-    Bytes that never become a character are replaced one by one, and valid characters beside them are kept,
-    which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens, which would hold back
-    every newline of a Llama 2 until the next token.)
+    Bytes that never become a character are replaced one by one, and valid characters beside them
+    are kept, which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens,
+    which would hold back every newline of a Llama 2 until the next token.)
     """
 
     def __init__(self, pieces: _Pieces, strip: tuple[str, int]) -> None:
@@ -186,8 +190,8 @@ class _FallbackStream:
 class _WindowStream:
     """Any other decoder: decode a window of recent tokens and emit what grew.
 
-    The window starts at the last place where the text was whole, so that a decoder whose spaces depend on the
-    token before sees it.
+    The window starts at the last place where the text was whole, so that a decoder whose spaces
+    depend on the token before sees it.
     """
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
@@ -254,9 +258,9 @@ def token_bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
 class TextStream:
     """Incremental decoding of one sequence of ids.
 
-    ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held back), ``finish``
-    the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the cuts.
-    Cost: O(1) a token.
+    ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held
+    back), ``finish`` the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the
+    cuts. Cost: O(1) a token.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
@@ -280,10 +284,12 @@ class Decoded(msgspec.Struct, frozen=True):
 
     text: new text, certain to belong to the output.
     finish_reason: None while the choice runs; "stop", "length", "abort" or "error".
-    stop_reason: the stop string, or the id from stop_token_ids, that ended it; None for the model's own end token.
-    num_tokens: of the tokens fed in this call, how many belong to the output. The one that completed a stop
-        string or is the end token counts; those after it do not.
-    offsets: with ``offsets=True``, for each of these tokens where its text begins in the whole output, in characters.
+    stop_reason: the stop string, or the id from stop_token_ids, that ended it; None for the model's
+        own end token.
+    num_tokens: of the tokens fed in this call, how many belong to the output. The one that
+        completed a stop string or is the end token counts; those after it do not.
+    offsets: with ``offsets=True``, for each of these tokens where its text begins in the whole
+        output, in characters.
     """
 
     text: str
@@ -294,10 +300,12 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 class ChoiceDecoder:
-    """The text of one choice: stop strings across token borders, end tokens, and the count of kept tokens.
+    """The text of one choice: stop strings across token borders, end tokens, and the count of kept
+    tokens.
 
-    A stop string that ends in the first ``min_tokens`` tokens is text like any other. Among several, the one that is
-    complete first wins, then the longest. Text is held back only while it may still become a stop string.
+    A stop string that ends in the first ``min_tokens`` tokens is text like any other. Among
+    several, the one that is complete first wins, then the longest. Text is held back only while it
+    may still become a stop string.
     """
 
     def __init__(
@@ -317,7 +325,9 @@ class ChoiceDecoder:
     def feed(
         self, token_ids: Sequence[int], finish: str = "", stop_token: int | None = None
     ) -> Decoded:
-        """Take the tokens of a `Delta` (finish and stop_token as there). After the end it returns nothing more."""
+        """Take the tokens of a `Delta` (finish and stop_token as there). After the end it returns
+        nothing more.
+        """
         if self.finished:
             return Decoded("", None, None, 0)
         shown = len(token_ids)
@@ -337,8 +347,8 @@ class ChoiceDecoder:
         out: list[str] = []
         offsets: list[int] = []
         banned = min(shown, max(0, self._min_tokens - self.num_tokens))
-        # Tokens below min_tokens are decoded alone, so that no match is looked for in them; with offsets every
-        # token is decoded alone.
+        # Tokens below min_tokens are decoded alone, so that no match is looked for in them; with
+        # offsets every token is decoded alone.
         cuts = list(range(1, shown + 1)) if self._offsets else sorted({banned, shown} - {0})
         begin = 0
         for cut in cuts:
@@ -373,7 +383,9 @@ class ChoiceDecoder:
         return self._end("".join(out), finish, stop_token, count, offsets)
 
     def _advance(self, new: str, *, search: bool) -> tuple[str, str, int] | None:
-        """Add decoded text. If it completes a stop string: (text to emit, the string, characters of new up to its end)."""
+        """Add decoded text. If it completes a stop string: (text to emit, the string, characters of
+        new up to its end).
+        """
         held = len(self._held)
         self._held += new
         self._length += len(new)
@@ -421,7 +433,9 @@ class ChoiceDecoder:
 
 
 def _open_at(text: str, stop: str) -> int:
-    """Where the longest end of text begins that is a proper beginning of stop; len(text) if there is none."""
+    """Where the longest end of text begins that is a proper beginning of stop; len(text) if there
+    is none.
+    """
     at = max(0, len(text) - len(stop) + 1)
     first = stop[0]
     while (at := text.find(first, at)) >= 0:

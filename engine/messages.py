@@ -2,8 +2,8 @@
 text.
 
 client -> engine   EngineRequest | Abort | Control
-engine -> client   Ready, then one StepFrame for each step that produced something (or on a state
-change)
+engine -> client   Progress while it starts, Ready, then one StepFrame for each step that produced
+                   something (or on a state change)
 """
 
 import msgspec
@@ -112,5 +112,12 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     param: str | None = None
 
 
+class Progress(msgspec.Struct, array_like=True, tag="progress"):
+    """The engine is starting: which phase, and how much of it is done (0..1)."""
+
+    phase: str
+    fraction: float
+
+
 ToEngine = EngineRequest | Abort | Control
-FromEngine = Ready | StepFrame | Failed
+FromEngine = Progress | Ready | StepFrame | Failed

@@ -1,4 +1,6 @@
-"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone (no transformers import)."""
+"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone (no transformers
+import).
+"""
 
 import json
 import re
@@ -20,7 +22,8 @@ class Tokenizer:
 
     vocab_size: number of ids, added tokens included (the logits may be wider).
     bos_token_id: None if the model has none.
-    eos_token_ids: ids that end an answer, from generation_config.json, config.json and the tokenizer.
+    eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
+        tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
     chat_template: None if the checkpoint has none.
     """
@@ -59,7 +62,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read tokenizer.json and the files beside it. Raises ConfigError if there is none or it is broken."""
+        """Read tokenizer.json and the files beside it. Raises ConfigError if there is none or it is
+        broken.
+        """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -137,8 +142,9 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat, equal to transformers' ``apply_chat_template``.
 
-        Control tokens typed inside a message or a tool are encoded as the characters they are: nobody can end
-        a turn or start another role by writing ``<|im_end|>``. Raises as `render_chat`.
+        Control tokens typed inside a message or a tool are encoded as the characters they are:
+        nobody can end a turn or start another role by writing ``<|im_end|>``. Raises as
+        `render_chat`.
         """
         typed: list[str] = []
         nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
@@ -158,7 +164,9 @@ class Tokenizer:
         return self._encode_marked(text, nonce, typed) if typed else self.encode(text)
 
     def _encode_marked(self, text: str, nonce: str, typed: list[str]) -> list[int]:
-        """Encode as usual, but the stretches that hold marks (between two control tokens of the template) plainly."""
+        """Encode as usual, but the stretches that hold marks (between two control tokens of the
+        template) plainly.
+        """
         marker = re.compile(nonce + r"(\d{6})")
         ids: list[int] = []
         start = 0  # of what is not encoded yet
@@ -207,7 +215,9 @@ def _named(name: str, value: Any) -> str | None:
 
 
 def _without_first_prefix(splitter: Any) -> Any:
-    """A splitter that adds no space before the first word: a stretch inside a chat is not the start of a text."""
+    """A splitter that adds no space before the first word: a stretch inside a chat is not the start
+    of a text.
+    """
     if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
         return pre_tokenizers.Metaspace(
             replacement=splitter.replacement, prepend_scheme="never", split=splitter.split
