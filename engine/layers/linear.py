@@ -1,0 +1,89 @@
+"""Linear: a matrix made and applied by a LinearMethod. Column- and row-parallel differ only in what a rank keeps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.method import LinearMethod, LinearSpec, Part
+from engine.weights.parameter import Parameter
+
+
+class Linear:
+    """x [n, in] -> [n, out]. Parts of several checkpoint matrices are merged along the output."""
+
+    def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
+        self.spec = spec
+        self.method = method
+        self.state: Any
+        self.state, self.parameters = method.create(spec)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.method.apply(self.state, x)
+
+    def finish(self) -> None:
+        """Call once all parameters are filled."""
+        self.state = self.method.finish(self.state)
+        self.parameters: Sequence[Parameter] = ()
+
+
+class RowParallelLinear(Linear):
+    """Each rank holds columns of the matrix and the outputs are summed; rank 0 adds the bias."""
+
+    def __init__(self, spec: LinearSpec, method: LinearMethod, group: TensorParallelGroup) -> None:
+        super().__init__(spec, method)
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.method.apply(self.state, x))
+
+
+class LinearFactory:
+    """What all linear layers of a model share. Sizes passed in are those of the whole model."""
+
+    def __init__(
+        self,
+        method: LinearMethod,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.method = method
+        self.group = group
+        self.dtype = dtype
+        self.device = device
+
+    def column(
+        self,
+        name: str,
+        sources: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        unit: int = 1,
+    ) -> Linear:
+        """Output features are divided among the ranks.
+
+        sources: (checkpoint name, output features), merged in this order.
+        unit: features that stay together (head_dim); a source with fewer units than ranks is copied.
+        """
+        parts = []
+        for theirs, features in sources:
+            begin, end = self.group.part_or_copy(features // unit, f"{theirs} rows")
+            parts.append(
+                Part(theirs, features, in_features, (begin * unit, end * unit), (0, in_features))
+            )
+        spec = LinearSpec(name, tuple(parts), bias, self.dtype, self.device)
+        return Linear(spec, self.method)
+
+    def row(
+        self, name: str, source: str, out_features: int, in_features: int, *, bias: bool = False
+    ) -> Linear:
+        """Input features are divided among the ranks."""
+        columns = self.group.part(in_features, f"{source} columns")
+        part = Part(source, out_features, in_features, (0, out_features), columns)
+        bias = bias and self.group.rank == 0
+        spec = LinearSpec(name, (part,), bias, self.dtype, self.device)
+        return RowParallelLinear(spec, self.method, self.group)

@@ -1,0 +1,204 @@
+"""The Llama family: Llama, Mistral, Qwen2 (biases on q, k, v) and Qwen3 (norms on q and k).
+
+They differ by switches of ModelConfig only, and keep their weights under the same names.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from engine.layers.linear import Linear, LinearFactory
+from engine.layers.rotary import cos_sin_table
+from engine.model_config import ModelConfig
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.method import LinearMethod
+from engine.weights.parameter import Parameter, Source
+from kernels.dispatch import Kernels
+from kernels.metadata import AttentionMeta
+
+# ours -> theirs, merged along the output in this order; {i} is the layer.
+CHECKPOINT = {
+    "embedding": ("model.embed_tokens",),
+    "attention_norm": ("model.layers.{i}.input_layernorm",),
+    "qkv": (
+        "model.layers.{i}.self_attn.q_proj",
+        "model.layers.{i}.self_attn.k_proj",
+        "model.layers.{i}.self_attn.v_proj",
+    ),
+    "q_norm": ("model.layers.{i}.self_attn.q_norm",),
+    "k_norm": ("model.layers.{i}.self_attn.k_norm",),
+    "out": ("model.layers.{i}.self_attn.o_proj",),
+    "mlp_norm": ("model.layers.{i}.post_attention_layernorm",),
+    "gate_up": ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"),
+    "down": ("model.layers.{i}.mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+# What checkpoints carry and nobody needs (suffixes).
+IGNORED = (".rotary_emb.inv_freq",)
+
+
+class LlamaLayer:
+    """One decoder layer: attention and MLP, each after an RMS norm and added to the residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        linears: LinearFactory,
+        kernels: Kernels,
+        cos_sin: Tensor,
+    ) -> None:
+        names = {ours: [t.format(i=index) for t in theirs] for ours, theirs in CHECKPOINT.items()}
+        prefix = f"layers.{index}"
+        hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        group = linears.group
+        begin, end = group.part(config.num_heads, "num_attention_heads")
+        self.num_heads = end - begin
+        self.eps = config.rms_eps
+        self.scale = dim**-0.5
+        self.kernels = kernels
+        self.activation = {"silu": kernels.silu_mul, "gelu_pytorch_tanh": kernels.gelu_tanh_mul}[
+            config.hidden_act
+        ]
+        self.cos_sin = cos_sin
+        rows = (config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim)
+        self.qkv = linears.column(
+            f"{prefix}.qkv",
+            list(zip(names["qkv"], rows, strict=True)),
+            hidden,
+            bias=config.qkv_bias,
+            unit=dim,
+        )
+        self.out = linears.row(
+            f"{prefix}.out", names["out"][0], hidden, rows[0], bias=config.out_bias
+        )
+        self.gate_up = linears.column(
+            f"{prefix}.gate_up",
+            [(name, inter) for name in names["gate_up"]],
+            hidden,
+            bias=config.mlp_bias,
+        )
+        self.down = linears.row(
+            f"{prefix}.down", names["down"][0], hidden, inter, bias=config.mlp_bias
+        )
+
+        norms: list[Parameter] = []
+
+        def norm(ours: str, size: int) -> Tensor:
+            weight = torch.empty(size, dtype=linears.dtype, device=linears.device)
+            source = Source(f"{names[ours][0]}.weight", (size,))
+            norms.append(Parameter(f"{prefix}.{ours}.weight", weight, (source,), std=0.0))
+            return weight
+
+        self.attention_norm = norm("attention_norm", hidden)
+        self.mlp_norm = norm("mlp_norm", hidden)
+        self.q_norm = norm("q_norm", dim) if config.qk_norm else None
+        self.k_norm = norm("k_norm", dim) if config.qk_norm else None
+        self.norms = norms
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMeta
+    ) -> tuple[Tensor, Tensor]:
+        """x [n, hidden] is normed for attention. Returns (output to add, residual)."""
+        kernels = self.kernels
+        k_cache, v_cache = kv
+        q = kernels.rope_kv_write(
+            self.qkv(x),
+            self.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            meta,
+        )
+        x = self.out(kernels.attention(q, k_cache, v_cache, self.scale, meta))
+        x, residual = kernels.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self.down(self.activation(self.gate_up(x))), residual
+
+
+class Llama:
+    """See registry.Model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        method: LinearMethod,
+        group: TensorParallelGroup,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.kernels = kernels
+        self.group = group
+        linears = LinearFactory(method, group, dtype, device)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embedding = torch.empty(vocab, hidden, dtype=dtype, device=device)
+        self.norm = torch.empty(hidden, dtype=dtype, device=device)
+        cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, device)
+        self.layers = [
+            LlamaLayer(config, index, linears, kernels, cos_sin)
+            for index in range(config.num_layers)
+        ]
+        self.head: Linear | None = None
+        if not config.tie_embeddings:
+            self.head = linears.column("head", [(CHECKPOINT["head"][0], vocab)], hidden)
+        self._num_bytes = cos_sin.nbytes + sum(p.tensor.nbytes for p in self.parameters())
+
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def forward(
+        self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        kernels = self.kernels
+        eps = self.config.rms_eps
+        residual = embedding(token_ids, self.embedding)
+        x = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, kv[index], meta)
+            norm = self.norm if index == last else self.layers[index + 1].attention_norm
+            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.head is None:
+            return self.kernels.linear(hidden, self.embedding, None)
+        return self.group.all_gather_columns(self.head(hidden))
+
+    def parameters(self) -> Iterator[Parameter]:
+        vocab, hidden = self.embedding.shape
+        source = Source(f"{CHECKPOINT['embedding'][0]}.weight", (vocab, hidden))
+        yield Parameter("embedding.weight", self.embedding, (source,))
+        for layer in self.layers:
+            yield from layer.norms
+            for linear in layer.linears:
+                yield from linear.parameters
+        source = Source(f"{CHECKPOINT['norm'][0]}.weight", (hidden,))
+        yield Parameter("norm.weight", self.norm, (source,), std=0.0)
+        if self.head is not None:
+            yield from self.head.parameters
+
+    def ignores(self, name: str) -> bool:
+        """A tied head may be in the checkpoint all the same; it is the embedding."""
+        tied = self.head is None and name == f"{CHECKPOINT['head'][0]}.weight"
+        return tied or name.endswith(IGNORED)
+
+    def finish(self) -> None:
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.finish()
+        if self.head is not None:
+            self.head.finish()

@@ -1,0 +1,124 @@
+"""LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one of these.
+
+To add one: implement the protocol in a file beside this one and enter it in ``METHODS``. ``create`` allocates what
+the method keeps and says which checkpoint tensors fill it; ``finish`` runs once they are there (repacking);
+``apply`` is the hot path.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.weights.parameter import Parameter, Source
+from kernels.dispatch import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint matrix of a (merged) linear layer: [out, in] there; this rank keeps rows x columns of it."""
+
+    name: str  # without ".weight"
+    out_features: int
+    in_features: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A linear layer before it has weights. parts are stacked along rows and have the same columns."""
+
+    name: str
+    parts: tuple[Part, ...]
+    bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def out_features(self) -> int:
+        """Rows on this rank."""
+        return sum(part.rows[1] - part.rows[0] for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        """Columns on this rank."""
+        columns = self.parts[0].columns
+        return columns[1] - columns[0]
+
+
+class LinearMethod(Protocol):
+    name: str
+
+    def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
+        """Allocate. Returns the state that apply takes, and the parameters that loading fills."""
+        ...
+
+    def finish(self, state: Any) -> Any:
+        """Called once after loading; returns the state to apply from then on."""
+        ...
+
+    def apply(self, state: Any, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out]. On CUDA it must be capturable: no synchronisation, no shapes that depend on data."""
+        ...
+
+
+@dataclass(slots=True)
+class DenseState:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+
+class Unquantized:
+    """Weights in the activations' dtype."""
+
+    name = "none"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.linear = kernels.linear
+
+    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
+        weight = torch.empty(
+            spec.out_features, spec.in_features, dtype=spec.dtype, device=spec.device
+        )
+        sources = tuple(
+            Source(
+                f"{part.name}.weight",
+                (part.out_features, part.in_features),
+                rows=part.rows,
+                columns=part.columns,
+            )
+            for part in spec.parts
+        )
+        parameters = [Parameter(f"{spec.name}.weight", weight, sources)]
+        bias = None
+        if spec.bias:
+            bias = torch.empty(spec.out_features, dtype=spec.dtype, device=spec.device)
+            sources = tuple(
+                Source(f"{part.name}.bias", (part.out_features,), rows=part.rows)
+                for part in spec.parts
+            )
+            parameters.append(Parameter(f"{spec.name}.bias", bias, sources))
+        return DenseState(weight, bias), parameters
+
+    def finish(self, state: DenseState) -> DenseState:
+        return state
+
+    def apply(self, state: DenseState, x: Tensor) -> Tensor:
+        return self.linear(x, state.weight, state.bias)
+
+
+METHODS: dict[str, Callable[[Kernels], LinearMethod]] = {"none": Unquantized}
+
+
+def linear_method(name: str, kernels: Kernels) -> LinearMethod:
+    """Raises ConfigError for a name that is not in METHODS."""
+    if name not in METHODS:
+        raise ConfigError(
+            f"quantization {name!r} is not supported; supported: {', '.join(METHODS)}",
+            param="quantization",
+        )
+    return METHODS[name](kernels)

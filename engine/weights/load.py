@@ -1,0 +1,109 @@
+"""load_weights: a checkpoint, or random numbers, into a model. Every tensor is accounted for, or it fails by name."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.weights.index import StoredTensor, read_index
+from engine.weights.parameter import Parameter, Source
+from engine.weights.stream import Transfer, run_transfers
+
+
+class Loadable(Protocol):
+    """The part of models.registry.Model that loading needs."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def parameters(self) -> Iterator[Parameter]: ...
+    def ignores(self, name: str) -> bool: ...
+    def finish(self) -> None: ...
+
+
+def load_weights(
+    model: Loadable,
+    folder: str | Path | None,
+    *,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Fill every parameter from the folder's safetensors, or with random numbers if folder is None.
+
+    progress: called with the fraction done, from this thread.
+    Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong shape or dtype,
+    or holds a NaN or infinity.
+    """
+    parameters = list(model.parameters())
+    if folder is None:
+        _fill_randomly(parameters, model.device, seed)
+    else:
+        folder = Path(folder)
+        stored = read_index(folder)
+        run_transfers(_match(model, parameters, stored, folder), model.device, progress)
+        _check_finite(parameters, stored)
+    model.finish()
+
+
+def _match(
+    model: Loadable, parameters: list[Parameter], stored: dict[str, StoredTensor], folder: Path
+) -> list[Transfer]:
+    """Pair each source with its tensor on disk."""
+    transfers = []
+    wanted = set()
+    for parameter in parameters:
+        for source, target in _targets(parameter):
+            wanted.add(source.name)
+            if source.name not in stored:
+                raise ConfigError(
+                    f"{folder}: tensor {source.name} is missing from the checkpoint", param="model"
+                )
+            found = stored[source.name]
+            if found.shape != source.shape:
+                raise ConfigError(
+                    f"{found.file}: tensor {source.name} has shape {list(found.shape)}, "
+                    f"config.json implies {list(source.shape)}",
+                    param="model",
+                )
+            transfers.append(Transfer(target, source, found))
+    for name, tensor in stored.items():
+        if name not in wanted and not model.ignores(name):
+            raise ConfigError(
+                f"{tensor.file}: unexpected tensor {name}: the architecture has no use for it",
+                param="model",
+            )
+    return transfers
+
+
+def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor]]:
+    """Each source with the rows of the parameter that it fills."""
+    at = 0
+    for source in parameter.sources:
+        yield source, parameter.tensor[at : at + source.num_rows]
+        at += source.num_rows
+    assert at == parameter.tensor.shape[0], parameter.name
+
+
+def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
+    """A sum reads each weight once, allocates nothing, and keeps any NaN or infinity."""
+    sums = torch.stack([p.tensor.sum(dtype=torch.float32) for p in parameters])
+    for index in (~sums.isfinite()).nonzero().flatten().tolist():
+        for source, target in _targets(parameters[index]):
+            if not bool(target.isfinite().all()):
+                raise ConfigError(
+                    f"{stored[source.name].file}: tensor {source.name} holds NaN or infinity "
+                    f"(as {str(target.dtype).removeprefix('torch.')})",
+                    param="model",
+                )
+
+
+def _fill_randomly(parameters: list[Parameter], device: torch.device, seed: int) -> None:
+    """Ones for norms, else normal numbers, made on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in parameters:
+        if parameter.std:
+            parameter.tensor.normal_(0.0, parameter.std, generator=generator)
+        else:
+            parameter.tensor.fill_(1.0)

@@ -1,0 +1,266 @@
+"""Every kernel in plain torch: the oracle that other back ends are tested against, and the CPU back end.
+
+What is the same for all layers of a step (which cache rows to gather, masks, rotations) is computed at the first
+layer and kept in ``meta.plan``.
+
+Attention gathers an entry's blocks into contiguous keys and calls SDPA. Decodes are batched: entries of like length
+are padded to one length, so one long request among short ones does not make all of them long.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import (
+    gelu,
+    linear,
+    rms_norm as _rms_norm,
+    scaled_dot_product_attention,
+    silu,
+)
+
+from kernels.metadata import AttentionMeta
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "gelu_tanh_mul",
+    "linear",
+    "prepare",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+]
+
+
+def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    meta.plan = _make_plan(meta, k_cache)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual.add_(x)
+    return _rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    meta: AttentionMeta,
+) -> Tensor:
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    plan = _plan(meta, k_cache)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    if q_norm is not None and k_norm is not None:
+        q = _rms_norm(heads[:, :num_heads], q_norm.shape, q_norm, eps)
+        k = _rms_norm(heads[:, num_heads : num_heads + num_kv_heads], k_norm.shape, k_norm, eps)
+        turning = torch.cat((q, k), dim=1).float()
+    else:
+        turning = heads[:, : num_heads + num_kv_heads].float()
+    if plan.cos is None or plan.sin is None:
+        plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
+    turned = _rotate(turning, plan.cos, plan.sin).to(qkv.dtype)
+    v = heads[:, num_heads + num_kv_heads :]
+    k = turned[:, num_heads:]
+    if plan.written is not None:
+        k, v = k[plan.written], v[plan.written]
+    k_cache.view(-1, head_dim).index_copy_(0, plan.write_rows, k.reshape(-1, head_dim))
+    v_cache.view(-1, head_dim).index_copy_(0, plan.write_rows, v.reshape(-1, head_dim))
+    return turned[:, :num_heads]
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    plan = _plan(meta, k_cache)
+    # One row of these views is what a block keeps for one head: gathering rows (entry, head, block) in this order
+    # gives contiguous keys for each (entry, head).
+    keys, values = k_cache.view(-1, block_size * head_dim), v_cache.view(-1, block_size * head_dim)
+    if plan.whole is not None:
+        return _decode(q, keys, values, scale, plan.whole, num_kv_heads, head_dim).view(
+            num_tokens, num_heads * head_dim
+        )
+    out = q.new_zeros(num_tokens, num_heads, head_dim)
+    for part in plan.decodes:
+        out[part.tokens] = _decode(
+            q[part.tokens], keys, values, scale, part, num_kv_heads, head_dim
+        ).view(-1, num_heads, head_dim)
+    for chunk in plan.chunks:
+        length = chunk.end - chunk.begin
+        # [num_kv_heads, group, length, head_dim]: heads that share keys are one SDPA batch row, keys expanded, not copied
+        query = q[chunk.begin : chunk.end].view(length, num_kv_heads, group, head_dim)
+        shape = (num_kv_heads, 1, -1, head_dim)
+        key = keys.index_select(0, chunk.rows).view(shape)[:, :, : chunk.kv_len]
+        value = values.index_select(0, chunk.rows).view(shape)[:, :, : chunk.kv_len]
+        got = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.expand(-1, group, -1, -1),
+            value.expand(-1, group, -1, -1),
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None and length > 1,
+            scale=scale,
+        )
+        out[chunk.begin : chunk.end].view(length, num_kv_heads, group, head_dim).copy_(
+            got.permute(2, 0, 1, 3)
+        )
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """Entries with one query each, padded to one length."""
+
+    tokens: Tensor  # [n] int64: their tokens
+    rows: Tensor  # [n * num_kv_heads * blocks] int64: rows of a cache seen as [-1, block_size * head_dim]
+    mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the dtype of q
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One entry with any number of queries, tokens [begin, end) of the step."""
+
+    begin: int
+    end: int
+    kv_len: int
+    rows: Tensor  # [num_kv_heads * blocks] int64, as above
+    mask: Tensor | None  # [end - begin, kv_len], or None where there is no prefix: plain causal
+
+
+@dataclass(slots=True)
+class _Plan:
+    write_rows: Tensor  # [num_written * num_kv_heads] int64: rows of a cache seen as [-1, head_dim]
+    written: Tensor | None  # tokens that have a slot; None = all
+    whole: _Decodes | None = None  # the step is one batch of decodes in order
+    decodes: list[_Decodes] = field(default_factory=list)
+    chunks: list[_Chunk] = field(default_factory=list)
+    cos: Tensor | None = None  # [num_tokens, 1, rotary_dim] float32, as _rotate takes them
+    sin: Tensor | None = None
+
+
+def _plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
+    if not isinstance(meta.plan, _Plan):
+        meta.plan = _make_plan(meta, cache)
+    return meta.plan
+
+
+def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
+    dtype = cache.dtype
+    _, num_kv_heads, block_size, _ = cache.shape
+    slots, written = meta.slots, None
+    if bool((slots < 0).any()):
+        written = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[written]
+    head = torch.arange(num_kv_heads, device=slots.device)
+    first = torch.div(slots, block_size, rounding_mode="floor") * (num_kv_heads * block_size)
+    write_rows = (first + slots % block_size)[:, None] + head * block_size
+    plan = _Plan(write_rows.flatten(), written)
+
+    starts = meta.query_start_host or meta.query_start.tolist()
+    kv_lens = meta.kv_len_host or meta.kv_len.tolist()
+    groups = _groups(kv_lens[: meta.num_decodes], block_size)
+    for entries in groups:
+        longest = max(kv_lens[e] for e in entries)
+        blocks = -(-longest // block_size)
+        index = torch.tensor(entries, device=slots.device)
+        rows = _block_rows(meta.block_table.index_select(0, index), blocks, num_kv_heads)
+        position = torch.arange(blocks * block_size, device=slots.device)
+        outside = position >= meta.kv_len.index_select(0, index)[:, None]
+        mask = torch.zeros(outside.shape, dtype=dtype, device=slots.device)
+        mask.masked_fill_(outside, float("-inf"))
+        plan.decodes.append(_Decodes(index, rows, mask[:, None, None]))
+    if len(groups) == 1 and len(groups[0]) == len(meta.slots):
+        plan.whole = plan.decodes[0]
+    for entry in range(meta.num_decodes, len(kv_lens)):
+        begin, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
+        blocks = -(-kv_len // block_size)
+        rows = _block_rows(meta.block_table[entry : entry + 1], blocks, num_kv_heads)
+        mask = None
+        if kv_len > end - begin > 1:
+            mask = torch.full(
+                (end - begin, kv_len), float("-inf"), dtype=dtype, device=slots.device
+            )
+            mask.triu_(kv_len - (end - begin) + 1)
+        plan.chunks.append(_Chunk(begin, end, kv_len, rows, mask))
+    return plan
+
+
+def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
+    """Split decodes into batches in which padding adds at most half again, or a few blocks an entry."""
+    if not kv_lens:
+        return []
+    spare = 4 * block_size
+    if max(kv_lens) * len(kv_lens) <= 1.5 * sum(kv_lens) + spare * len(kv_lens):
+        return [list(range(len(kv_lens)))]
+    order = sorted(range(len(kv_lens)), key=kv_lens.__getitem__)
+    groups = [[order[0]]]
+    for entry in order[1:]:
+        if kv_lens[entry] > 1.5 * kv_lens[groups[-1][0]] + spare:
+            groups.append([])
+        groups[-1].append(entry)
+    return groups
+
+
+def _block_rows(table: Tensor, blocks: int, num_kv_heads: int) -> Tensor:
+    """[n, >= blocks] block ids -> [n * num_kv_heads * blocks] rows, in the order (entry, head, block)."""
+    head = torch.arange(num_kv_heads, device=table.device)[:, None]
+    return (table[:, None, :blocks].long().clamp_(min=0) * num_kv_heads + head).flatten()
+
+
+def _decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    part: _Decodes,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """q [n, num_heads, head_dim]; the heads that share keys stand as queries of one SDPA head."""
+    num = q.shape[0]
+    shape = (num, num_kv_heads, -1, head_dim)
+    return scaled_dot_product_attention(
+        q.reshape(shape),
+        keys.index_select(0, part.rows).view(shape),
+        values.index_select(0, part.rows).view(shape),
+        attn_mask=part.mask,
+        scale=scale,
+    ).contiguous()
+
+
+def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the table as [num_tokens, 1, rotary_dim] factors: (cos, cos) and (-sin, sin)."""
+    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [num_tokens, heads, head_dim] float32; only the first rotary_dim of each head turn."""
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim]
+    swapped = part.unflatten(-1, (2, rotary_dim // 2)).flip(-2).flatten(-2)
+    turned = torch.mul(part, cos).addcmul_(swapped, sin)
+    if rotary_dim == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
