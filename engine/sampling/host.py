@@ -1,0 +1,192 @@
+"""Sampling on the CPU, in NumPy: exact, and skipping whatever cannot change the result.
+
+Logits are float32 [num_samples, vocab]; the parameters of sample s are those of row rows[s] in a `ParameterRows`.
+NumPy because its reductions over a vocabulary are vectorised where torch's argmax and sort are not.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling import rows as word
+from engine.sampling.rows import BANNED, BIASED, FILTERED, PENALISED, SAMPLED, ParameterRows
+from kernels import philox
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
+
+FIRST_GROUPS = 4
+
+
+def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -> None:
+    """Apply a row's bias, penalties and bans to its logits x [vocab], in place. history [position] int32."""
+    words, floats, needs = params.words[row], params.floats[row], params.needs[row]
+    num_prompt = int(words[word.NUM_PROMPT])
+    if needs & BIASED:
+        n = words[word.NUM_BIAS]
+        x[words[word.BIAS_IDS :][:n]] += floats[word.BIAS_VALUES :][:n]
+    if needs & PENALISED:
+        # Assignments through repeated indices write the same value twice: each token is penalised once.
+        repetition = floats[word.REPETITION]
+        if repetition != 1:
+            seen = x[history]
+            x[history] = np.where(seen > 0, seen / repetition, seen * repetition)
+        output, counts = np.unique(history[num_prompt:], return_counts=True)
+        x[output] -= floats[word.PRESENCE] + counts.astype(np.float32) * floats[word.FREQUENCY]
+    if needs & BANNED and position - num_prompt < words[word.MIN_TOKENS]:
+        x[words[word.STOP_IDS :][: words[word.NUM_STOP]]] = -np.inf
+
+
+def choose(
+    x: F32, params: ParameterRows, rows: list[int], positions: I64
+) -> tuple[I64, NDArray[np.bool_]]:
+    """Edited logits -> (tokens [num_samples], bad [num_samples]: the row has no valid token, its token is 0).
+
+    Overwrites the logits of rows with filters.
+    """
+    tokens = np.zeros(len(rows), np.int64)
+    best = np.empty(len(rows), np.float32)
+    sampled = []
+    for s, row in enumerate(rows):
+        if params.needs[row] & SAMPLED:
+            sampled.append(s)
+        else:
+            tokens[s] = x[s].argmax()
+            best[s] = x[s, tokens[s]]
+    if sampled:
+        group_best = np.stack([_group_max(x[s]) for s in sampled])
+        best[sampled] = group_best.max(1)
+        for i, s in enumerate(sampled):
+            if params.needs[rows[s]] & FILTERED and np.isfinite(best[s]):
+                ids = _allowed(x[s], group_best[i], params.words[rows[s]])
+                kept = x[s, ids]
+                x[s] = -np.inf
+                x[s, ids] = kept
+                group_best[i] = -np.inf
+                np.maximum.at(group_best[i], philox.group_of(ids), kept)
+        finite = np.flatnonzero(np.isfinite(best[sampled]))
+        which = np.array(sampled)[finite]
+        words = params.words[[rows[s] for s in which]]
+        tokens[which] = _gumbel_argmax(x, which, group_best[finite], words, positions[which])
+    bad = ~np.isfinite(best)  # NaN and +inf show up in the maximum, nothing but -inf too
+    tokens[bad] = 0
+    return tokens, bad
+
+
+def _group_max(x: F32) -> F32:
+    """[vocab] -> the largest logit of each of philox's groups, NaN if there is one."""
+    size = philox.TOKENS_PER_BLOCK
+    whole = x.size // size * size
+    out = np.full((-(-x.size // size), philox.GROUPS_PER_BLOCK), -np.inf, np.float32)
+    if whole:
+        np.max(
+            x[:whole].reshape(-1, philox.LANES, philox.GROUPS_PER_BLOCK),
+            axis=1,
+            out=out[: whole // size],
+        )
+    if whole < x.size:
+        tail = np.full(size, -np.inf, np.float32)
+        tail[: x.size - whole] = x[whole:]
+        np.max(tail.reshape(philox.LANES, philox.GROUPS_PER_BLOCK), axis=0, out=out[-1])
+    return out.reshape(-1)
+
+
+def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: I64) -> I64:
+    """argmax over tokens of logit / temperature + gumbel: [n] token ids, of the rows source [n] of x.
+
+    A group's best logit with its smallest exponential bounds its scores. Groups with good bounds are computed
+    first; then only those whose bound is not below what these gave.
+    """
+    count, num_groups = group_best.shape
+    floats = words.view(np.float32)
+    scale = floats[:, word.INV_TEMPERATURE]
+    seeds = np.ascontiguousarray(words[:, word.SEED : word.SEED + 2]).view(np.int64)[:, 0]
+    choices = words[:, word.CHOICE].astype(np.int64)
+    minimum, lanes = philox.group_noise(
+        seeds, choices, positions, num_groups // philox.GROUPS_PER_BLOCK
+    )
+    bound = group_best * scale[:, None] - np.log(minimum)
+    best = np.full(count, -np.inf, np.float32)
+    tokens = np.zeros(count, np.int64)
+
+    def compute(which: I64, groups: I64) -> None:
+        """Let the tokens of these (row, group) pairs compete."""
+        extra = philox.lane_exponential(seeds[which], choices[which], positions[which], groups)
+        n = np.arange(len(which))
+        extra[n, lanes[which, groups]] = 0
+        noise = -np.log(minimum[which, groups][:, None] + extra)
+        ids = philox.group_tokens(groups)
+        inside = ids < x.shape[1]
+        score = x[source[which][:, None], np.where(inside, ids, 0)] * scale[which][:, None] + noise
+        score[~inside] = -np.inf
+        lane = score.argmax(1)  # the first of equals: ids ascend with the lane
+        score, ids = score[n, lane], ids[n, lane]
+        for i, s, token in zip(which.tolist(), score.tolist(), ids.tolist(), strict=True):
+            if s > best[i] or (s == best[i] and token < tokens[i]):
+                best[i], tokens[i] = s, token
+        bound[which, groups] = -np.inf
+
+    few = min(FIRST_GROUPS, num_groups)
+    first = np.argpartition(bound, num_groups - few, axis=1)[:, num_groups - few :]
+    compute(np.repeat(np.arange(count), few), first.reshape(-1))
+    # The slack covers logarithms that differ by a last bit between the two computations of a score.
+    which, groups = np.nonzero(bound >= (best - 1e-3)[:, None])
+    if len(which):
+        compute(which, groups)
+    return tokens
+
+
+def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
+    """Ids of the k largest logits, best first, equal ones by id. x [vocab] without NaN."""
+    group_best = _group_max(x) if group_best is None else group_best
+    ids = np.arange(x.size)
+    if k < group_best.size:  # k groups have something this large, so nothing smaller is needed
+        ids = np.flatnonzero(
+            x >= np.partition(group_best, group_best.size - k)[group_best.size - k]
+        )
+    return ids[np.argsort(-x[ids], kind="stable")][:k]
+
+
+def _allowed(x: F32, group_best: F32, words: I32) -> I64:
+    """Ids of the tokens that min_p, top_k and then top_p leave. The largest logit is finite."""
+    floats = words.view(np.float32)
+    scale, top_p, log_min_p = floats[[word.INV_TEMPERATURE, word.TOP_P, word.LOG_MIN_P]]
+    top_k = int(words[word.TOP_K])
+    best = group_best.max()
+    if top_k:
+        ids = top(x, top_k, group_best)
+        ids = ids[(x[ids] - best) * scale >= log_min_p]
+        if top_p < 1:
+            mass = np.cumsum(np.exp((x[ids] - best) * scale), dtype=np.float64)
+            ids = ids[: np.searchsorted(mass, top_p * mass[-1]) + 1]
+    else:
+        gap = (x - best) * scale
+        if top_p < 1:
+            weight = np.exp(gap)
+            weight[gap < log_min_p] = 0
+            needed = top_p * weight.sum(dtype=np.float64)
+            depth = np.float32(4)
+            while True:  # sort no more than the nucleus needs
+                ids = np.flatnonzero(gap >= max(-depth, log_min_p))
+                if len(ids) == x.size or weight[ids].sum(dtype=np.float64) >= needed:
+                    break
+                depth *= 2
+            ids = ids[np.argsort(-x[ids], kind="stable")]
+            mass = np.cumsum(weight[ids], dtype=np.float64)
+            ids = ids[: np.searchsorted(mass, needed) + 1]
+        else:
+            ids = np.flatnonzero(gap >= log_min_p)
+    return ids
+
+
+def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
+    """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities of the top k)."""
+    best = x.max()
+    total = best + np.log(np.exp(x - best).sum(dtype=np.float64))
+    ids = top(x, k) if k else np.zeros(0, np.int64)
+    return (
+        float(x[token] - total),
+        1 + int(np.count_nonzero(x > x[token])),
+        ids,
+        (x[ids] - total).astype(np.float32),
+    )

@@ -1,0 +1,160 @@
+"""Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is `SamplingParams`'."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import NewRow
+from engine.sampling import host
+from engine.sampling.rows import (
+    BANNED,
+    BIASED,
+    FILTERED,
+    PENALISED,
+    SAMPLED,
+    ParameterRows,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What a batch needs of the sampler; decided on the host. Equal plans launch equal kernels.
+
+    logprobs: alternatives to report for the row that wants most; -1 = no row asked.
+    """
+
+    sampled: bool = False  # some row has a temperature
+    filtered: bool = False  # ... and top_k, top_p or min_p
+    biased: bool = False
+    penalised: bool = False
+    banned: bool = False  # min_tokens may forbid end tokens
+    logprobs: int = -1
+
+    @property
+    def greedy(self) -> bool:
+        """Nothing but an argmax of the logits as edited."""
+        return not self.sampled
+
+    @property
+    def edits(self) -> bool:
+        """The logits change before the choice."""
+        return self.biased or self.penalised or self.banned
+
+    @property
+    def simple(self) -> bool:
+        """Greedy or temperature only: static shapes, may be captured in a CUDA graph."""
+        return not (self.filtered or self.edits) and self.logprobs < 0
+
+
+@dataclass(slots=True)
+class Sampled:
+    """tokens of bad rows are 0. The log-probability tensors are None unless the plan has them; rows that did not
+    ask hold values of no meaning. k is the plan's."""
+
+    tokens: Tensor  # [S] int64
+    bad: Tensor  # [S] bool: NaN, +inf or nothing but -inf; the row has no valid token
+    logprob: Tensor | None = None  # [S] float32, of the raw distribution
+    rank: Tensor | None = None  # [S] int64, 1 = most likely
+    top_ids: Tensor | None = None  # [S, k] int64
+    top_logprobs: Tensor | None = None  # [S, k] float32
+
+
+class Sampler:
+    """Holds the parameters of every row. Nothing here waits for the device."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._rows = ParameterRows(max_rows, vocab_size, device)
+        self._device = device
+
+    def set_row(self, new: NewRow) -> None:
+        """A request takes a row. Staged on the host; the next `flush` or `sample` uploads it."""
+        self._rows.set(new)
+
+    def flush(self) -> None:
+        """Upload staged rows, asynchronously. `sample` does it too; call it before replaying a captured `sample`."""
+        self._rows.flush()
+
+    def plan(self, rows: list[int]) -> SamplePlan:
+        """The cheapest plan that serves these rows."""
+        needs, logprobs = 0, -1
+        for row in rows:
+            needs |= self._rows.needs[row]
+            logprobs = max(logprobs, self._rows.logprobs[row])
+        return SamplePlan(
+            sampled=bool(needs & SAMPLED),
+            filtered=bool(needs & FILTERED),
+            biased=bool(needs & BIASED),
+            penalised=bool(needs & PENALISED),
+            banned=bool(needs & BANNED),
+            logprobs=logprobs,
+        )
+
+    @staticmethod
+    def simple_plan(greedy: bool) -> SamplePlan:
+        """The plan of a batch that is all greedy, or has temperatures and nothing else."""
+        return SamplePlan(sampled=not greedy)
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+    ) -> Sampled:
+        """Choose a token for each entry.
+
+        logits: [S, vocab], float32, bfloat16 or float16; may be overwritten.
+        rows: [S] int64, the row of each entry. positions: [S] int64, where its new token will stand, that is, how
+            many tokens its request has. Both on the logits' device.
+        tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
+        plan: of these rows, or one that has more.
+        """
+        self.flush()
+        return self._sample_on_host(logits, rows, positions, tokens, plan)
+
+    def _sample_on_host(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+    ) -> Sampled:
+        raw = logits.float().numpy()
+        row_list: list[int] = rows.tolist()
+        at = positions.numpy()
+        edited = raw.copy() if (plan.edits or plan.filtered) and plan.logprobs >= 0 else raw
+        if plan.edits:
+            history = tokens.numpy()
+            for s, row in enumerate(row_list):
+                host.edit(edited[s], self._rows, row, int(at[s]), history[row, : at[s]])
+        chosen, bad = host.choose(edited, self._rows, row_list, at)
+        sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
+        if plan.logprobs >= 0:
+            wanted = [self._rows.logprobs[row] for row in row_list]
+            parts = _host_logprobs(raw, chosen.tolist(), wanted, plan.logprobs)
+            sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs = parts
+        return sampled
+
+    def prompt_logprobs(
+        self, logits: Tensor, targets: Tensor, k: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T] float32, rank [T]
+        int64, ids of the k most likely [T, k] int64, their log-probabilities [T, k] float32)."""
+        return _host_logprobs(logits.float().numpy(), targets.tolist(), [k] * len(targets), k)
+
+
+def _host_logprobs(
+    raw: host.F32, tokens: list[int], wanted: list[int], k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count = len(tokens)
+    k = min(k, raw.shape[1])
+    logprob = np.zeros(count, np.float32)
+    rank = np.ones(count, np.int64)
+    top_ids = np.zeros((count, k), np.int64)
+    top_logprobs = np.zeros((count, k), np.float32)
+    for s, want in enumerate(wanted):
+        if want >= 0:
+            n = min(want, k)
+            logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n] = host.logprobs(
+                raw[s], tokens[s], n
+            )
+    return (
+        torch.from_numpy(logprob),
+        torch.from_numpy(rank),
+        torch.from_numpy(top_ids),
+        torch.from_numpy(top_logprobs),
+    )
