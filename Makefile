@@ -6,7 +6,7 @@
 #   FAST=1                     `make test` leaves out the slow tests
 #   ARGS="-k router"           extra arguments for pytest
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
-	@$(BIN)/manta demo $(if $(ONCE),--once)
+	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null

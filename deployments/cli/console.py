@@ -1,4 +1,4 @@
-"""What the command line writes with: results to stdout, everything else to stderr, plain where plain is needed."""
+"""What the command line writes with: results to stdout, everything else to stderr."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextlib.contextmanager
 def model_progress() -> Iterator[Report]:
-    """A Progress callback for resolve_model: bars on a terminal, a line per stage and ten seconds elsewhere."""
+    """A callback for resolve_model: bars on a terminal, elsewhere a line every ten seconds."""
     if err.is_terminal:
         with _bars() as report:
             yield report
@@ -26,7 +26,11 @@ def model_progress() -> Iterator[Report]:
 
 @contextlib.contextmanager
 def _bars() -> Iterator[Report]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=err) as bars:
         tasks: dict[str, TaskID] = {}
 

