@@ -1,0 +1,69 @@
+"""Manta's engine: run a language model from Python, without Ray or HTTP.
+
+    from engine import LLM, SamplingParams
+
+    with LLM("folder/of/a/model") as llm:
+        print(llm.generate("The sea is", SamplingParams(max_tokens=20))[0].outputs[0].text)
+
+Names are imported on first use, so that `import engine.messages` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.config import EngineConfig
+    from engine.errors import (
+        ConfigError,
+        EngineDead,
+        InvalidRequest,
+        MantaError,
+        Overloaded,
+        RequestFailed,
+        RequestReleased,
+    )
+    from engine.handle import RequestHandle
+    from engine.llm import LLM
+    from engine.outputs import CompletionOutput, RequestOutput, RequestStatus
+    from engine.sampling_params import SamplingParams
+    from engine.tokenizer import Tokenizer
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDead",
+    "InvalidRequest",
+    "MantaError",
+    "Overloaded",
+    "RequestFailed",
+    "RequestHandle",
+    "RequestOutput",
+    "RequestReleased",
+    "RequestStatus",
+    "SamplingParams",
+    "Tokenizer",
+]
+
+_HOME = {
+    "AsyncEngine": "async_engine",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "RequestHandle": "handle",
+    "RequestOutput": "outputs",
+    "RequestStatus": "outputs",
+    "SamplingParams": "sampling_params",
+    "Tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"engine.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value

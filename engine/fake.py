@@ -1,0 +1,170 @@
+"""A core without a model, for tests and benchmarks of everything around the engine.
+
+Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of a sequence is
+first + p % (vocab_size - first), a function of the position alone: so a stream that went on
+elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
+model's.
+"""
+
+import os
+import time
+
+import msgspec
+
+from engine.batch import TokenLogprobs
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.messages import Delta, EngineRequest, EngineStats, Ready
+
+PREFIX = "fake:"
+
+
+class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of the model name.
+
+    first: smallest token id produced.
+    tokens_per_step: of each running request.
+    step_seconds: each step sleeps as long.
+    answer_tokens: end with the end token after as many; 0 = never.
+    eos: the end token.
+    poison: a prompt with this token fails alone.
+    fail_start, fail_step, exit_step: raise at start, raise at that step, or exit without a word.
+    """
+
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    first: int = 32
+    tokens_per_step: int = 1
+    step_seconds: float = 0.0
+    start_seconds: float = 0.0
+    answer_tokens: int = 0
+    eos: int = 2
+    poison: int = -1
+    fail_start: bool = False
+    fail_step: int = -1
+    exit_step: int = -1
+
+    @classmethod
+    def parse(cls, model: str) -> "FakeOptions":
+        """Raises ConfigError on an unknown key or a wrong value."""
+        pairs = [item.partition("=") for item in model.removeprefix(PREFIX).split(",") if item]
+        try:
+            return msgspec.convert({k: v for k, _, v in pairs}, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"model {model!r}: {error}", param="model") from error
+
+
+class FakeCore:
+    """The interface of `engine.core.EngineCore`; what is waiting runs in the next step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._options = FakeOptions.parse(config.model)
+        self._limit = config.max_num_seqs or 1024
+        self._block_size = config.block_size
+        self._max_len = min(
+            config.max_model_len or self._options.max_model_len, self._options.max_model_len
+        )
+        self._requests: dict[int, EngineRequest] = {}  # in order of arrival
+        self._new: set[int] = set()
+        self._ended: list[Delta] = []  # refused or aborted since the last step
+        self._stats = EngineStats(total_blocks=1, block_size=config.block_size)
+
+    def ready(self) -> Ready:
+        o = self._options
+        return Ready(self._max_len, o.vocab_size, self._block_size, 1, [o.eos], {}, "fake")
+
+    def add(self, request: EngineRequest) -> None:
+        if self._stats.draining:
+            self._end(request.id, "error", "draining: this engine takes no new requests")
+        elif self._options.poison in request.token_ids:
+            self._end(request.id, "error", "poisoned: the prompt has the poison token")
+        else:
+            self._requests[request.id] = request
+            self._new.add(request.id)
+
+    def _end(self, request_id: int, finish: str, error: str = "") -> None:
+        self._ended.append(Delta(request_id, [], finish, error=error))
+
+    def abort(self, ids: list[int]) -> None:
+        for request_id in ids:
+            if self._requests.pop(request_id, None) is not None:
+                self._new.discard(request_id)
+                self._end(request_id, "abort")
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._ended)
+
+    def step(self) -> list[Delta]:
+        options, stats = self._options, self._stats
+        stats.step += 1
+        began = time.monotonic()
+        if stats.step == options.fail_step:
+            raise RuntimeError("the fake engine was told to fail")
+        if stats.step == options.exit_step:
+            os._exit(3)
+        if options.step_seconds:
+            time.sleep(options.step_seconds)
+        deltas, self._ended = self._ended, []
+        for request in list(self._requests.values())[: self._limit]:
+            deltas.append(self._advance(request))
+        stats.finished += sum(1 for delta in deltas if delta.finish)
+        stats.step_seconds = time.monotonic() - began
+        return deltas
+
+    def _advance(self, request: EngineRequest) -> Delta:
+        options, params, tokens = self._options, request.params, request.token_ids
+        new: list[int] = []
+        finish, stop_token = "", None
+        limit = self._max_len
+        if params.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        while len(new) < options.tokens_per_step and not finish:
+            if len(tokens) >= limit:
+                finish = "length"
+                break
+            token = options.first + len(tokens) % (options.vocab_size - options.first)
+            produced = len(tokens) - request.num_prompt_tokens + 1
+            if produced == options.answer_tokens and not params.ignore_eos:
+                token = options.eos
+            tokens.append(token)
+            new.append(token)
+            ends = token == options.eos and not params.ignore_eos
+            if ends or token in params.stop_token_ids:
+                finish, stop_token = "stop", token
+            elif len(tokens) >= limit:
+                finish = "length"
+        self._stats.output_tokens += len(new)
+        delta = Delta(request.id, new, finish, stop_token)
+        if params.logprobs is not None:
+            delta.logprobs = [TokenLogprobs(t, -1.0, 1, [t], [-1.0]) for t in new]
+        if request.id in self._new:
+            self._new.discard(request.id)
+            delta.cached = 0
+        if finish:
+            del self._requests[request.id]
+        return delta
+
+    def stats(self) -> EngineStats:
+        stats = self._stats
+        stats.running = min(len(self._requests), self._limit)
+        stats.waiting = len(self._requests) - stats.running
+        stats.free_blocks = stats.total_blocks if not self._requests else 0
+        return stats
+
+    def drain(self) -> None:
+        self._stats.draining = True
+
+    def reset_prefix_cache(self) -> None:
+        """There is none."""
+
+    def check_integrity(self) -> None:
+        assert not self._requests and not self._new and not self._ended
+
+
+def build(config: EngineConfig) -> tuple[FakeCore, Ready]:
+    options = FakeOptions.parse(config.model)
+    time.sleep(options.start_seconds)
+    if options.fail_start:
+        raise ConfigError("the fake engine was told not to start", param="model")
+    core = FakeCore(config)
+    return core, core.ready()

@@ -1,0 +1,57 @@
+"""What a caller of the library gets back: RequestOutput, with one CompletionOutput a choice."""
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.batch import TokenLogprobs
+
+
+class RequestStatus(enum.StrEnum):
+    """Where a request is. The last two are final."""
+
+    INIT = "init"  # no token yet
+    CONTEXT_FINISHED = "context_finished"  # the prompt is computed, the first token is there
+    GENERATING = "generating"
+    FINISHED = "finished"  # an end token, a stop string or the length
+    INTERRUPTED = "interrupted"  # stopped by the caller, or failed
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice: whole in a result, only what is new in a stream.
+
+    text: "" when the request was started with detokenize=False.
+    token_ids: the tokens of the output, the end token included.
+    finish_reason: None while it runs; "stop", "length", "abort" or "error".
+    stop_reason: the stop string or the id from stop_token_ids that ended it.
+    logprobs: one for each of token_ids, if asked for.
+    error: with finish_reason "error": "code: message".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's choices: all of them in a result, those with something new in a stream.
+
+    prompt: the text if the caller gave text.
+    num_cached_tokens: prompt tokens that came from the prefix cache; None while unknown.
+    prompt_logprobs: None for the first token, then one for each; only if asked for, and in a
+        stream only with the output they arrived with.
+    finished: every choice has ended, and with this output all has been said.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -1,0 +1,255 @@
+"""The engine process: `python -m engine.process`, started by `EngineProcess` and owned by it.
+
+It reads its configuration as one line of JSON from stdin, connects to two sockets that the parent
+has bound, and runs the step loop. It never outlives its parent: stdin stays open as a lifeline
+whose end is the parent's, and on Linux the kernel kills it when the parent's spawning thread ends.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import MantaError
+from engine.messages import (
+    Abort,
+    Control,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    StepFrame,
+    ToEngine,
+)
+
+PR_SET_PDEATHSIG = 1
+LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    """The line on stdin.
+
+    core: name in CORES. directory: to work in, so that relative paths mean what they did there.
+    inbox, outbox: zmq addresses to pull from and push to. parent: its process id.
+    spawned: monotonic seconds just before the process was created.
+    """
+
+    core: str
+    config: EngineConfig
+    directory: str
+    inbox: str
+    outbox: str
+    parent: int
+    spawned: float
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core. Errors of one request come as its delta, not as
+    exceptions.
+    """
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, ids: list[int]) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def drain(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def check_integrity(self) -> None: ...
+
+
+Report = Callable[[str, float], None]  # phase, fraction done
+
+
+def _model(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+    from engine.factory import build  # imports torch, seconds that a fake core must not pay
+
+    return build(config, report)
+
+
+def _fake(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+    from engine.fake import build
+
+    report("start", 0.0)
+    return build(config)
+
+
+CORES: dict[str, Callable[[EngineConfig, Report], tuple[Core, Ready]]] = {
+    "model": _model,
+    "fake": _fake,
+}
+
+
+class EngineLoop:
+    """Input, step, one frame out; blocks when there is nothing to do."""
+
+    def __init__(
+        self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._send = send
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._refused: list[Delta] = []
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until "stop". Raises what `Core.step` raises: a step that fails leaves no state to go on
+        from.
+        """
+        core = self._core
+        idle = False
+        while True:
+            if core.has_work():
+                idle = False
+            elif not idle:
+                core.check_integrity()  # a leak shows here, when nothing should be held
+                idle = True
+            asked = self._take_input(block=idle)
+            if self._stopped:
+                return
+            stepped = core.has_work()
+            deltas = core.step() if stepped else []
+            if self._refused:
+                deltas = self._refused + deltas
+                self._refused = []
+            if stepped or asked or deltas:
+                self._send(StepFrame(core.stats(), deltas))
+
+    def _take_input(self, *, block: bool) -> bool:
+        """Handle everything that has arrived; with block, wait for something first. True: show the
+        state.
+        """
+        asked = False
+        if block:
+            self._inbox.poll()
+        while True:
+            try:
+                raw = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return asked
+            try:
+                message = self._decoder.decode(raw)
+            except msgspec.ValidationError as error:
+                self._refuse(raw, str(error))
+                continue
+            if isinstance(message, EngineRequest):
+                self._core.add(message)
+            elif isinstance(message, Abort):
+                self._core.abort(message.ids)
+            else:
+                asked = True
+                self._control(message)
+
+    def _control(self, message: Control) -> None:
+        if message.what == "drain":
+            self._core.drain()
+        elif message.what == "reset_prefix_cache":
+            self._core.reset_prefix_cache()
+        elif message.what == "stop":
+            self._stopped = True
+
+    def _refuse(self, raw: bytes, reason: str) -> None:
+        """One malformed request must not end the others."""
+        fields = msgspec.msgpack.decode(raw)
+        if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):
+            self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
+        else:
+            print(f"engine: dropped a malformed message: {reason}", file=sys.stderr, flush=True)
+
+
+def _watch_parent() -> None:
+    """End with the parent, whatever this process is doing: nothing else ever writes to stdin."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _tie_to_parent(parent: int) -> None:
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+
+def _set_threads(count: int) -> None:
+    """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
+    if count:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(count)
+
+
+def _failure(error: Exception, doing: str) -> Failed:
+    if isinstance(error, MantaError):
+        return Failed(error.code, error.message, error.param)
+    traceback.print_exc()
+    return Failed("engine_error", f"{doing}: {type(error).__name__}: {error}")
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 65536)
+        if not byte:
+            return 1
+        line += byte
+    start = msgspec.json.decode(line, type=Start)
+    _tie_to_parent(start.parent)
+    os.chdir(start.directory)
+    _set_threads(start.config.num_threads)
+    began = time.monotonic()
+
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
+        socket.set_hwm(0)  # the parent takes frames or is gone; a limit would stall the step loop
+        socket.connect(address)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromEngine) -> None:
+        outbox.send(encoder.encode(message))
+
+    code = 1
+    try:
+        core, ready = CORES[start.core](start.config, lambda p, done: send(Progress(p, done)))
+        ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        ready.start_seconds["total"] = round(time.monotonic() - start.spawned, 3)
+        send(ready)
+    except Exception as error:
+        send(_failure(error, "the engine could not start"))
+    else:
+        try:
+            EngineLoop(core, inbox, send).run()
+            code = 0
+        except Exception as error:
+            send(_failure(error, "a step failed"))
+    inbox.close(0)
+    outbox.close(LAST_WORDS_MS)
+    context.term()
+    return code
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown: destructors of device libraries can hang, and nothing needs them.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
