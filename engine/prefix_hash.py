@@ -1,0 +1,53 @@
+"""Prefix hashes: the name of a KV block is a keyed hash of all the tokens up to its end.
+
+    root      = blake2b(model, adapter, salt)
+    hashes[0] = blake2b(root + tokens[0 : block_size])
+    hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
+
+128 bits, over int32 bytes, keyed: nobody can search for a collision without the key. The engine
+keys its blocks by them and the router, with the same key, names the blocks of a prompt before it
+has chosen a replica. Two requests share blocks only if model, adapter and salt agree.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_SIZE = 16
+DEFAULT_KEY = b"manta prefix hash 1"
+
+
+def root_hash(model_key: str, adapter: str, cache_salt: str, key: bytes = DEFAULT_KEY) -> bytes:
+    """Where the chain of one (model, adapter, salt) begins. Each part is hashed with its length."""
+    state = blake2b(digest_size=DIGEST_SIZE, key=key)
+    for part in (model_key, adapter, cache_salt):
+        data = part.encode()
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.digest()
+
+
+def extend_hashes(
+    hashes: list[bytes],
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    key: bytes = DEFAULT_KEY,
+) -> None:
+    """Append the hashes of the blocks len(hashes) .. num_blocks - 1, whose tokens must be known.
+
+    Does nothing if they are there already, so each block is hashed once. Token ids are below 2**31.
+    """
+    first = len(hashes)
+    if num_blocks <= first:
+        return
+    data = array("i", token_ids[first * block_size : num_blocks * block_size]).tobytes()
+    size = 4 * block_size
+    assert len(data) == (num_blocks - first) * size, "hashing tokens that are not known yet"
+    keyed = blake2b(digest_size=DIGEST_SIZE, key=key)  # copying it is cheaper than keying anew
+    previous = hashes[-1] if hashes else root
+    for at in range(0, len(data), size):
+        state = keyed.copy()
+        state.update(previous + data[at : at + size])
+        previous = state.digest()
+        hashes.append(previous)

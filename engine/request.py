@@ -1,0 +1,156 @@
+"""Request: one choice of one prompt on its way through the scheduler.
+
+Progress is arithmetic. token_ids are known to the host; num_computed tokens have their keys computed
+or launched; num_tokens counts the known tokens and the one that a launched step will sample:
+
+    token_ids     [ prompt ............ | output ... ]
+    num_computed  ------------------------------------^      (decoding: num_tokens - 1)
+    num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
+
+While a request decodes, its num_computed grows by one a step, and stays unwritten (decode_group.py).
+"""
+
+import enum
+from typing import Any
+
+from engine.batch import TokenLogprobs
+from engine.core_config import CoreConfig
+from engine.errors import InvalidRequest
+from engine.messages import EngineRequest
+from engine.prefix_hash import root_hash
+
+
+class Phase(enum.Enum):
+    """Where the scheduler keeps a request. It says nothing about prefill or decode."""
+
+    WAITING = enum.auto()  # no row, no blocks: new, or preempted
+    FILLING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
+    DECODING = enum.auto()  # in the decode group: one token in every step
+    CLOSING = enum.auto()  # its last step is launched; ends when the result comes
+    ENDED = enum.auto()
+
+
+class Request:
+    """State of one request. The scheduler alone changes it."""
+
+    __slots__ = (
+        "adapter",
+        "base",
+        "blocks",
+        "cacheable",
+        "choice",
+        "delivered",
+        "hashes",
+        "id",
+        "last_step",
+        "limit",
+        "min_tokens",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_registered",
+        "order",
+        "params",
+        "phase",
+        "prompt_logprobs",
+        "queued_tokens",
+        "root",
+        "row",
+        "seed",
+        "slot",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, message: EngineRequest, config: CoreConfig, arrival: int) -> None:
+        params = message.params
+        self.id = message.id
+        self.token_ids = message.token_ids
+        self.num_prompt = message.num_prompt_tokens
+        self.params = params
+        self.seed = message.seed
+        self.choice = message.choice
+        self.adapter = message.adapter
+        self.root = root_hash(config.model_key, message.adapter, message.cache_salt)
+        self.order = (message.priority, arrival)  # smaller runs earlier and is preempted later
+        # Tokens it may have at most, prompt and output.
+        self.limit = config.max_model_len
+        if params.max_tokens is not None:
+            self.limit = min(self.limit, self.num_prompt + params.max_tokens)
+        self.min_tokens = params.min_tokens
+        eos = () if params.ignore_eos else config.eos_token_ids
+        self.stop_ids = frozenset(eos).union(params.stop_token_ids)
+
+        self.phase = Phase.WAITING
+        self.num_computed = 0
+        self.row = -1
+        self.blocks: list[int] = []  # block of tokens i * block_size ..
+        self.hashes: list[bytes] = []  # of its full blocks, as far as they were needed
+        self.num_registered = 0  # leading blocks that were offered to the prefix cache
+        self.cacheable = config.prefix_caching
+        self.slot = -1  # index in the decode group
+        self.base = 0  # while decoding: num_computed = base + step
+        self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
+        self.queued_tokens = 0  # tokens to compute when it was put into the queue
+        self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
+        self.delivered = False  # its first delta is out
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+
+    def __repr__(self) -> str:
+        known, done = len(self.token_ids), self.num_computed
+        return f"Request({self.id}, {self.phase.name}, {known} tokens, {done} computed)"
+
+    def __lt__(self, other: Any) -> bool:
+        """In the order of service."""
+        return bool(self.order < other.order)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and the pending one. Not while decoding."""
+        return max(len(self.token_ids), self.num_computed + 1)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one is sampled. Not while decoding."""
+        return self.num_tokens - self.num_computed
+
+    def stops_at(self, token: int) -> bool:
+        """The newest token, already appended, ends the request. Below min_tokens none does."""
+        return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
+
+    def collect_prompt_logprobs(self, start: int, items: list[TokenLogprobs]) -> None:
+        """Take what a chunk that began at `start` says of the tokens from start + 1 on.
+
+        After a preemption the same tokens come again: only what is new is taken.
+        """
+        if self.prompt_logprobs is not None and not self.delivered:
+            known = len(self.prompt_logprobs)
+            assert start < known, "a chunk's prompt log-probabilities were lost"
+            self.prompt_logprobs.extend(items[known - start - 1 :])
+
+
+def validate(message: EngineRequest, config: CoreConfig) -> None:
+    """Refuse what the engine cannot run. Raises InvalidRequest.
+
+    The edge has checked all of it already; this keeps a faulty client from ending the engine.
+    """
+    token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
+    if not token_ids or not 1 <= num_prompt <= len(token_ids):
+        raise InvalidRequest("the prompt must have at least one token", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= config.vocab_size:
+        raise InvalidRequest(
+            f"token ids must be between 0 and {config.vocab_size - 1}",
+            param="prompt",
+            code="token_out_of_range",
+        )
+    room = config.max_model_len - (message.params.max_tokens != 0)
+    if num_prompt > room or len(token_ids) > config.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens; the context holds {config.max_model_len}, "
+            "prompt and output",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    message.params.check_vocabulary(config.vocab_size)

@@ -1,0 +1,566 @@
+"""Scheduler: who computes what in the next step, and what the results of a step mean.
+
+Be paranoid about adding lines to `_build` and `update`: they run for every request in every step.
+
+The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
+
+    schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
+
+So `schedule` does not know the tokens of the step in flight, only that there will be one for each
+entry that samples. Three rules follow. A result for a request that has ended is dropped. Rows and
+blocks are given back when the last launched step that uses them is done. A preempted request waits
+until its last result is in.
+
+A step serves, out of one budget: requests that decode; running requests that lack a block or still
+compute their prompt, in the order of service; then waiting ones, in the same order, while admission
+lets the first of them in. Order of service is (priority, arrival).
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.admission import POLICIES, Footprint, Memory, fits_now
+from engine.batch import Batch, NewRow, StepResult
+from engine.block_manager import BlockManager
+from engine.core_config import CoreConfig
+from engine.decode_group import DecodeGroup
+from engine.messages import Delta
+from engine.request import Phase, Request
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step. Lists are in batch order; entries that sample come before those that do not."""
+
+    step: int
+    requests: list[Request]  # [num_entries]
+    starts: list[int]  # [num_entries]
+    ids: list[int]  # [num_samples]
+    token_lists: list[list[int]]  # [num_samples] where the tokens go
+    firsts: list[int]  # entries that may bring their request's first delta
+    closing: list[int]  # entries after which their request ends, whatever is sampled
+    some_ended: bool = False  # a request has ended since the launch
+
+
+@dataclass(slots=True)
+class Release:
+    """A row and blocks to give back when `step` is done."""
+
+    step: int
+    row: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step being made."""
+
+    batch: Batch
+    joined: list[Request] = field(default_factory=list)  # became members of the decode group
+    sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
+    silent: list[tuple[Request, int]] = field(default_factory=list)  # chunks that do not sample
+    chunk_tokens: int = 0
+    preempted: bool = False
+    owed: int = 0  # of the blocks that will come back, how many somebody already waits for
+
+
+class Scheduler:
+    """Owns the requests, their rows and their blocks. See the module for the order of calls."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self.counters = Counters()
+        self.step = 0  # the last one scheduled
+        self.done_step = 0  # the last one whose result is here
+        self.requests: dict[int, Request] = {}  # all that have not ended
+        self.waiting: list[Request] = []  # in the order of service
+        self.running: dict[int, Request] = {}  # by id; those that have a row
+        self.filling: list[Request] = []  # phase FILLING
+        self.decoding = DecodeGroup(config.block_size)
+        self.flights: deque[Flight] = deque()
+        self.releases: list[Release] = []
+        self.waiting_tokens = 0
+        # Every running request must be able to decode in every step, so the budget bounds them.
+        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._policy = POLICIES[config.admission]
+        self._lag = int(config.async_scheduling)
+        self._arrivals = 0
+        self._retry_admission = True  # something was freed since the head of the queue did not fit
+        self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
+
+    # ---- in and out ----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request, one that can run. Its id must be new."""
+        assert request.id not in self.requests
+        assert len(request.token_ids) <= request.limit
+        if not self.requests:
+            self._end_tokens = set(self.config.eos_token_ids)
+        self._end_tokens |= request.stop_ids
+        self.requests[request.id] = request
+        self._enqueue(request)
+
+    def next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def abort(self, ids: Iterable[int]) -> list[Delta]:
+        """End these requests, wherever they are. Unknown ids are ignored: they have just ended."""
+        deltas = []
+        for request_id in ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._end(request)
+                deltas.append(Delta(request_id, [], "abort"))
+        return deltas
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is matched by anyone from now on."""
+        self.blocks.reset()
+        for request in self.running.values():
+            request.cacheable = False
+
+    # ---- schedule ------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Decide the next step and count it as launched. None if nothing can run now."""
+        draft = _Draft(Batch(self.step + 1))
+        self._grow_decodes(draft)
+        if self.filling:
+            self._fill(draft)
+        if self.waiting and not draft.preempted:
+            self._admit(draft)
+        if not (self.decoding or draft.sampling or draft.silent):
+            return None
+        return self._build(draft)
+
+    def _grow_decodes(self, draft: _Draft) -> None:
+        """A block for each decode that begins one. If there are not enough, all who need one step
+        out and line up in `filling`, so that the order of service decides who gets them."""
+        step = draft.batch.step
+        due = self.decoding.block_due(step)
+        if not due:
+            return
+        stalled = any(r.remaining == 1 for r in self.filling)
+        if stalled or len(due) > self.blocks.num_free:
+            for request in due:
+                self.decoding.leave(request, step)
+                request.phase = Phase.FILLING
+                self.filling.append(request)
+            return
+        new_blocks = draft.batch.new_blocks
+        for request, block in zip(due, self.blocks.allocate(len(due)), strict=True):
+            new_blocks.append((request.row, len(request.blocks), block))
+            self.decoding.add_block(request, block)
+            self.blocks.hash_blocks(request, request.base + step)
+
+    def _fill(self, draft: _Draft) -> None:
+        """Running requests outside the decode group: those one token short first."""
+        for request in sorted(self.filling, key=lambda r: (r.remaining > 1, r.order)):
+            if request.phase is not Phase.FILLING:
+                continue  # preempted by one before it
+            self._draft_chunk(request, draft)
+
+    def _draft_chunk(self, request: Request, draft: _Draft) -> None:
+        """As many of its tokens as budget and blocks allow, perhaps none."""
+        budget = self._budget(draft)
+        length = self._give_blocks(request, budget, draft) if budget > 0 else 0
+        if length > 0:
+            self._draft(request, length, draft)
+
+    def _budget(self, draft: _Draft) -> int:
+        """Tokens that this step can still take."""
+        return self.config.max_num_batched_tokens - len(self.decoding) - draft.chunk_tokens
+
+    def _give_blocks(self, request: Request, budget: int, draft: _Draft) -> int:
+        """Blocks for up to `budget` of its tokens; how many it can compute now."""
+        size, manager = self.config.block_size, self.blocks
+        length = min(request.remaining, budget)
+        room = len(request.blocks) * size - request.num_computed
+        if length > room:
+            if room <= 0 and manager.num_free == 0:
+                self._make_room(request, draft)
+            count = min(-(-(length - room) // size), manager.num_free)
+            length = min(length, room + count * size)
+            for block in manager.allocate(count):
+                draft.batch.new_blocks.append((request.row, len(request.blocks), block))
+                request.blocks.append(block)
+        return length
+
+    def _make_room(self, request: Request, draft: _Draft) -> None:
+        """Preempt who comes last in the order of service, until a block is free or on its way.
+
+        Nobody is preempted for one who comes after him: the last request waits for its block.
+        A chunk drafted in this step is never a victim, because chunks are drafted in order.
+        """
+        while self.blocks.num_free == 0:
+            coming = sum(self.blocks.num_exclusive(r.blocks) for r in self.releases) + sum(
+                self.blocks.num_exclusive(r.blocks)
+                for r in self.running.values()
+                if r.phase is Phase.CLOSING
+            )
+            if coming > draft.owed:
+                draft.owed += 1
+                return
+            victims = [r for r in self.running.values() if r.phase is not Phase.CLOSING]
+            victim = max(victims, key=lambda r: r.order)
+            if victim is request:
+                return
+            self._preempt(victim, draft)
+
+    def _preempt(self, victim: Request, draft: _Draft) -> None:
+        """Back to the queue without row and blocks; what is cached of them it may find again."""
+        self.counters.preemptions += 1
+        draft.preempted = True
+        draft.batch.new_blocks = [new for new in draft.batch.new_blocks if new[0] != victim.row]
+        if victim.phase is Phase.DECODING:
+            self.decoding.leave(victim, draft.batch.step)
+        else:
+            self.filling.remove(victim)
+        self._release(victim)
+        victim.num_computed = 0
+        self._enqueue(victim)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Waiting requests, in order, while there are tokens, rows and memory for the first."""
+        memory = None
+        while self.waiting and self._free_rows and self._budget(draft) > 0:
+            request = self.waiting[0]
+            if request.last_step > self.done_step:
+                return
+            if not self._retry_admission and self.running:
+                return
+            if memory is None:
+                memory = self._memory()
+            if not self._start(request, memory, draft):
+                self._retry_admission = False
+                return
+            self._draft_chunk(request, draft)
+
+    def _start(self, request: Request, memory: Memory, draft: _Draft) -> bool:
+        """Give the first in the queue a row and the blocks of its prefix, if memory allows."""
+        size, num_tokens = self.config.block_size, len(request.token_ids)
+        cached: list[int] = []
+        lookup = self.config.prefix_caching and request.prompt_logprobs is None
+        if lookup:
+            # At least the last token is computed again: its logits are wanted.
+            hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
+            cached = self.blocks.match_prefix(hashes)
+        footprint = Footprint(
+            now=num_tokens,
+            final=max(num_tokens, request.limit - 1),
+            held=len(cached),
+            shared=len(cached) - self.blocks.num_unused(cached),
+        )
+        if not fits_now(memory, footprint):
+            return False
+        if self.running and not self._policy(memory, footprint):
+            return False
+        self.waiting.pop(0)
+        self.waiting_tokens -= request.queued_tokens
+        self.blocks.share(cached)
+        request.blocks = cached
+        request.num_computed = len(cached) * size
+        request.num_registered = len(cached)
+        request.cacheable = self.config.prefix_caching
+        request.row = self._free_rows.pop()
+        request.phase = Phase.FILLING
+        self.filling.append(request)
+        self.running[request.id] = request
+        if request.num_cached < 0:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            if lookup:
+                self.counters.prefix_queries += request.num_prompt
+                self.counters.prefix_hits += request.num_cached
+        memory.free -= footprint.held - footprint.shared
+        memory.promised += memory.blocks(num_tokens) - footprint.held
+        memory.uncomputed += num_tokens - request.num_computed
+        memory.add(self._footprint(request))
+        draft.batch.new_rows.append(
+            NewRow(
+                request.row,
+                request.token_ids.copy(),
+                request.num_prompt,
+                request.params,
+                request.seed,
+                request.choice,
+                sorted(request.stop_ids),
+            )
+        )
+        draft.batch.new_blocks.extend(
+            (request.row, index, block) for index, block in enumerate(cached)
+        )
+        return True
+
+    def _memory(self) -> Memory:
+        """What admission may know, at this point of the step."""
+        config = self.config
+        memory = Memory(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            free=self.blocks.num_free,
+            footprints=self._footprints,
+            num_running=len(self.running),
+            uncomputed=sum(r.remaining for r in self.filling),
+            chunk=max(1, config.max_num_batched_tokens - len(self.running)),
+            lag=self._lag,
+        )
+        memory.promised = sum(
+            max(0, memory.blocks(r.num_tokens) - len(r.blocks)) for r in self.filling
+        )
+        return memory
+
+    def _footprints(self) -> list[Footprint]:
+        size = self.config.block_size
+        leaving = [
+            Footprint(now=len(r.blocks) * size, final=len(r.blocks) * size, held=len(r.blocks))
+            for r in self.releases
+        ]
+        return leaving + [self._footprint(r) for r in self.running.values()]
+
+    def _footprint(self, request: Request) -> Footprint:
+        if request.phase is Phase.DECODING:
+            now = request.base + self.step + 1
+        else:
+            now = max(request.num_computed, len(request.token_ids))
+        return Footprint(now, max(now, request.limit - 1), len(request.blocks))
+
+    def _draft(self, request: Request, length: int, draft: _Draft) -> None:
+        """Put `length` tokens of it into the step; their blocks are there."""
+        reaches_end = length == request.remaining
+        samples = reaches_end and request.num_tokens < request.limit
+        if length == 1 and samples:
+            self.filling.remove(request)
+            self.decoding.join(request, draft.batch.step)
+            draft.joined.append(request)
+            return
+        (draft.sampling if samples else draft.silent).append((request, length))
+        draft.chunk_tokens += length
+        # Now, so that a request that is admitted in this very step can share these blocks.
+        self.blocks.hash_blocks(request, request.num_computed + length)
+
+    def _build(self, draft: _Draft) -> Batch:
+        """Write the batch, and move every request to where the next step finds it."""
+        batch, group = draft.batch, self.decoding
+        step = self.step = batch.step
+        chunks = draft.sampling + draft.silent
+        decodes, num_samples = len(group), len(group) + len(draft.sampling)
+        batch.num_decodes = decodes
+        batch.rows = group.rows.copy()
+        batch.starts = [base + step for base in group.bases]
+        batch.lengths = [1] * decodes
+        batch.samples = [True] * num_samples + [False] * len(draft.silent)
+        requests = group.requests.copy()
+        for request, length in chunks:
+            batch.rows.append(request.row)
+            batch.starts.append(request.num_computed)
+            batch.lengths.append(length)
+            requests.append(request)
+            self.counters.prompt_tokens += length
+        flight = Flight(
+            step,
+            requests,
+            batch.starts,
+            group.ids + [r.id for r, _ in draft.sampling],
+            group.token_lists + [r.token_ids for r, _ in draft.sampling],
+            firsts=[r.slot for r in draft.joined if r.slot >= 0 and not r.delivered],
+            closing=[r.slot for r in group.last_samples(step)],
+        )
+        for entry in flight.closing:
+            group.leave(requests[entry], step + 1)
+            requests[entry].phase = Phase.CLOSING
+        for entry, (request, length) in enumerate(chunks, start=decodes):
+            samples = entry < num_samples
+            reaches_end = samples or length == request.remaining
+            request.num_computed += length
+            request.last_step = step
+            if samples and not request.delivered:
+                flight.firsts.append(entry)
+            if reaches_end:
+                self.filling.remove(request)
+                if not samples or request.num_tokens == request.limit:
+                    request.phase = Phase.CLOSING
+                    flight.closing.append(entry)
+                else:
+                    group.join(request, step + 1)
+        self.flights.append(flight)
+        return batch
+
+    # ---- update --------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[Delta]:
+        """Take the result of the oldest step in flight: new tokens, and requests that end."""
+        flight = self.flights.popleft()
+        tokens, requests = result.tokens, flight.requests
+        assert result.step == flight.step and len(tokens) == len(flight.ids)
+        self.done_step = flight.step
+        dropped: list[int] = []  # entries whose token must not be seen
+        if flight.some_ended:
+            dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]
+        failed = {i: why for i, why in result.errors.items() if i not in dropped}
+        for entry in (*dropped, *failed):
+            if entry < len(tokens):
+                flight.token_lists[entry] = []
+
+        for token_list, token in zip(flight.token_lists, tokens, strict=True):
+            token_list.append(token)
+        deltas = [Delta(i, [token]) for i, token in zip(flight.ids, tokens, strict=True)]
+
+        for entry, items in result.prompt_logprobs.items():
+            requests[entry].collect_prompt_logprobs(flight.starts[entry], items)
+        for entry, item in result.logprobs.items():
+            deltas[entry].logprobs = [item]
+        for entry in flight.firsts:
+            if entry not in failed:
+                self._deliver_first(requests[entry], deltas[entry])
+        for entry, why in failed.items():
+            if entry >= len(tokens):  # a chunk that does not sample
+                deltas.append(Delta(requests[entry].id, [], "error", error=why))
+            else:
+                deltas[entry].token_ids = []
+                deltas[entry].logprobs = None
+                deltas[entry].finish, deltas[entry].error = "error", why
+            self._distrust(requests[entry])
+            self._end(requests[entry])
+        if not self._end_tokens.isdisjoint(tokens):
+            self._stop(flight, tokens, deltas)
+        for entry in flight.closing:
+            request = requests[entry]
+            if request.phase is Phase.ENDED:
+                continue
+            if entry < len(tokens):
+                delta = deltas[entry]
+            else:  # max_tokens = 0: no token, only the prompt's log-probabilities
+                delta = Delta(request.id, [])
+                self._deliver_first(request, delta)
+                deltas.append(delta)
+            delta.finish = "length"
+            self._end(request)
+        for entry in reversed(dropped):
+            if entry < len(tokens):
+                del deltas[entry]
+        self.counters.output_tokens += len(tokens) - sum(
+            entry < len(tokens) for entry in (*dropped, *failed)
+        )
+        if self.releases:
+            self._give_back()
+        return deltas
+
+    def _stop(self, flight: Flight, tokens: list[int], deltas: list[Delta]) -> None:
+        """End the requests whose new token is an end token of theirs."""
+        ends = self._end_tokens
+        for entry in [i for i, token in enumerate(tokens) if token in ends]:
+            request = flight.requests[entry]
+            if request.phase is not Phase.ENDED and request.stops_at(tokens[entry]):
+                deltas[entry].finish = "stop"
+                deltas[entry].stop_token = tokens[entry]
+                self._end(request)
+
+    def _deliver_first(self, request: Request, delta: Delta) -> None:
+        if not request.delivered:
+            request.delivered = True
+            delta.cached = request.num_cached
+            delta.prompt_logprobs = request.prompt_logprobs
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        request.phase = Phase.WAITING
+        request.queued_tokens = len(request.token_ids)
+        self.waiting_tokens += request.queued_tokens
+        insort(self.waiting, request)
+        if self.waiting[0] is request:
+            self._retry_admission = True
+
+    def _end(self, request: Request) -> None:
+        """Take it out of wherever it is. Its row and blocks follow when no step uses them."""
+        if request.phase is Phase.DECODING:
+            self.decoding.leave(request, self.step + 1)
+        elif request.phase is Phase.FILLING:
+            self.filling.remove(request)
+        elif request.phase is Phase.WAITING:
+            at = bisect_left(self.waiting, request)
+            assert self.waiting[at] is request
+            del self.waiting[at]
+            self.waiting_tokens -= request.queued_tokens
+            self._retry_admission = True
+        request.phase = Phase.ENDED
+        del self.requests[request.id]
+        self.counters.finished += 1
+        for flight in self.flights:
+            flight.some_ended = True
+        if request.row >= 0:
+            self._release(request)
+
+    def _distrust(self, request: Request) -> None:
+        """Its keys may be wrong: nobody shall find them."""
+        request.cacheable = False
+        self.blocks.forget(request.blocks)
+
+    def _release(self, request: Request) -> None:
+        """Give back its row and blocks, now or when the steps that use them are done."""
+        self.blocks.hash_blocks(request, request.num_computed)
+        del self.running[request.id]
+        self.releases.append(Release(request.last_step, request.row, request.blocks))
+        request.row = -1
+        request.blocks = []
+        request.num_registered = 0
+        self._give_back()
+
+    def _give_back(self) -> None:
+        kept = []
+        for release in self.releases:
+            if release.step > self.done_step:
+                kept.append(release)
+                continue
+            self.blocks.free(release.blocks)
+            self._free_rows.append(release.row)
+            self._retry_admission = True
+        self.releases = kept
+
+    # ---- looking at it -------------------------------------------------------------------------
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens not yet computed, of waiting and running requests."""
+        return self.waiting_tokens + sum(r.remaining for r in self.filling if r.remaining > 1)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of requests, rows and blocks. Legal between steps."""
+        tables = [r.blocks for r in self.running.values()] + [r.blocks for r in self.releases]
+        self.blocks.check_integrity(tables)
+        rows = [r.row for r in self.running.values()] + [r.row for r in self.releases]
+        total = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        assert sorted(rows + self._free_rows) == list(range(total)), "a row is lost or shared"
+        phases = {phase: 0 for phase in Phase}
+        for request in self.requests.values():
+            phases[request.phase] += 1
+            assert (request.row >= 0) == (request.phase is not Phase.WAITING)
+            assert (request.slot >= 0) == (request.phase is Phase.DECODING)
+        assert phases[Phase.ENDED] == 0
+        assert phases[Phase.WAITING] == len(self.waiting)
+        assert self.waiting == sorted(self.waiting)
+        assert phases[Phase.FILLING] == len(self.filling)
+        assert phases[Phase.DECODING] == len(self.decoding)
+        assert len(self.running) == sum(phases.values()) - phases[Phase.WAITING]
+        assert self.waiting_tokens == sum(r.queued_tokens for r in self.waiting)
+        for slot, request in enumerate(self.decoding.requests):
+            assert request.slot == slot and self.decoding.rows[slot] == request.row
+        if not self.requests and not self.flights:
+            assert not self.releases, "idle, yet somebody holds blocks"

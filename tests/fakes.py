@@ -1,0 +1,257 @@
+"""FakeRunner: a device without a model. Its next token is a hash of the tokens it reads through the
+block table, so a wrong block, a stale row or a lost token changes the text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
+from engine.core import CoreConfig, EngineCore
+from engine.messages import Delta, EngineRequest
+from engine.sampling_params import SamplingParams
+
+EOS = 1
+VOCAB = 50  # small, so that about one text in fifty tokens ends by itself
+
+
+def next_token(tokens: Sequence[int], new: NewRow, vocab: int = VOCAB) -> int:
+    """What the fake model says after these tokens, for this seed and choice."""
+    data = np.asarray(tokens, dtype=np.int64).tobytes()
+    key = f"{new.seed} {new.choice}".encode()
+    token = int.from_bytes(blake2b(data, key=key, digest_size=4).digest(), "little") % vocab
+    if len(tokens) - new.num_prompt_tokens < new.params.min_tokens:
+        while token in new.stop_ids:
+            token = (token + 1) % vocab
+    return token
+
+
+def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str]:
+    """The output and the finish of a request that runs alone on a device that cannot go wrong."""
+    p = request.params
+    stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(config.eos_token_ids))
+    new = NewRow(0, [], request.num_prompt_tokens, p, request.seed, request.choice, sorted(stops))
+    tokens = list(request.token_ids)
+    limit = min(config.max_model_len, config.num_blocks * config.block_size)
+    if p.max_tokens is not None:
+        limit = min(limit, request.num_prompt_tokens + p.max_tokens)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens, new))
+        if tokens[-1] in stops and len(tokens) - request.num_prompt_tokens > p.min_tokens:
+            return tokens[len(request.token_ids) :], "stop"
+    return tokens[len(request.token_ids) :], "length"
+
+
+@dataclass
+class _Step:
+    """A launched batch, copied: nothing the scheduler does later may reach it."""
+
+    runner: "FakeRunner"
+    step: int
+    entries: list[tuple[int, int, int, bool]]  # row, start, length, samples
+    rows: list[NewRow]
+    blocks: list[tuple[int, int, int]]
+    done: bool = False
+
+    def wait(self) -> StepResult:
+        assert not self.done and self.runner.in_flight[0] is self, "waited out of order"
+        self.done = True
+        self.runner.in_flight.pop(0)
+        return self.runner.execute(self)
+
+
+class FakeRunner:
+    """Runs each step as late as a device may: when it is waited for.
+
+    KV slots hold what was written there, token and position. Rows keep their own tokens, as the
+    device does. `launch` asserts the contract of a batch that a device could not notice: order of
+    entries, budget, rows and blocks that a step in flight still uses.
+    fail: request seeds whose next sample is an error.
+    """
+
+    def __init__(self, config: CoreConfig, *, fail: Sequence[int] = ()) -> None:
+        self.config = config
+        self.fail = set(fail)
+        width = config.max_model_len + 1
+        self.tokens = np.full((config.max_num_seqs, width), -1, dtype=np.int64)
+        per_row = -(-width // config.block_size)
+        self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
+        self.kv = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
+        self.news: dict[int, NewRow] = {}
+        self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
+        self.in_flight: list[_Step] = []
+        self.max_in_flight = 0
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.batches: list[Batch] = []  # the last few, newest last
+
+    def launch(self, batch: Batch) -> _Step:
+        self._check(batch)
+        entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
+        step = _Step(self, batch.step, entries, list(batch.new_rows), list(batch.new_blocks))
+        self.in_flight.append(step)
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        self.num_steps += 1
+        self.num_tokens += batch.num_tokens
+        self.batches = [*self.batches[-3:], batch]
+        return step
+
+    def _check(self, batch: Batch) -> None:
+        config = self.config
+        assert batch.rows, "an empty batch was launched"
+        assert batch.num_tokens <= config.max_num_batched_tokens, "over the token budget"
+        assert len(set(batch.rows)) == len(batch.rows), "a row is in the batch twice"
+        assert len(batch.rows) <= config.max_num_seqs, "more requests than rows"
+        single = [n == 1 and s for n, s in zip(batch.lengths, batch.samples, strict=True)]
+        assert all(single[: batch.num_decodes]) and not any(single[batch.num_decodes :])
+        busy = {row for step in self.in_flight for row, *_ in step.entries}
+        for new in batch.new_rows:
+            assert new.row not in busy, "a row was given away while a step uses it"
+            self.launch_table[new.row] = {}
+        written: dict[int, int] = {}
+        for row, index, block in batch.new_blocks:
+            self.launch_table[row][index] = block
+        for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
+            assert start + length <= config.max_model_len
+            for index in range(
+                start // config.block_size, (start + length - 1) // config.block_size + 1
+            ):
+                block = self.launch_table[row][index]
+                assert written.setdefault(block, row) == row, "two requests write one block"
+        for step in self.in_flight:
+            for row, start, length, _ in step.entries:
+                if row in batch.rows:
+                    continue
+                for index in range(-(-(start + length) // config.block_size)):
+                    block = self.launch_table.get(row, {}).get(index)
+                    assert block not in written, "a block was given away while a step uses it"
+
+    def execute(self, step: _Step) -> StepResult:
+        """What the device does: apply updates, write all keys, then read them and sample."""
+        size = self.config.block_size
+        for new in step.rows:
+            self.tokens[new.row] = -1
+            self.tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self.table[new.row] = -1
+            self.news[new.row] = new
+        for row, index, block in step.blocks:
+            self.table[row, index] = block
+        for row, start, length, _ in step.entries:
+            for at in range(start, start + length):
+                token = self.tokens[row, at]
+                assert token >= 0, "computed a token that the row does not have"
+                block = self.table[row, at // size]
+                assert block >= 0, "computed a token that has no block"
+                self.kv[block, at % size] = token + at * VOCAB
+        result = StepResult(step.step, [])
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
+        for entry, (row, start, length, samples) in enumerate(step.entries):
+            new, end = self.news[row], start + length
+            read = (
+                self.kv[self.table[row, : -(-end // size)]].ravel()[:end] - np.arange(end) * VOCAB
+            )
+            if new.params.prompt_logprobs is not None:
+                upper = min(end, new.num_prompt_tokens - 1)
+                items = [
+                    _logprob(int(self.tokens[row, at]), at) for at in range(start + 1, upper + 1)
+                ]
+                if items:
+                    prompt_logprobs[entry] = items
+            if not samples:
+                continue
+            token = next_token(read, new)  # type: ignore[arg-type]
+            if new.seed in self.fail:
+                errors[entry], token = "numerical_error: not finite", -1
+            elif new.params.logprobs is not None:
+                logprobs[entry] = _logprob(token, end)
+            self.tokens[row, end] = max(token, 0)
+            result.tokens.append(token)
+        result.logprobs, result.prompt_logprobs, result.errors = logprobs, prompt_logprobs, errors
+        return result
+
+
+def _logprob(token: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(position), 1, [], [])
+
+
+def make_config(**changes: Any) -> CoreConfig:
+    values: dict[str, Any] = {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "num_blocks": 512,
+        "block_size": 4,
+        "eos_token_ids": (EOS,),
+        "vocab_size": VOCAB,
+        "model_key": "fake",
+    }
+    return CoreConfig(**(values | changes))
+
+
+def make_core(*, fail: Sequence[int] = (), **changes: Any) -> tuple[EngineCore, FakeRunner]:
+    config = make_config(**changes)
+    runner = FakeRunner(config, fail=fail)
+    return EngineCore(config, runner), runner
+
+
+def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:
+    """prompt: token ids, or how many (then made from `id`). Unknown fields go to SamplingParams."""
+    if isinstance(prompt, int):
+        prompt = [2 + (id * 7 + i * i) % (VOCAB - 2) for i in range(prompt)]
+    own = {"seed", "choice", "cache_salt", "adapter", "priority", "num_prompt_tokens"}
+    message = {name: fields.pop(name) for name in own & fields.keys()}
+    params = SamplingParams(**({"max_tokens": 16} | fields))
+    return EngineRequest(
+        id,
+        list(prompt),
+        message.pop("num_prompt_tokens", len(prompt)),
+        params,
+        message.pop("seed", id),
+        **message,
+    )
+
+
+@dataclass
+class Output:
+    """All deltas of one request, put together."""
+
+    tokens: list[int]
+    finish: str
+    deltas: list[Delta]
+
+    @property
+    def cached(self) -> int:
+        return self.deltas[0].cached
+
+
+def collect(deltas: Sequence[Delta], outputs: dict[int, Output] | None = None) -> dict[int, Output]:
+    """Sort deltas by request; asserts that nothing comes after the end."""
+    outputs = {} if outputs is None else outputs
+    for delta in deltas:
+        output = outputs.setdefault(delta.id, Output([], "", []))
+        assert not output.finish, f"request {delta.id} goes on after its end: {delta}"
+        output.tokens += delta.token_ids
+        output.finish = delta.finish
+        output.deltas.append(delta)
+    return outputs
+
+
+def run(
+    core: EngineCore, requests: Sequence[EngineRequest] = (), limit: int = 100_000
+) -> dict[int, Output]:
+    """Add them all and step until idle, then check that nothing is left behind."""
+    for request in requests:
+        core.add(request)
+    outputs: dict[int, Output] = {}
+    while core.has_work():
+        collect(core.step(), outputs)
+        limit -= 1
+        assert limit > 0, "the engine never becomes idle"
+    core.check_integrity()
+    assert core.scheduler.blocks.num_free == core.config.num_blocks
+    assert all(output.finish for output in outputs.values()), "a request never ended"
+    return outputs
