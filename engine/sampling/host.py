@@ -7,9 +7,9 @@ NumPy because its reductions over a vocabulary are vectorised where torch's argm
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling import rows as word
 from engine.sampling.rows import BANNED, BIASED, FILTERED, PENALISED, SAMPLED, ParameterRows
 from kernels import philox
+from kernels import sampling_layout as word
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]

@@ -9,30 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import NewRow
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-
-# Words of a row. Floats are stored by their bits; kernels.sampling reads the same numbers.
-ROW = 0
-INV_TEMPERATURE = 1  # float; 0 = greedy
-TOP_K = 2  # 0 = all
-TOP_P = 3  # float
-LOG_MIN_P = 4  # float; -inf = all
-REPETITION = 5  # float
-PRESENCE = 6  # float
-FREQUENCY = 7  # float
-SEED = 8  # two words, low first
-CHOICE = 10
-NUM_PROMPT = 11
-MIN_TOKENS = 12
-NUM_BIAS = 13
-NUM_STOP = 14
-LOGPROBS = 15  # -1 = none
-BIAS_IDS = 16
-BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # float
-STOP_IDS = BIAS_VALUES + MAX_LOGIT_BIAS
-MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 64  # the caller's and the model's own
-NUM_WORDS = STOP_IDS + MAX_STOP_IDS
-NUM_SCALARS = BIAS_IDS
+from kernels import sampling_layout as word
 
 # What a row needs beyond the argmax, as bits.
 SAMPLED, FILTERED, BIASED, PENALISED, BANNED = 1, 2, 4, 8, 16
@@ -44,7 +21,7 @@ MIN_TEMPERATURE = 1e-5
 class ParameterRows:
     """A host table and, on CUDA, its copy on the device.
 
-    words: [num_rows, NUM_WORDS] int32 on the host; floats is the same memory as float32.
+    words: [num_rows, word.NUM_WORDS] int32 on the host; floats is the same memory as float32.
     device_words: the copy, as of the last `flush`; None on the CPU.
     needs: bits of each row. Rows start out greedy with nothing asked.
     """
@@ -52,12 +29,12 @@ class ParameterRows:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self.words: NDArray[np.int32] = np.zeros((num_rows, NUM_WORDS), np.int32)
+        self.words: NDArray[np.int32] = np.zeros((num_rows, word.NUM_WORDS), np.int32)
         self.floats: NDArray[np.float32] = self.words.view(np.float32)
-        self.words[:, ROW] = np.arange(num_rows)
-        self.words[:, LOGPROBS] = -1
-        self.floats[:, [TOP_P, REPETITION]] = 1
-        self.floats[:, LOG_MIN_P] = -math.inf
+        self.words[:, word.ROW] = np.arange(num_rows)
+        self.words[:, word.LOGPROBS] = -1
+        self.floats[:, [word.TOP_P, word.REPETITION]] = 1
+        self.floats[:, word.LOG_MIN_P] = -math.inf
         self.needs = [0] * num_rows
         self.logprobs = [-1] * num_rows
         self._changed: set[int] = set()
@@ -70,29 +47,30 @@ class ParameterRows:
         params, row = new.params, new.row
         words, floats = self.words[row], self.floats[row]
         greedy = params.temperature < MIN_TEMPERATURE
-        floats[INV_TEMPERATURE] = 0 if greedy else 1 / params.temperature
-        words[TOP_K] = params.top_k if params.top_k < self._vocab_size else 0
-        floats[TOP_P] = params.top_p
-        floats[LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        floats[REPETITION] = params.repetition_penalty
-        floats[PRESENCE] = params.presence_penalty
-        floats[FREQUENCY] = params.frequency_penalty
-        words[SEED : SEED + 2] = np.array([new.seed], np.int64).view(np.int32)
-        words[CHOICE] = new.choice
-        words[NUM_PROMPT] = new.num_prompt_tokens
-        words[MIN_TOKENS] = params.min_tokens
-        words[LOGPROBS] = -1 if params.logprobs is None else params.logprobs
+        floats[word.INV_TEMPERATURE] = 0 if greedy else 1 / params.temperature
+        words[word.TOP_K] = params.top_k if params.top_k < self._vocab_size else 0
+        floats[word.TOP_P] = params.top_p
+        floats[word.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        floats[word.REPETITION] = params.repetition_penalty
+        floats[word.PRESENCE] = params.presence_penalty
+        floats[word.FREQUENCY] = params.frequency_penalty
+        words[word.SEED : word.SEED + 2] = np.array([new.seed], np.int64).view(np.int32)
+        words[word.CHOICE] = new.choice
+        words[word.NUM_PROMPT] = new.num_prompt_tokens
+        words[word.MIN_TOKENS] = params.min_tokens
+        words[word.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
 
         bias = {token: value for token, value in params.logit_bias.items() if value != 0}
-        words[NUM_BIAS] = len(bias)
-        words[BIAS_IDS : BIAS_IDS + len(bias)] = list(bias)
-        floats[BIAS_VALUES : BIAS_VALUES + len(bias)] = list(bias.values())
+        assert len(bias) <= word.MAX_BIAS
+        words[word.NUM_BIAS] = len(bias)
+        words[word.BIAS_IDS : word.BIAS_IDS + len(bias)] = list(bias)
+        floats[word.BIAS_VALUES : word.BIAS_VALUES + len(bias)] = list(bias.values())
         stops = sorted(set(new.stop_ids)) if params.min_tokens > 0 else []
-        assert len(stops) <= MAX_STOP_IDS
-        words[NUM_STOP] = len(stops)
-        words[STOP_IDS : STOP_IDS + len(stops)] = stops
+        assert len(stops) <= word.MAX_STOP
+        words[word.NUM_STOP] = len(stops)
+        words[word.STOP_IDS : word.STOP_IDS + len(stops)] = stops
 
-        filtered = words[TOP_K] > 0 or floats[TOP_P] < 1 or params.min_p > 0
+        filtered = words[word.TOP_K] > 0 or floats[word.TOP_P] < 1 or params.min_p > 0
         self.needs[row] = (
             (0 if greedy else SAMPLED)
             | (FILTERED if filtered and not greedy else 0)
@@ -100,7 +78,7 @@ class ParameterRows:
             | (PENALISED if params.has_penalties else 0)
             | (BANNED if stops else 0)
         )
-        self.logprobs[row] = int(words[LOGPROBS])
+        self.logprobs[row] = int(words[word.LOGPROBS])
         self._changed.add(row)
 
     def flush(self) -> None:
@@ -112,11 +90,11 @@ class ParameterRows:
         if self.device_words is None:
             return
         width = (
-            NUM_WORDS
+            word.NUM_WORDS
             if any(self.needs[row] & (BIASED | BANNED) for row in changed)
-            else NUM_SCALARS
+            else word.NUM_SCALARS
         )
         # The pinned block comes from torch's caching allocator, which reuses it only once this copy is done.
         staged: Any = torch.from_numpy(self.words[changed, :width]).pin_memory()
         staged = staged.to(self._device, non_blocking=True)
-        self.device_words[:, :width].index_copy_(0, staged[:, ROW].long(), staged)
+        self.device_words[:, :width].index_copy_(0, staged[:, word.ROW].long(), staged)

@@ -66,7 +66,11 @@ class Sampler:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._rows = ParameterRows(max_rows, vocab_size, device)
-        self._device = device
+        self._scratch: Tensor | None = None
+        if device.type == "cuda":
+            # For penalties, 64 entries at a time; here because memory is planned once.
+            shape = (min(max_rows, 64), vocab_size)
+            self._scratch = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def set_row(self, new: NewRow) -> None:
         """A request takes a row. Staged on the host; the next `flush` or `sample` uploads it."""
@@ -108,7 +112,35 @@ class Sampler:
         plan: of these rows, or one that has more.
         """
         self.flush()
-        return self._sample_on_host(logits, rows, positions, tokens, plan)
+        if self._rows.device_words is None:
+            return self._sample_on_host(logits, rows, positions, tokens, plan)
+        return self._sample_on_device(logits, rows, positions, tokens, plan)
+
+    def _sample_on_device(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+    ) -> Sampled:
+        from kernels import sampling as kernels  # Triton is needed on CUDA alone
+
+        words = self._rows.device_words
+        assert words is not None and self._scratch is not None
+        raw = logits
+        if plan.edits and plan.logprobs >= 0:
+            logits = logits.clone()
+        if plan.biased:
+            kernels.add_bias(logits, rows, words)
+        if plan.penalised:
+            kernels.penalise(logits, rows, positions, words, tokens, self._scratch)
+        if plan.banned:
+            kernels.ban(logits, rows, positions, words)
+        filters = kernels.filter_thresholds(logits, rows, words) if plan.filtered else None
+        chosen, bad = kernels.choose(
+            logits, rows, positions, words, sampled=plan.sampled, filters=filters
+        )
+        sampled = Sampled(chosen, bad)
+        if plan.logprobs >= 0:
+            parts = kernels.logprobs(raw, chosen, plan.logprobs, rows, words)
+            sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs = parts
+        return sampled
 
     def _sample_on_host(
         self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
@@ -134,6 +166,10 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T] float32, rank [T]
         int64, ids of the k most likely [T, k] int64, their log-probabilities [T, k] float32)."""
+        if self._rows.device_words is not None:
+            from kernels import sampling as kernels
+
+            return kernels.logprobs(logits, targets, k)
         return _host_logprobs(logits.float().numpy(), targets.tolist(), [k] * len(targets), k)
 
 
