@@ -1,6 +1,5 @@
 """Gated activations: act(gate) * up, where gate and up are the halves of one matrix product's output."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

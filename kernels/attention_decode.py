@@ -8,6 +8,7 @@ in the order of the keys, so that there is no second launch and results do not d
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,20 @@ MAX_SPLITS = (
     1024  # splits beyond one for each entry; bounds the workspace, longer totals get longer splits
 )
 FIXED_SPLITS = 16  # most splits of an entry in a deterministic plan
-PROGRAMS_PER_SM = 4
+
+
+class _Shape(NamedTuple):
+    keys: int  # a tile
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs on a multiprocessor
+
+
+def _shape(dims: int, element_size: int) -> _Shape:
+    """Decision rule from `python -m kernels.bench`; dims is the padded head size."""
+    if dims > 128 or element_size > 2:
+        return _Shape(32, 4, 2, 2)
+    return _Shape(64, 4, 3, 3)
 
 
 @dataclass(slots=True)
@@ -136,11 +150,16 @@ def _decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
+        # Block ids are read one tile ahead of the keys, which the compiler's pipeline reads ahead in turn.
+        position = begin + keys
+        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
         for start in range(begin, end, KEYS):
             position = start + keys
             seen = position < end
-            page = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            offset = page * PAGE + (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+            in_page = (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+            offset = page.to(tl.int64) * PAGE + in_page
+            position += KEYS
+            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
             where = offset[:, None] + dims[None, :]
             mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
@@ -172,34 +191,34 @@ def _decode_kernel(
                 merge_rows = tl.arange(0, MERGE_ROWS)
                 chunk = tl.arange(0, MERGE)
                 merge_mask = merge_rows < GROUP
-                top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-                denominator = tl.zeros([MERGE_ROWS], tl.float32)
+                best = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+                total_weight = tl.zeros([MERGE_ROWS], tl.float32)
                 merged = tl.zeros([MERGE_ROWS, DIMS], tl.float32)
-                for start in range(0, splits, MERGE):
-                    at = (first + start + chunk) * NUM_HEADS + head * GROUP
-                    there = (start + chunk < splits)[:, None] & merge_mask[None, :]
-                    at = at[:, None] + merge_rows[None, :]
+                for step in range(0, splits, MERGE):
+                    slot = (first + step + chunk) * NUM_HEADS + head * GROUP
+                    there = (step + chunk < splits)[:, None] & merge_mask[None, :]
+                    slot = slot[:, None] + merge_rows[None, :]
                     lse = tl.load(
-                        partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg"
+                        partial_lse + slot, mask=there, other=float("-inf"), cache_modifier=".cg"
                     )
                     part = tl.load(
-                        partial + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+                        partial + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
                         mask=there[:, :, None] & dim_mask[None, None, :],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    # Rows of padding stay at -inf; a finite stand-in keeps inf - inf out of the exponent.
-                    new_top = tl.maximum(top, tl.max(lse, axis=0))
-                    base = tl.where(new_top > float("-inf"), new_top, 0.0)
-                    weight = tl.exp2(lse - base[None, :])
-                    shrink = tl.exp2(top - base)
-                    denominator = denominator * shrink + tl.sum(weight, axis=0)
-                    merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-                    top = new_top
-                merged = merged / denominator[:, None]
-                where_out = (entry * NUM_HEADS + head * GROUP + merge_rows) * HEAD_DIM
+                    # Rows of padding stay slot -inf; a finite stand-in keeps inf - inf out of the exponent.
+                    new_best = tl.maximum(best, tl.max(lse, axis=0))
+                    base = tl.where(new_best > float("-inf"), new_best, 0.0)
+                    share = tl.exp2(lse - base[None, :])
+                    keep = tl.exp2(best - base)
+                    total_weight = total_weight * keep + tl.sum(share, axis=0)
+                    merged = merged * keep[:, None] + tl.sum(part * share[:, :, None], axis=0)
+                    best = new_best
+                merged = merged / total_weight[:, None]
+                target = (entry * NUM_HEADS + head * GROUP + merge_rows) * HEAD_DIM
                 tl.store(
-                    out + where_out[:, None] + dims[None, :],
+                    out + target[:, None] + dims[None, :],
                     merged.to(out.dtype.element_ty),
                     mask=merge_mask[:, None] & dim_mask[None, :],
                 )
@@ -224,7 +243,8 @@ def plan(
     """Cut the keys of a step's decodes. deterministic: an entry's splits do not depend on the other entries."""
     num_entries = kv_len.shape[0]
     device = kv_len.device
-    fill = max(1, num_sms(device) * PROGRAMS_PER_SM // num_kv_heads)
+    per_sm = _shape(triton.next_power_of_2(head_dim), 2).per_sm
+    fill = max(1, num_sms(device) * per_sm // num_kv_heads)
     if deterministic:
         most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, 2 * MIN_SPLIT))
     else:
@@ -273,7 +293,8 @@ def attention_decode(
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     merge_rows = triton.next_power_of_2(group)
-    programs = num_sms(q.device) * PROGRAMS_PER_SM
+    shape = _shape(dims, k_cache.element_size())
+    programs = num_sms(q.device) * shape.per_sm
     _decode_kernel[(programs,)](
         q,
         k_cache,
@@ -293,9 +314,9 @@ def attention_decode(
         BLOCK_SIZE=block_size,
         ROWS=max(16, triton.next_power_of_2(group)),
         DIMS=dims,
-        KEYS=TILE if dims <= 128 and k_cache.element_size() == 2 else TILE // 2,
+        KEYS=shape.keys,
         MERGE=max(2, 4096 // (merge_rows * dims)),
         MERGE_ROWS=merge_rows,
-        num_warps=4,
-        num_stages=2,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )

@@ -5,6 +5,8 @@ are its rows. Keys that all rows see are walked without a mask; the last tiles, 
 an upper bound that the host knows; a program finds its entry by binary search, and most of the surplus ends at once.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,14 +36,14 @@ def _walk(
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    # Block ids are read one tile ahead of the keys, which the compiler's pipeline reads ahead in turn.
+    page = tl.load(table + (begin + keys) // BLOCK_SIZE, mask=begin + keys < end, other=0)
     for start in range(begin, end, KEYS):
         position = start + keys
-        if MASKED:
-            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
-        else:
-            page = tl.load(table + position // BLOCK_SIZE)
         offset = page.to(tl.int64) * PAGE + (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
         where = offset[:, None] + dims[None, :]
+        ahead = position + KEYS
+        page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         if MASKED:
             mask = (position < end)[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
@@ -58,9 +60,7 @@ def _walk(
         shrink = tl.exp2(top - new_top)
         denominator = denominator * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None]
-        if MASKED:
-            value = tl.load(v_cache + where, mask=mask, other=0.0)
-        elif HEAD_DIM < DIMS:
+        if MASKED or HEAD_DIM < DIMS:
             value = tl.load(v_cache + where, mask=mask, other=0.0)
         else:
             value = tl.load(v_cache + where)
@@ -154,6 +154,20 @@ def _prefill_kernel(
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 
+class _Shape(NamedTuple):
+    rows: int  # queries times heads of a group, a program
+    keys: int  # a tile
+    num_warps: int
+    num_stages: int
+
+
+def _shape(dims: int, element_size: int) -> _Shape:
+    """Decision rule from `python -m kernels.bench`; dims is the padded head size."""
+    if dims > 128 or element_size > 2:
+        return _Shape(64, 32, 4, 2)
+    return _Shape(128, 64, 8, 3)
+
+
 def attention_prefill(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
@@ -171,9 +185,8 @@ def attention_prefill(
     num_entries = kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    wide = dims > 128 or q.element_size() > 2
-    rows = max(64 if wide else 128, triton.next_power_of_2(group))
-    keys = 32 if wide else 64
+    shape = _shape(dims, q.element_size())
+    rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = (num_tokens - first_entry) // (rows // group) + num_entries - first_entry + 1
     _prefill_kernel[(num_kv_heads, blocks)](
@@ -195,7 +208,7 @@ def attention_prefill(
         BLOCK_SIZE=block_size,
         ROWS=rows,
         DIMS=dims,
-        KEYS=keys,
-        num_warps=8 if rows >= 128 else 4,
-        num_stages=3 if not wide else 2,
+        KEYS=shape.keys,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )

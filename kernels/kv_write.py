@@ -4,7 +4,6 @@ A program takes one token and a block of heads of one kind (queries, keys or val
 with i + rotary_dim / 2, so a head is read as two halves and, where only part of it rotates, a rest.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,14 +54,17 @@ def _rope_kv_write_kernel(
     offset = slot % BLOCK_SIZE
 
     if group >= Q_GROUPS + K_GROUPS:  # values: copied
-        heads = (group - Q_GROUPS - K_GROUPS) * HEADS + tl.arange(0, HEADS)
-        dims = tl.arange(0, FULL)
-        mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        source = row + ((NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
-        target = (
-            v_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+        v_heads = (group - Q_GROUPS - K_GROUPS) * HEADS + tl.arange(0, HEADS)
+        v_dims = tl.arange(0, FULL)
+        v_mask = (v_heads < NUM_KV_HEADS)[:, None] & (v_dims < HEAD_DIM)[None, :]
+        v_source = (
+            row + ((NUM_HEADS + NUM_KV_HEADS + v_heads) * HEAD_DIM)[:, None] + v_dims[None, :]
         )
-        tl.store(target + dims[None, :], tl.load(source, mask=mask), mask=mask & (slot >= 0))
+        v_target = (
+            v_cache + ((block * NUM_KV_HEADS + v_heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+        )
+        if slot >= 0:
+            tl.store(v_target + v_dims[None, :], tl.load(v_source, mask=v_mask), mask=v_mask)
     else:
         dims = tl.arange(0, HALF)
         half: tl.constexpr = ROTARY_DIM // 2
@@ -104,7 +106,7 @@ def _rope_kv_write_kernel(
             )
             if HAS_REST:
                 tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
-        else:
+        elif slot >= 0:
             if K_NORM:
                 scale = _norm_scale(first, second, rest, eps, HEAD_DIM, HAS_REST)
                 first *= (
@@ -121,13 +123,12 @@ def _rope_kv_write_kernel(
                 k_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
             )
             dtype = k_cache.dtype.element_ty
-            mask = mask & (slot >= 0)
             tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
             tl.store(
                 target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask
             )
             if HAS_REST:
-                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask & (slot >= 0))
+                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
 
 
 def rope_kv_write(

@@ -1,0 +1,106 @@
+"""What the kernel tests share: the device they run on, error bounds, paged caches full of NaN, a float64 attention."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+
+# Largest ||out - ref|| / ||ref|| of a row: the rounding of the dtype, a few times over.
+BOUND = {torch.float32: 1e-5, torch.float16: 5e-4 * 1.5, torch.bfloat16: 4e-3}
+
+
+def _interpreted() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)
+
+
+if torch.cuda.is_available():
+    DEVICE = "cuda"
+    DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+elif _interpreted():
+    DEVICE = "cpu"
+    DTYPES = [torch.float32, torch.float16]  # the interpreter is wrong for bfloat16
+else:
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def row_error(out: Tensor, ref: Tensor) -> float:
+    """The largest relative error of a row; NaN is infinitely wrong."""
+    out, ref = out.double().flatten(0, -2), ref.double().flatten(0, -2)
+    error = (out - ref).norm(dim=-1) / ref.norm(dim=-1).clamp(min=1e-30)
+    return float(error.nan_to_num(nan=float("inf")).max())
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def paged(
+    kv_len: list[int],
+    query_len: list[int],
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    num_decodes: int,
+    dtype: torch.dtype,
+    spare_blocks: int = 3,
+    padding: int = 0,
+) -> tuple[Tensor, Tensor, AttentionMeta]:
+    """Caches whose blocks lie in random order; whatever no entry owns is NaN, in its last block too."""
+    blocks = [-(-n // block_size) for n in kv_len]
+    num_blocks = sum(blocks) + spare_blocks
+    order = torch.randperm(num_blocks, device=DEVICE)[: sum(blocks)].split(blocks)
+    caches = []
+    for _ in range(2):
+        cache = torch.full(
+            (num_blocks, num_kv_heads, block_size, head_dim), torch.nan, device=DEVICE, dtype=dtype
+        )
+        for length, own in zip(kv_len, order, strict=True):
+            at = torch.arange(length, device=DEVICE)
+            cache[own[at // block_size], :, at % block_size] = random(
+                length, num_kv_heads, head_dim, dtype=dtype
+            )
+        caches.append(cache)
+    # Entries past an entry's last block are never to be followed.
+    table = torch.full((len(kv_len), max(blocks)), 2**30, dtype=torch.int32, device=DEVICE)
+    for entry, own in enumerate(order):
+        table[entry, : len(own)] = own.int()
+    starts = torch.tensor([0, *query_len], dtype=torch.int32).cumsum(0).int().to(DEVICE)
+    num_tokens = sum(query_len) + padding
+    meta = AttentionMeta(
+        positions=torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE),
+        slots=torch.full((num_tokens,), -1, dtype=torch.int64, device=DEVICE),
+        query_start=starts,
+        kv_len=torch.tensor(kv_len, dtype=torch.int32, device=DEVICE),
+        block_table=table,
+        num_decodes=num_decodes,
+        max_query_len=max(query_len),
+        max_kv_len=max(kv_len),
+    )
+    return caches[0], caches[1], meta
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+) -> Tensor:
+    """Float64, entry by entry; [num_tokens without padding, num_heads, head_dim]."""
+    num_heads = q.shape[1]
+    block_size = k_cache.shape[2]
+    group = num_heads // k_cache.shape[1]
+    starts = meta.query_start.tolist()
+    rows = []
+    for entry, length in enumerate(meta.kv_len.tolist()):
+        query = q[starts[entry] : starts[entry + 1]].double()
+        at = torch.arange(length, device=q.device)
+        blocks = meta.block_table[entry, at // block_size].long()
+        key = k_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
+        value = v_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
+        score = torch.einsum("qhd,khd->hqk", query, key) * scale
+        position = torch.arange(length - len(query), length, device=q.device)
+        score.masked_fill_(at[None, None, :] > position[None, :, None], -torch.inf)
+        rows.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), value))
+    return torch.cat(rows)

@@ -1,0 +1,205 @@
+"""Paged attention against float64, in every way that entries, pages and heads can lie."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kernels import cuda
+from kernels.attention_decode import attention_decode, plan
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
+
+gpu = pytest.mark.gpu
+
+
+def check(
+    kv_len, query_len, num_heads, num_kv_heads, head_dim, block_size, num_decodes, dtype, padding=0
+):
+    k_cache, v_cache, meta = paged(
+        kv_len, query_len, num_kv_heads, head_dim, block_size, num_decodes, dtype, padding=padding
+    )
+    q = random(sum(query_len) + padding, num_heads, head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    out = cuda.attention(q, k_cache, v_cache, scale, meta)
+    assert out.isfinite().all()
+    ref = attention(q, k_cache, v_cache, scale, meta)
+    got = out.view(q.shape)[: len(ref)]
+    assert row_error(got, ref) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128])
+def test_decode_lengths_around_pages(block_size: int, dtype: torch.dtype) -> None:
+    """A mask off by one at a page's edge, or a page of NaN read through a weight of zero."""
+    lengths = [
+        1,
+        15,
+        16,
+        17,
+        block_size - 1 or 1,
+        block_size,
+        block_size + 1,
+        129,
+        5 * block_size + 3,
+    ]
+    check(lengths, [1] * len(lengths), 8, 2, 64, block_size, len(lengths), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], ids=str)
+def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    """Padded heads or dimensions leaking into the sums; groups that are no power of two."""
+    num_heads, num_kv_heads = heads
+    check([200, 33, 40, 130], [1, 1, 7, 70], num_heads, num_kv_heads, head_dim, 16, 2, dtype)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_decode_merges_splits(deterministic: bool) -> None:
+    """Splits of one entry merged with the wrong weights, or the wrong entry's."""
+    lengths = [1500, 1, 640, 641, 130, 2047]
+    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
+    q = random(6, 8, 64)
+    cuda.prepare(meta, 8, k_cache, deterministic)
+    ref = attention(q, k_cache, v_cache, 0.125, meta)
+    for _ in range(2):  # the second layer finds the arrival counters as the first did
+        out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
+        assert row_error(out.view(6, 8, 64), ref) < BOUND[torch.float32]
+    assert int(meta.plan.count) > 6
+    assert not meta.plan.arrived.any()
+
+
+def test_decode_with_nothing_cached_is_finite() -> None:
+    """0 / 0 in a padding row of a graph; NaN would spread through whatever is shared by rows."""
+    k_cache, v_cache, meta = paged([5, 9], [1, 1], 2, 64, 16, 2, torch.float32)
+    meta.kv_len[1] = 0
+    out = cuda.attention(random(2, 4, 64), k_cache, v_cache, 0.125, meta)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_prefill_ragged(block_size: int, dtype: torch.dtype) -> None:
+    """Chunks after a prefix, one-token chunks, decodes before them and padding after them."""
+    kv_len = [50, 3, 1, 64, 65, 200, 17, 130]
+    query_len = [1, 1, 1, 64, 3, 45, 1, 130]
+    check(kv_len, query_len, 8, 2, 64, block_size, 2, dtype, padding=5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_batch_order_does_not_matter(deterministic: bool) -> None:
+    """Permuting the entries permutes the output bit by bit."""
+    lengths = [700, 3, 129, 1100, 64, 16]
+    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
+    q = random(6, 8, 64)
+    order = torch.tensor([3, 0, 5, 1, 4, 2], device=DEVICE)
+    outs = []
+    for index in (torch.arange(6, device=DEVICE), order):
+        split = plan(meta.kv_len[index], 8, 2, 64, meta.max_kv_len, deterministic)
+        out = torch.full_like(q, torch.nan)
+        attention_decode(q[index], k_cache, v_cache, out, meta.block_table[index], 0.125, split)
+        outs.append(out)
+    assert torch.equal(outs[0][order], outs[1])
+
+
+def test_deterministic_rows_ignore_the_rest() -> None:
+    """With a deterministic plan a row is the same bit by bit however many others there are."""
+    lengths = [700, 3, 129, 1100, 64, 16]
+    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
+    q = random(6, 8, 64)
+    outs = []
+    for count in (1, 6):
+        split = plan(meta.kv_len[:count], 8, 2, 64, meta.max_kv_len, deterministic=True)
+        out = torch.empty_like(q[:count])
+        attention_decode(q[:count], k_cache, v_cache, out, meta.block_table[:count], 0.125, split)
+        outs.append(out[0])
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_outliers_do_not_overflow() -> None:
+    """Scores in the thousands: a softmax without its maximum, or in half precision, gives NaN."""
+    k_cache, v_cache, meta = paged([200, 90], [1, 40], 2, 64, 16, 1, torch.float16)
+    q = random(41, 4, 64, dtype=torch.float16) * 100
+    out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
+    ref = attention(q, k_cache, v_cache, 0.125, meta)
+    assert row_error(out.view(q.shape), ref) < 2e-3
+
+
+def test_plan_covers_every_key_once() -> None:
+    """A key in no split, in two, or an empty split; splits beyond the workspace."""
+    torch.manual_seed(1)
+    for trial in range(12):
+        count = [1, 2, 7, 33][trial % 4]
+        lengths = torch.randint(0, [40, 900, 70000][trial % 3], (count,), dtype=torch.int32)
+        split = plan(lengths.to(DEVICE), 4, 2, 16, int(lengths.max()) + 1, trial % 2 == 0)
+        listed = split.items[: int(split.count)].tolist()
+        assert len(listed) <= len(split.items)
+        seen: dict[int, list[tuple[int, int]]] = {}
+        for index, (entry, begin, end, splits, first, *_) in enumerate(listed):
+            seen.setdefault(entry, []).append((begin, end))
+            assert first <= index < first + splits
+        for entry, length in enumerate(lengths.tolist()):
+            parts = seen[entry]
+            assert parts[0][0] == 0 and parts[-1][1] == length
+            assert all(a[1] == b[0] for a, b in pairwise(parts))
+            assert all(a < b for a, b in parts) or length == 0
+
+
+@gpu
+def test_block_ids_beyond_int32_offsets() -> None:
+    """The element offset of a late block overflows 32 bits."""
+    head_dim, block_size, num_kv_heads = 128, 128, 8
+    num_blocks = 2**31 // (head_dim * block_size * num_kv_heads) + 64
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k_cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    v_cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    _, _, meta = paged([300, 700], [1, 90], num_kv_heads, head_dim, block_size, 1, torch.bfloat16)
+    meta.block_table = torch.arange(num_blocks - 12, num_blocks, device="cuda").int().view(2, 6)
+    for cache in (k_cache, v_cache):
+        cache[-12:] = random(12, *shape[1:], dtype=torch.bfloat16)
+    q = random(91, 32, head_dim, dtype=torch.bfloat16)
+    out = cuda.attention(q, k_cache, v_cache, 0.09, meta)
+    ref = attention(q, k_cache, v_cache, 0.09, meta)
+    assert row_error(out.view(q.shape), ref) < BOUND[torch.bfloat16]
+
+
+@gpu
+@pytest.mark.parametrize("case", ["64 x 1000", "1 x 32768", "1024 mixed"])
+def test_decode_at_size(case: str) -> None:
+    """A race between splits, or a workspace too small, shows only when the device is full."""
+    torch.manual_seed(0)
+    if case == "1024 mixed":
+        lengths = torch.randint(1, 600, (1024,)).tolist()
+    else:
+        lengths = {"64 x 1000": [1000] * 64, "1 x 32768": [32768]}[case]
+    count = len(lengths)
+    k_cache, v_cache, meta = paged(lengths, [1] * count, 8, 128, 16, count, torch.bfloat16)
+    q = random(count, 32, 128, dtype=torch.bfloat16)
+    cuda.prepare(meta, 32, k_cache)
+    first = cuda.attention(q, k_cache, v_cache, 0.09, meta)
+    assert row_error(first.view(q.shape), attention(q, k_cache, v_cache, 0.09, meta)) < 4e-3
+    for _ in range(20):
+        assert torch.equal(cuda.attention(q, k_cache, v_cache, 0.09, meta), first)
+
+
+@gpu
+def test_one_graph_serves_all_lengths() -> None:
+    """A grid or a plan that was sized by the lengths at capture."""
+    k_cache, v_cache, meta = paged([3000, 40, 700], [1] * 3, 8, 128, 16, 3, torch.bfloat16)
+    q = random(3, 32, 128, dtype=torch.bfloat16)
+    lengths = meta.kv_len.clone()
+    meta.kv_len.fill_(1)
+
+    def step() -> torch.Tensor:
+        meta.plan = None
+        cuda.prepare(meta, 32, k_cache)
+        return cuda.attention(q, k_cache, v_cache, 0.09, meta)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    meta.kv_len.copy_(lengths)
+    graph.replay()
+    ref = attention(q, k_cache, v_cache, 0.09, meta)
+    assert row_error(out.view(q.shape), ref) < BOUND[torch.bfloat16]

@@ -1,0 +1,83 @@
+"""Split, head norm, rotation and KV write against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.kv_write import rope_kv_write
+from kernels.metadata import AttentionMeta
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+
+
+def reference(
+    x: Tensor, weight: Tensor | None, eps: float, cos_sin: Tensor, positions: Tensor
+) -> Tensor:
+    x = x.double()
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    rotary = cos_sin.shape[-1]
+    cos, sin = cos_sin[positions.long()].double()[:, None].chunk(2, -1)
+    first, second = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotary:]], -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 2, 64, 64, 16),
+        (9, 3, 64, 64, 16),
+        (5, 1, 80, 80, 1),
+        (8, 8, 96, 48, 32),
+        (16, 8, 128, 128, 64),
+    ],
+    ids=str,
+)
+def test_against_float64(shape: tuple[int, ...], norm: bool, dtype: torch.dtype) -> None:
+    """The wrong half rotated, a norm over padding, a key at another head's place, a slot of -1 written to."""
+    num_heads, num_kv_heads, head_dim, rotary, block_size = shape
+    num_tokens, num_blocks, eps = 11, 24, 1e-6
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    cos_sin = random(64, rotary)
+    weights = [random(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    caches = [
+        torch.full(
+            (num_blocks, num_kv_heads, block_size, head_dim), torch.nan, device=DEVICE, dtype=dtype
+        )
+        for _ in range(2)
+    ]
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens]
+    slots[[2, 7]] = -1
+    positions = torch.randint(0, 64, (num_tokens,), device=DEVICE).int()
+    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1, 1)
+    q = rope_kv_write(qkv, cos_sin, *weights, eps, *caches, num_heads, meta)
+
+    heads = qkv.view(num_tokens, -1, head_dim)
+    ref_q = reference(heads[:, :num_heads], weights[0], eps, cos_sin, positions)
+    key = heads[:, num_heads : num_heads + num_kv_heads]
+    ref_k = reference(key, weights[1], eps, cos_sin, positions)
+    assert row_error(q, ref_q) < BOUND[dtype]
+    written = slots >= 0
+    blocks, offsets = slots[written] // block_size, slots[written] % block_size
+    assert row_error(caches[0][blocks, :, offsets], ref_k[written]) < BOUND[dtype]
+    assert torch.equal(caches[1][blocks, :, offsets], heads[:, num_heads + num_kv_heads :][written])
+    for cache in caches:  # nothing beside the slots was touched
+        cache[blocks, :, offsets] = torch.nan
+        assert cache.isnan().all()
+
+
+@pytest.mark.gpu
+def test_slots_beyond_int32_offsets() -> None:
+    """The element offset of a late slot overflows 32 bits."""
+    num_blocks = 2**31 // (8 * 16 * 128) + 8
+    caches = [
+        torch.empty(num_blocks, 8, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    ]
+    qkv = random(600, 48 * 128, dtype=torch.bfloat16)
+    slots = torch.full((600,), -1, device="cuda")
+    slots[599] = num_blocks * 16 - 1
+    positions = torch.arange(600, device="cuda").int()
+    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1, 1)
+    rope_kv_write(qkv, random(600, 128), None, None, 1e-6, *caches, 32, meta)
+    assert torch.equal(caches[1][-1, :, -1], qkv.view(600, 48, 128)[-1, 40:])
