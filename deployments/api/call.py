@@ -1,0 +1,326 @@
+"""Call: a checked generation request, and the two ways to get one from a JSON body."""
+
+import asyncio
+import functools
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from deployments.api.constraints import check_constraints
+from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
+from deployments.api.fields import (
+    CHAT,
+    COMPLETION,
+    check_names,
+    take_bool,
+    take_int,
+    take_str,
+    take_token_ids,
+)
+from deployments.api.messages import check_messages, text_size
+from deployments.api.options import ApiOptions
+from deployments.api.sampling import sampling_params
+from deployments.backend import Backend, GenerationRequest, ModelCard
+from engine.errors import InvalidRequest
+from engine.sampling_params import MAX_N, SamplingParams
+from engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+INLINE_CHARS = 32 * 1024  # longer texts are tokenised in a thread: about 10 ms on the loop
+MAX_KWARGS_BYTES = 64 * 1024
+MAX_SALT_BYTES = 128
+MAX_MODEL_NAME = 256
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
+# Two: tokenising frees the interpreter lock only in part, and more would only take turns.
+_pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+
+@dataclass(slots=True)
+class Call:
+    """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
+
+    prompt_logprobs: they were asked for by that name, not only through echo.
+    score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
+    ignored: request fields without effect.
+    """
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    params: SamplingParams
+    prompts: list[list[int]]
+    seed: int
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    return_token_ids: bool = False
+    prompt_logprobs: bool = False
+    echo: bool = False
+    texts: list[str] = field(default_factory=list)
+    score_only: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+    def requests(self, request_id: str) -> list[GenerationRequest]:
+        # An engine always makes a token; when none is wanted it is dropped here.
+        params = replace_max_tokens(self.params, 1) if self.score_only else self.params
+        return [
+            GenerationRequest(
+                request_id=request_id,
+                model=self.card.id,
+                token_ids=ids,
+                params=params,
+                seed=self.seed,
+                cache_salt=self.cache_salt,
+                priority=self.priority,
+            )
+            for ids in self.prompts
+        ]
+
+
+def replace_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    changed: SamplingParams = msgspec.structs.replace(params, max_tokens=max_tokens)
+    return changed
+
+
+async def in_thread(work: Callable[[], T], size: int) -> T:
+    """Run now if size (characters or bytes) is small, else off the event loop."""
+    if size <= INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_pool, work)
+
+
+def find_model(name: Any, models: Mapping[str, ModelCard]) -> ModelCard:
+    """Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found."""
+    if name is None:
+        raise invalid("model is required", "model", "missing_field")
+    if not isinstance(name, str):
+        raise wrong_type("model", "a string")
+    if (card := models.get(name)) is not None:
+        return card
+    # Names become paths in some back ends: what could leave a folder never gets further.
+    dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
+    if name and (dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name)):
+        raise invalid("model is not a valid model name", "model", "invalid_model_name")
+    raise ApiError(
+        404,
+        "model_not_found",
+        f"the model {shown(name)} does not exist{did_you_mean(name, models)}",
+        param="model",
+        kind=NOT_FOUND,
+    )
+
+
+async def chat_call(body: dict[str, Any], backend: Backend, options: ApiOptions) -> Call:
+    """Raises ApiError."""
+    ignored = check_names(body, CHAT, strict=options.strict)
+    card = find_model(body.get("model"), backend.models())
+    messages = check_messages(body.get("messages"), ignored)
+    call = _common(body, card, backend, chat=True, max_tokens=None)
+    call.ignored = ignored + call.ignored
+    modalities = body.get("modalities")
+    if modalities is not None and modalities != ["text"]:
+        raise invalid("only text can be generated", "modalities", "modality_not_supported")
+    options_ = template_options(body, options)
+    render = functools.partial(call.tokenizer.encode_chat, messages, **options_)
+    try:
+        ids = await in_thread(render, text_size(messages))
+    except InvalidRequest as error:
+        raise invalid(error.message, error.param, error.code) from None
+    if not ids:
+        raise invalid("the messages render to an empty prompt", "messages")
+    call.prompts = [ids]
+    _check_context(call, "max_completion_tokens" if body.get("max_completion_tokens") else None)
+    return call
+
+
+def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
+    """add_generation_prompt, continue_final_message and the allowed chat_template_kwargs."""
+    continued = take_bool(body, "continue_final_message")
+    generation = take_bool(body, "add_generation_prompt", not continued)
+    if continued and generation:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+            "conflicting_fields",
+        )
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is None:
+        kwargs = {}
+    if not isinstance(kwargs, dict):
+        raise wrong_type("chat_template_kwargs", "an object")
+    for name in kwargs:
+        if name not in options.template_kwargs:
+            raise invalid(
+                f"chat_template_kwargs cannot set {shown(name)}; allowed are "
+                f"{', '.join(sorted(options.template_kwargs))}",
+                "chat_template_kwargs",
+                "field_not_allowed",
+            )
+    if len(msgspec.json.encode(kwargs)) > MAX_KWARGS_BYTES:
+        raise invalid(
+            f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes", "chat_template_kwargs"
+        )
+    return {
+        **kwargs,
+        "add_generation_prompt": generation,
+        "continue_final_message": continued,
+    }
+
+
+async def completion_call(body: dict[str, Any], backend: Backend, options: ApiOptions) -> Call:
+    """Raises ApiError."""
+    ignored = check_names(body, COMPLETION, strict=options.strict)
+    card = find_model(body.get("model"), backend.models())
+    if body.get("suffix"):
+        raise invalid("suffix is not supported", "suffix", "not_supported")
+    echo = take_bool(body, "echo")
+    call = _common(body, card, backend, chat=False, max_tokens=DEFAULT_COMPLETION_TOKENS)
+    call.ignored = ignored + call.ignored
+    call.echo = echo
+    if call.params.max_tokens == 0:
+        if not echo:
+            raise invalid("max_tokens must be at least 1 unless echo is set", "max_tokens")
+        call.score_only = True
+    if echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
+        call.params = msgspec.structs.replace(call.params, prompt_logprobs=call.params.logprobs)
+    special = take_bool(body, "add_special_tokens", True)
+    await _fill_prompts(call, body.get("prompt"), special, options.max_prompts)
+    _check_context(call, None)
+    return call
+
+
+async def _fill_prompts(call: Call, prompt: Any, special: bool, max_prompts: int) -> None:
+    if prompt is None:
+        raise invalid("prompt is required", "prompt", "missing_field")
+    items: list[Any]
+    if isinstance(prompt, str):
+        items = [prompt]
+    elif not isinstance(prompt, list):
+        raise wrong_type("prompt", "a string, a list of token ids, or a list of these")
+    elif not prompt:
+        raise invalid("prompt must not be empty", "prompt")
+    elif isinstance(prompt[0], (str, list)):
+        items = prompt
+        if len(items) > max_prompts:
+            raise invalid(
+                f"prompt takes at most {max_prompts} prompts, got {len(items)}",
+                "prompt",
+                "too_many_prompts",
+            )
+        for i, item in enumerate(items):
+            if not isinstance(item, type(prompt[0])):
+                raise wrong_type(f"prompt[{i}]", "of the same kind as prompt[0]")
+    else:
+        items = [prompt]
+    many = items is prompt
+    tokenizer, limit = call.tokenizer, call.card.max_model_len
+    skip = call.params.skip_special_tokens
+    for i, item in enumerate(items):
+        path = f"prompt[{i}]" if many else "prompt"
+        if isinstance(item, list):
+            if not item:
+                raise invalid(f"{path} must not be empty", "prompt")
+            if len(item) > limit:
+                raise _too_long(len(item), None, limit, path)
+            take_token_ids(item, path, call.card.vocab_size)
+
+    def encode() -> None:
+        for item in items:
+            if isinstance(item, str):
+                call.prompts.append(tokenizer.encode(item, add_special_tokens=special))
+                call.texts.append(item)
+            else:
+                call.prompts.append(item)
+                call.texts.append(
+                    tokenizer.decode(item, skip_special_tokens=skip) if call.echo else ""
+                )
+
+    await in_thread(encode, sum(map(len, items)))
+    for i, ids in enumerate(call.prompts):
+        if not ids and tokenizer.bos_token_id is not None:
+            call.prompts[i] = [tokenizer.bos_token_id]
+        elif not ids:
+            raise invalid("prompt must not be empty: this model has no BOS token", "prompt")
+
+
+def _common(
+    body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
+) -> Call:
+    check_constraints(body)
+    params = sampling_params(body, max_tokens=max_tokens, chat=chat)
+    try:
+        params.check_vocabulary(card.vocab_size)
+    except InvalidRequest as error:
+        raise invalid(error.message, error.param, error.code) from None
+    if chat and params.max_tokens == 0:
+        name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
+        raise invalid(f"{name} must be at least 1", name)
+    stream = take_bool(body, "stream")
+    include_usage, ignored = _stream_options(body.get("stream_options"), stream)
+    if stream and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
+    best_of = take_int(body, "best_of", 1, MAX_N)
+    if best_of is not None:
+        if best_of != params.n:
+            raise invalid("best_of must equal n; choices are not ranked", "best_of")
+        if stream:
+            raise invalid("best_of cannot be streamed", "best_of")
+    salt = take_str(body, "cache_salt", MAX_SALT_BYTES)
+    if salt == "":
+        raise invalid("cache_salt must not be empty", "cache_salt")
+    return Call(
+        card=card,
+        tokenizer=backend.tokenizer(card.id),
+        params=params,
+        prompts=[],
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        stream=stream,
+        include_usage=include_usage,
+        cache_salt=salt or "",
+        priority=take_int(body, "priority", -(2**31), 2**31 - 1) or 0,
+        return_token_ids=take_bool(body, "return_token_ids"),
+        prompt_logprobs=params.prompt_logprobs is not None,
+        ignored=ignored,
+    )
+
+
+def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
+    if value is None:
+        return False, []
+    if not isinstance(value, dict):
+        raise wrong_type("stream_options", "an object")
+    if not stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    usage = value.get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        raise wrong_type("stream_options.include_usage", "true or false")
+    others = sum(name != "include_usage" for name in value)
+    return bool(usage), ["stream_options"] if others else []
+
+
+def _check_context(call: Call, name: str | None) -> None:
+    limit, wanted = call.card.max_model_len, call.params.max_tokens
+    for ids in call.prompts:
+        if len(ids) + (wanted or 1) > limit:
+            field_ = "messages" if not call.texts else "prompt"
+            if len(ids) < limit and wanted:
+                field_ = name or "max_tokens"
+            raise _too_long(len(ids), wanted, limit, field_)
+
+
+def _too_long(length: int, wanted: int | None, limit: int, param: str) -> ApiError:
+    output = f" and {wanted} for the output" if wanted else ""
+    return invalid(
+        f"the prompt has {length} tokens{output}; the context of this model is {limit} tokens, "
+        "prompt and output together",
+        param,
+        "context_length_exceeded",
+    )

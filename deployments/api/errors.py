@@ -1,0 +1,117 @@
+"""ApiError: the one shape of every answer that is not 2xx.
+
+    {"error": {"message": str, "type": str, "param": str | null, "code": str}}
+
+`code` is stable and is what callers may test for; `message` is for people and comes from our own
+templates, never from a foreign exception, because those carry paths, addresses and parts of other
+people's input.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import msgspec
+
+from engine.errors import MantaError
+
+INVALID = "invalid_request_error"
+AUTHENTICATION = "authentication_error"
+NOT_FOUND = "not_found_error"
+RATE_LIMIT = "rate_limit_error"
+OVERLOADED = "overloaded_error"
+SERVER = "server_error"
+
+Headers = tuple[tuple[str, str], ...]
+
+# code -> (status, type) of the errors that the backend may raise; all others of its codes are 400
+# or 500 by class.
+_BACKEND_CODES: dict[str, tuple[int, str]] = {
+    "model_not_found": (404, NOT_FOUND),
+    "adapter_invalid": (422, INVALID),
+    "adapter_incompatible": (422, INVALID),
+    "rate_limit_exceeded": (429, RATE_LIMIT),
+    "overloaded": (503, OVERLOADED),
+    "draining": (503, OVERLOADED),
+    "no_replica": (503, OVERLOADED),
+    "engine_dead": (503, SERVER),
+    "deadline_exceeded": (408, INVALID),
+    "cancelled": (499, INVALID),
+}
+
+
+class ApiError(Exception):
+    """An answer that is not 2xx.
+
+    status: HTTP status. kind: OpenAI's `type`. param: the field at fault, e.g.
+        ``messages[0].role``.
+    headers: extra response headers, e.g. ("allow", "GET, HEAD").
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = INVALID,
+        headers: Headers = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.kind = kind
+        self.headers = headers
+
+    def body(self) -> bytes:
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """400: the request itself is at fault."""
+    return ApiError(400, code, message, param=param)
+
+
+def wrong_type(param: str, expected: str) -> ApiError:
+    return invalid(f"{param} must be {expected}", param, "invalid_type")
+
+
+def internal() -> ApiError:
+    """500 for what nobody foresaw; the cause goes to the log, not to the caller."""
+    return ApiError(500, "internal_error", "the server failed to process this request", kind=SERVER)
+
+
+def from_backend(error: MantaError) -> ApiError:
+    """The answer for an error of the router or the engine. Their messages are our own templates."""
+    found = _BACKEND_CODES.get(error.code)
+    if found is None:
+        # InvalidRequest is a ValueError: the caller's fault. The rest failed on our side.
+        found = (400, INVALID) if isinstance(error, ValueError) else (500, SERVER)
+    status, kind = found
+    headers: Headers = ()
+    if status in (429, 503):
+        seconds = getattr(error, "retry_after", None)
+        headers = (("retry-after", str(max(1, round(seconds if seconds is not None else 1)))),)
+    return ApiError(
+        status, error.code, error.message, param=error.param, kind=kind, headers=headers
+    )
+
+
+def shown(value: object, limit: int = 64) -> str:
+    """A caller's value as it may appear in a message: short, printable, quoted."""
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[:limit])
+    return f'"{text}{"..." if len(str(value)) > limit else ""}"'
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
+    match = get_close_matches(name[:128], list(known), n=1, cutoff=cutoff)
+    return f', did you mean "{match[0]}"?' if match else ""

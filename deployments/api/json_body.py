@@ -1,0 +1,166 @@
+"""parse_json: a request body as Python objects, or a 400 that says where and why.
+
+Two readers that must agree (a property test holds them together):
+
+    fast     msgspec, then one walk over the result for depth, size, and duplicate keys
+    careful  the standard library, with a hook per object; for bodies that fast refuses or suspects
+
+The fast reader keeps the last of two equal keys and does not say so. It is caught by counting
+colons: a body has one for each key plus those inside strings, so if the parsed tree accounts for
+fewer than the bytes hold, a key (with its colon) was dropped. Only an escaped colon (\\u003a)
+breaks the sum, and sends the body to the careful reader.
+"""
+
+import json
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from deployments.api.errors import ApiError, invalid, shown
+
+MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
+MAX_NODES = 2_000_000  # values: a million token ids with room; bounds memory at ~70 MB
+_MAX_DIGITS = 400  # of an integer; past it the careful reader gives infinity, which no field takes
+
+_ESCAPED_COLON = re.compile(rb"\\u003[aA]")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def parse_json(body: bytes) -> Any:
+    """UTF-8 JSON (a BOM is allowed) -> objects. No network, no recursion beyond MAX_DEPTH.
+
+    Integers of any size stay integers; floats beyond double become inf, so that the field that
+    holds one can be named by whoever checks it.
+    Raises ApiError 400: invalid_json, invalid_encoding, duplicate_key, json_too_deep,
+        json_too_large.
+    """
+    if body.startswith(b"\xef\xbb\xbf"):
+        body = body[3:]
+    if body.startswith(_UTF16) or b"\0" in body[:4]:
+        raise invalid("the body must be UTF-8", code="invalid_encoding")
+    if not body.strip(b" \t\r\n"):
+        raise invalid("the body is empty; a JSON object is expected", code="invalid_json")
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _careful(body)
+    if body.count(b":") != _walk(value) or _ESCAPED_COLON.search(body):
+        return _careful(body)
+    return value
+
+
+def _walk(root: Any) -> int:
+    """Check depth and size; return how many colons the text of this tree has at least."""
+    colons = nodes = 0
+    level = [root]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is str:
+                colons += item.count(":")
+            elif kind is dict:
+                colons += len(item)
+                for key in item:
+                    if ":" in key:
+                        colons += key.count(":")
+                below.extend(item.values())
+            elif kind is list:
+                # Long lists are mostly token ids, whose elements need no visit.
+                if len(item) >= 64 and set(map(type, item)) <= {int, float}:
+                    nodes += len(item)
+                else:
+                    below.extend(item)
+        nodes += len(below)
+        if nodes > MAX_NODES:
+            raise invalid(f"the body has more than {MAX_NODES} values", code="json_too_large")
+        if not below:
+            return colons
+        level = below
+    raise _too_deep()
+
+
+def _careful(body: bytes) -> Any:
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(
+            f"the body is not UTF-8 (byte {error.start})", code="invalid_encoding"
+        ) from None
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_no_duplicates, parse_constant=_constant, parse_int=_integer
+        )
+    except json.JSONDecodeError as error:
+        raise invalid(
+            f"invalid JSON at line {error.lineno} column {error.colno}: {_reason(error.msg)}",
+            code="invalid_json",
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+    _walk(value)
+    _no_surrogates(value)
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = key.encode("utf-8", "replace").decode()[:128]
+                raise invalid(f"the key {shown(name)} occurs twice", name, "duplicate_key")
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise invalid(f"invalid JSON: {name} is not a JSON number", code="invalid_json")
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else float("inf")
+
+
+def _reason(message: str) -> str:
+    # The library's texts are constants; only those known here are passed on.
+    for known in (
+        "Expecting property name",
+        "Expecting value",
+        "Expecting ',' delimiter",
+        "Expecting ':' delimiter",
+        "Extra data",
+        "Unterminated string",
+        "Invalid control character",
+        "Invalid \\escape",
+        "Invalid \\uXXXX escape",
+        "Illegal trailing comma",
+    ):
+        if message.startswith(known):
+            return known[0].lower() + known[1:]
+    return "malformed"
+
+
+def _no_surrogates(root: Any) -> None:
+    """Strings with half a surrogate pair are no text: nothing can encode them."""
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            if not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
+                raise invalid(
+                    "a string has a lone surrogate (\\ud800..\\udfff)", code="invalid_encoding"
+                )
+        elif isinstance(item, dict):
+            stack.extend(item)
+            stack.extend(item.values())
+        elif isinstance(item, list) and item:
+            stack.extend(item)
+
+
+def _too_deep() -> ApiError:
+    return invalid(f"the body is nested deeper than {MAX_DEPTH} levels", code="json_too_deep")

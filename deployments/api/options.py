@@ -1,0 +1,41 @@
+"""ApiOptions: what the operator decides about the HTTP API."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """strict: refuse unknown request fields instead of naming them in x-ignored-fields.
+
+    api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
+        keys set, every route but /health and /ready needs one.
+    max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
+        English.
+    body_timeout_s: seconds in which the body of a request must have arrived.
+    max_prompts: in one completions request; each becomes n requests to the engines.
+    max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
+        router's memory: waiting requests hold their tokens and a connection each.
+    template_kwargs: names that chat_template_kwargs may set; others could change what the template
+        means.
+    metrics: gives the text of /metrics (Prometheus exposition format).
+    observe: called after each request with (route, status, seconds); route is one of a fixed set.
+    """
+
+    strict: bool = False
+    api_keys: frozenset[bytes] = frozenset()
+    max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    max_prompts: int = 32
+    max_in_flight: int = 4096
+    template_kwargs: frozenset[str] = field(
+        default=frozenset(
+            {"enable_thinking", "thinking", "reasoning_effort", "documents", "date_string"}
+        )
+    )
+    metrics: Callable[[], str] | None = None
+    observe: Callable[[str, int, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        if any(len(digest) != 32 for digest in self.api_keys):
+            raise ValueError("api_keys must be SHA-256 digests of 32 bytes")

@@ -1,0 +1,198 @@
+"""FakeBackend: a Backend without engines. Its tokens are a hash of what it was asked, so that no
+two requests can be mixed up unnoticed; a test may script the deltas instead.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from functools import cache
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from deployments.backend import BackendState, GenerationRequest, ModelCard
+from engine.batch import TokenLogprobs
+from engine.chat_template import ChatTemplate
+from engine.errors import MantaError
+from engine.messages import Delta, EngineStats
+from engine.tokenizer import Tokenizer
+
+MODEL = "tiny"
+VOCAB = 512  # of the "logits": wider than the tokenizer, as in real checkpoints
+MAX_MODEL_LEN = 256
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def tiny_tokenizer(*, bos: bool = False) -> Tokenizer:
+    """Byte-level BPE with ChatML's control tokens; 0..2 are special, an emoji is four tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[AddedToken(text, special=True) for text in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the answer to this question is the number of the words"], trainer)
+    names = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>" if bos else ""}
+    return Tokenizer(
+        backend,
+        special_tokens=names,
+        chat_template=ChatTemplate({"default": _TEMPLATE}, names),
+    )
+
+
+class FakeGeneration:
+    """One delta of one token a choice and step; `script` gives other deltas, choice by choice."""
+
+    def __init__(self, backend: "FakeBackend", request: GenerationRequest) -> None:
+        self.backend = backend
+        self.request = request
+        self.aborted_at: float | None = None
+        self._stopped = asyncio.Event()
+        self._alive = set(range(request.params.n))
+        self._scripts = {c: backend.deltas(request, c) for c in self._alive}
+        self._step = 0
+        backend.live.add(self)
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        if not self._alive:
+            return []
+        error = self.backend.errors.get(self._step)
+        if error is not None:
+            self._end()
+            raise error
+        pause = self.backend.first_pause if self._step == 0 else self.backend.pause
+        if pause:
+            try:
+                await asyncio.wait_for(self._stopped.wait(), pause)
+            except TimeoutError:
+                pass
+        elif self._step % 16 == 0:
+            await asyncio.sleep(0)
+        out: list[tuple[int, Delta]] = []
+        for _ in range(self.backend.burst):
+            for choice in sorted(self._alive):
+                delta = self._scripts[choice][self._step]
+                out.append((choice, delta))
+                if delta.finish:
+                    self._alive.discard(choice)
+            self._step += 1
+        if not self._alive:
+            self._end()
+        return out
+
+    def abort(self, choice: int | None = None) -> None:
+        self._alive -= self._alive.copy() if choice is None else {choice}
+        if choice is not None:
+            self.backend.aborted_choices.append(choice)
+        if not self._alive:
+            if self in self.backend.live:
+                self.aborted_at = time.monotonic()
+                self.backend.aborts.append(self)
+            self._end()
+
+    def _end(self) -> None:
+        self._alive.clear()
+        self._stopped.set()
+        self.backend.live.discard(self)
+
+
+class FakeBackend:
+    """script: text or deltas for every choice, instead of the hash; pause, first_pause: seconds a
+    step; burst: steps that arrive in one wake-up; errors: step -> what next() raises then.
+    """
+
+    def __init__(self, *, bos: bool = False) -> None:
+        self._tokenizer = tiny_tokenizer(bos=bos)
+        self.cards: dict[str, ModelCard] = {
+            MODEL: ModelCard(
+                id=MODEL,
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=VOCAB,
+                eos_token_ids=(2,),
+                created=1_700_000_000,
+            )
+        }
+        self.script: str | list[Delta] | None = None
+        self.pause = 0.0
+        self.first_pause = 0.0
+        self.burst = 1
+        self.errors: dict[int, MantaError] = {}
+        self.refuse: MantaError | None = None
+        self.is_ready = True
+        self.live: set[FakeGeneration] = set()
+        self.aborts: list[FakeGeneration] = []
+        self.aborted_choices: list[int] = []
+        self.requests: list[GenerationRequest] = []
+
+    def models(self) -> Mapping[str, ModelCard]:
+        return self.cards
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        return self._tokenizer
+
+    def generate(self, request: GenerationRequest) -> FakeGeneration:
+        if self.refuse is not None:
+            raise self.refuse
+        assert request.token_ids and all(0 <= t < VOCAB for t in request.token_ids)
+        assert request.params.max_tokens != 0
+        self.requests.append(request)
+        return FakeGeneration(self, request)
+
+    def state(self) -> BackendState:
+        return BackendState({"fake": EngineStats()}, len(self.live))
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def deltas(self, request: GenerationRequest, choice: int) -> list[Delta]:
+        """What one choice will deliver, as an engine would: it knows tokens, not stop strings."""
+        if isinstance(self.script, list):
+            return self.script
+        params = request.params
+        limit = MAX_MODEL_LEN - len(request.token_ids)
+        limit = min(limit, params.max_tokens or limit)
+        tokens = self._tokens(request, choice, limit)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {2})
+        out: list[Delta] = []
+        for place, token in enumerate(tokens):
+            stopped = token in ends and place + 1 >= params.min_tokens
+            delta = Delta(id=choice, token_ids=[token], cached=3 if place == 0 else -1)
+            if stopped or place + 1 == limit:
+                delta.finish = "stop" if stopped else "length"
+                delta.stop_token = token if stopped else None
+            if params.logprobs is not None:
+                delta.logprobs = [_logprobs(token, params.logprobs)]
+            if place == 0 and params.prompt_logprobs is not None:
+                rest = request.token_ids[1:]
+                delta.prompt_logprobs = [
+                    None,
+                    *(_logprobs(t, params.prompt_logprobs) for t in rest),
+                ]
+            out.append(delta)
+            if delta.finish:
+                break
+        return out
+
+    def _tokens(self, request: GenerationRequest, choice: int, limit: int) -> list[int]:
+        if isinstance(self.script, str):
+            return [*self._tokenizer.encode(self.script), 2, *([5] * limit)]
+        seed = 0 if request.params.greedy else request.seed
+        key = repr((request.token_ids, seed, choice, request.cache_salt)).encode()
+        digest = hashlib.sha256(key).hexdigest()
+        return [*self._tokenizer.encode(f"the answer is {digest[:12]}"), 2, *([5] * limit)]
+
+
+def _logprobs(token: int, k: int) -> TokenLogprobs:
+    """The token is the second most likely, so that it is missing from a top 1."""
+    ids = [t for t in ((token + 7) % 200 + 40, token, *range(100, 140)) if t != token or k > 1]
+    ids = list(dict.fromkeys([ids[0], *([token] if k > 1 else []), *ids[1:]]))[:k]
+    return TokenLogprobs(token, -1.5, 2, ids, [-0.5 - i for i in range(len(ids))])
