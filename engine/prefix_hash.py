@@ -11,7 +11,9 @@ has chosen a replica. Two requests share blocks only if model, adapter and salt 
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
+from typing import Any
 
 DIGEST_SIZE = 16
 DEFAULT_KEY = b"manta prefix hash 1"
@@ -19,7 +21,7 @@ DEFAULT_KEY = b"manta prefix hash 1"
 
 def root_hash(model_key: str, adapter: str, cache_salt: str, key: bytes = DEFAULT_KEY) -> bytes:
     """Where the chain of one (model, adapter, salt) begins. Each part is hashed with its length."""
-    state = blake2b(digest_size=DIGEST_SIZE, key=key)
+    state = _keyed(key).copy()
     for part in (model_key, adapter, cache_salt):
         data = part.encode()
         state.update(len(data).to_bytes(8, "little") + data)
@@ -44,10 +46,16 @@ def extend_hashes(
     data = array("i", token_ids[first * block_size : num_blocks * block_size]).tobytes()
     size = 4 * block_size
     assert len(data) == (num_blocks - first) * size, "hashing tokens that are not known yet"
-    keyed = blake2b(digest_size=DIGEST_SIZE, key=key)  # copying it is cheaper than keying anew
+    keyed = _keyed(key)
     previous = hashes[-1] if hashes else root
     for at in range(0, len(data), size):
         state = keyed.copy()
         state.update(previous + data[at : at + size])
         previous = state.digest()
         hashes.append(previous)
+
+
+@cache
+def _keyed(key: bytes) -> Any:
+    """The state after the key: copying it is cheaper than keying anew. Never updated itself."""
+    return blake2b(digest_size=DIGEST_SIZE, key=key)

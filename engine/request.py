@@ -1,13 +1,13 @@
 """Request: one choice of one prompt on its way through the scheduler.
 
-Progress is arithmetic. token_ids are known to the host; num_computed tokens have their keys computed
-or launched; num_tokens counts the known tokens and the one that a launched step will sample:
+Progress is arithmetic. token_ids are known to the host; num_computed tokens have their keys
+computed or launched; num_tokens counts the known tokens and the one that a launched step samples:
 
     token_ids     [ prompt ............ | output ... ]
     num_computed  ------------------------------------^      (decoding: num_tokens - 1)
     num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
 
-While a request decodes, its num_computed grows by one a step, and stays unwritten (decode_group.py).
+While a request decodes, its num_computed grows by one a step and stays unwritten (decode_group.py).
 """
 
 import enum
@@ -31,7 +31,7 @@ class Phase(enum.Enum):
 
 
 class Request:
-    """State of one request. The scheduler alone changes it."""
+    """State of one request. The scheduler alone changes it; the message's token_ids become its own."""
 
     __slots__ = (
         "adapter",

@@ -32,7 +32,7 @@ from engine.request import Phase, Request
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step. Lists are in batch order; entries that sample come before those that do not."""
+    """A launched step. Lists are in batch order: entries that sample, then those that do not."""
 
     step: int
     requests: list[Request]  # [num_entries]
@@ -548,7 +548,7 @@ class Scheduler:
         rows = [r.row for r in self.running.values()] + [r.row for r in self.releases]
         total = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         assert sorted(rows + self._free_rows) == list(range(total)), "a row is lost or shared"
-        phases = {phase: 0 for phase in Phase}
+        phases = dict.fromkeys(Phase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1
             assert (request.row >= 0) == (request.phase is not Phase.WAITING)
