@@ -144,7 +144,7 @@ class EngineClient(_Client):
         self._on_progress = progress
         self._started = loop.create_future()
         self._engine = EngineProcess(config, self._exited_elsewhere)
-        self._fd = self._engine.frames.getsockopt(zmq.FD)
+        self._fd = int(self._engine.frames.FD)
         loop.add_reader(self._fd, self._readable)
         self._readable()  # the descriptor tells of changes only
         try:

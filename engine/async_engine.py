@@ -1,0 +1,172 @@
+"""AsyncEngine: one engine process for an asyncio program, with text in and out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from engine.client import START_SECONDS, EngineClient, OnProgress
+from engine.config import EngineConfig
+from engine.errors import EngineDead, MantaError, Overloaded, RequestFailed
+from engine.handle import RequestHandle
+from engine.llm import load_tokenizer, start_request
+from engine.messages import EngineStats, Ready, StepFrame
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.session import Messages, Prompt, Session
+from engine.tokenizer import Tokenizer
+
+
+class AsyncEngine:
+    """Made by `start`. All methods belong to the loop it was started on; handles may go anywhere.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._client = EngineClient(self._on_frame, self._on_death)
+        self._next_frame: asyncio.Future[EngineStats] | None = None
+        self._idle: asyncio.Future[None] | None = None  # there once it drains
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        progress: OnProgress | None = None,
+        timeout: float = START_SECONDS,
+    ) -> "AsyncEngine":
+        """Start an engine process and wait until it can serve; arguments as for `LLM`.
+
+        Raises ConfigError, EngineDead.
+        """
+        found = await asyncio.to_thread(load_tokenizer, config.model, tokenizer)
+        engine = cls(Session(found, config.seed))
+        ready = await engine._client.start(config, timeout=timeout, progress=progress)
+        engine._session.connect(engine._client, ready)
+        return engine
+
+    @property
+    def ready(self) -> Ready:
+        assert self._session.ready is not None
+        return self._session.ready
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._session.tokenizer
+
+    def add(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> RequestHandle:
+        """Start a request from text, token ids or chat messages; returns at once.
+
+        request_id: must not be that of an open request. options: detokenize, priority.
+        Raises InvalidRequest, EngineDead, and Overloaded while it drains.
+        """
+        if self._idle is not None:
+            raise Overloaded("the engine is draining", code="draining")
+        return start_request(self._session, prompt, params, request_id=request_id, **options)
+
+    async def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield what is new as it comes. Leaving the loop cancels the request.
+
+        Raises RequestFailed when a choice failed, after everything else was yielded.
+        """
+        handle = self.add(prompt, params, request_id, **options)
+        try:
+            failed: RequestFailed | None = None
+            async for out in handle:
+                failed = failed or _failure(out)
+                yield out
+            if failed is not None:
+                raise failed
+        finally:
+            handle.release()
+
+    async def generate(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """Wait for the whole answer. Cancelling it cancels the request. Raises RequestFailed."""
+        handle = self.add(prompt, params, request_id, **options)
+        try:
+            out = await handle.async_sync()
+        finally:
+            handle.release()
+        failed = _failure(out)
+        if failed is not None:
+            raise failed
+        return out
+
+    def abort(self, request_id: str) -> None:
+        """Stop an open request; what it generated stays readable. Unknown ids are ignored."""
+        handle = self._session.find(request_id)
+        if handle is not None:
+            handle.stop()
+
+    async def stats(self) -> EngineStats:
+        """The engine's state now. Raises EngineDead."""
+        self._client.control("stats")
+        if self._next_frame is None:
+            self._next_frame = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next_frame)
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the open ones have ended. Raises EngineDead."""
+        self._client.control("drain")
+        if self._idle is None:
+            self._idle = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._idle)
+
+    def _on_frame(self, frame: StepFrame) -> None:
+        self._session.on_frame(frame)
+        if self._next_frame is not None:
+            _resolve(self._next_frame, frame.stats)
+            self._next_frame = None
+        if self._idle is not None and not self._session.num_open:
+            _resolve(self._idle, None)
+
+    def _on_death(self, error: MantaError) -> None:
+        self._session.on_death(error)
+        for future in (self._next_frame, self._idle):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits gets it; if nobody does, that is no news
+
+    async def close(self) -> None:
+        """End the engine process. Open requests end with EngineDead. Idempotent."""
+        self._on_death(EngineDead("the engine was closed"))
+        await self._client.close()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _failure(out: RequestOutput) -> RequestFailed | None:
+    """What a failed choice in this output is to be raised as."""
+    for choice in out.outputs:
+        if choice.finish_reason == "error":
+            code, _, message = choice.error.partition(": ")
+            return RequestFailed(message or choice.error, code=code)
+    return None

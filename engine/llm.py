@@ -1,0 +1,212 @@
+"""LLM: offline generation. One engine process, blocking calls, no event loop."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from engine.client import START_SECONDS, BlockingEngineClient, OnProgress
+from engine.errors import EngineDead, InvalidRequest
+from engine.fake import PREFIX as FAKE
+from engine.handle import RequestHandle
+from engine.messages import EngineStats, Ready
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.session import Messages, Prompt, Session, make_config
+from engine.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def load_tokenizer(model: str, given: "Tokenizer | str | Path | None") -> Tokenizer | None:
+    """The tokenizer given, or the model folder's; None for a fake engine."""
+    if isinstance(given, Tokenizer):
+        return given
+    if given is None and model.startswith(FAKE):
+        return None
+    return Tokenizer.load(model if given is None else given)
+
+
+class LLM:
+    """A model in a process of its own.
+
+        with LLM("folder", max_model_len=2048) as llm:
+            outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
+
+    model: a folder with config.json, weights and tokenizer.json.
+    tokenizer: another folder, or a Tokenizer; default the model's.
+    progress(phase, fraction): called while it starts. timeout: seconds it may take.
+    fields: of `EngineConfig`.
+    Thread-safe. Raises ConfigError if it cannot start with these settings, EngineDead if it dies.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        progress: OnProgress | None = None,
+        timeout: float = START_SECONDS,
+        **fields: Any,
+    ) -> None:
+        self.config = make_config(str(model), fields)
+        session = Session(load_tokenizer(self.config.model, tokenizer), self.config.seed)
+        self._session = session
+        self._client = BlockingEngineClient(session.on_frame, session.on_death)
+        self.ready: Ready = self._client.start(self.config, timeout=timeout, progress=progress)
+        session.connect(self._client, self.ready)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._session.tokenizer
+
+    def stats(self) -> EngineStats:
+        """The engine's state after its last step."""
+        return self._client.stats
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        params: Params = None,
+        *,
+        detokenize: bool = True,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many (text or token ids); the outputs are in the same order.
+
+        params: for all, or one for each. detokenize=False leaves text "" (and saves its time).
+        progress: show a bar; default only at a terminal.
+        All prompts are checked before any is run. A request that fails while the others go on has
+        finish_reason "error". Raises InvalidRequest, EngineDead.
+        """
+        many = _as_list(prompts)
+        return self._run(
+            [
+                (prompt if isinstance(prompt, str) else None, self._session.encode(prompt))
+                for prompt in many
+            ],
+            params,
+            detokenize,
+            progress,
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        detokenize: bool = True,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """The same for one chat or many, through the model's chat template.
+
+        template: variables for it, e.g. enable_thinking=False.
+        """
+        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
+        return self._run(
+            [(None, self._session.encode_chat(cast(Messages, chat), options)) for chat in many],
+            params,
+            detokenize,
+            progress,
+        )
+
+    def start_request(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        detokenize: bool = True,
+        priority: int = 0,
+    ) -> RequestHandle:
+        """Start one request and return at once. Raises InvalidRequest, EngineDead."""
+        return start_request(
+            self._session,
+            prompt,
+            params,
+            request_id=request_id,
+            detokenize=detokenize,
+            priority=priority,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._client.control("reset_prefix_cache")
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: Params,
+        detokenize: bool,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        each = _params_for(prompts, params)
+        for item in each:
+            item.check_vocabulary(self.ready.vocab_size)
+        handles: list[RequestHandle] = []
+        outputs: list[RequestOutput] = []
+        try:
+            for (text, ids), item in zip(prompts, each, strict=True):
+                handles.append(self._session.start(ids, item, prompt=text, detokenize=detokenize))
+            show = sys.stderr.isatty() if progress is None else progress
+            for handle in _tracked(handles) if show else handles:
+                outputs.append(handle.sync())
+        finally:
+            for handle in handles:  # also when a wait was interrupted: nothing may go on running
+                handle.release()
+        return outputs
+
+    def close(self) -> None:
+        """End the engine process. Open requests end with EngineDead. Idempotent."""
+        self._client.close()
+        self._session.on_death(EngineDead("the engine was closed"))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def start_request(
+    session: Session,
+    prompt: Prompt | Messages,
+    params: SamplingParams | None,
+    **options: Any,
+) -> RequestHandle:
+    """Submit text, token ids or chat messages; options as in `Session.start`."""
+    params = params or SamplingParams()
+    if isinstance(prompt, str):
+        return session.start(session.encode(prompt), params, prompt=prompt, **options)
+    if prompt and isinstance(prompt[0], Mapping):
+        return session.start(session.encode_chat(cast(Messages, prompt), {}), params, **options)
+    return session.start(session.encode(cast(Sequence[int], prompt)), params, **options)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def _params_for(prompts: Sequence[Any], params: Params) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidRequest(
+            f"{len(params)} sampling parameters for {len(prompts)} prompts", param="params"
+        )
+    return list(params)
+
+
+def _tracked(handles: list[RequestHandle]) -> Any:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(handles, "Generating", console=Console(stderr=True))
