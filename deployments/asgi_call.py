@@ -1,0 +1,120 @@
+"""Calling our own ASGI app without HTTP: how handle calls get the validation and the answers of the HTTP API."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [
+        MutableMapping[str, Any],
+        Callable[[], Awaitable[Message]],
+        Callable[[Message], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+
+
+def path_for(body: dict[str, Any]) -> str:
+    """The route that a body is for: chat has messages, a completion has a prompt."""
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside it."""
+    exchange = _Exchange(app, {**body, "stream": False})
+    try:
+        await exchange.started.wait()
+        parts = [part async for part in exchange.parts()]
+    finally:
+        await exchange.end()
+    return exchange.answer(b"".join(parts))
+
+
+async def stream(app: AsgiApp, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer; a failure is the last item, in `call`'s form. Closing it aborts the request."""
+    exchange = _Exchange(app, {**body, "stream": True})
+    try:
+        await exchange.started.wait()
+        if exchange.status != 200:
+            yield exchange.answer(b"".join([part async for part in exchange.parts()]))
+            return
+        tail = b""
+        async for part in exchange.parts():
+            *events, tail = (tail + part).split(b"\n\n")
+            for event in events:
+                data = event.removeprefix(b"data: ")
+                if event != data and data != b"[DONE]":
+                    yield json.loads(data)
+    finally:
+        await exchange.end()
+
+
+class _Exchange:
+    """One request in a task of its own, its body parts in a queue."""
+
+    def __init__(self, app: AsgiApp, body: dict[str, Any]) -> None:
+        payload = json.dumps(body).encode()
+        self.status = 0
+        self.started = asyncio.Event()
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._unread: list[Message] = [
+            {"type": "http.request", "body": payload, "more_body": False}
+        ]
+        self._gone = asyncio.Event()
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path_for(body),
+            "raw_path": path_for(body).encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [
+                (b"host", b"handle"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(payload)).encode()),
+            ],
+            "client": None,
+            "server": None,
+        }
+        self._task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: AsgiApp, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            self.started.set()
+            self._parts.put_nowait(None)
+
+    async def _receive(self) -> Message:
+        if self._unread:
+            return self._unread.pop()
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.started.set()
+        elif message["type"] == "http.response.body" and message.get("body"):
+            self._parts.put_nowait(message["body"])
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        while (part := await self._parts.get()) is not None:
+            yield part
+
+    def answer(self, body: bytes) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(body) if body else {}
+        if self.status != 200:
+            answer["status"] = self.status
+        return answer
+
+    async def end(self) -> None:
+        """The caller has what it wants; the app sees a disconnect if it has not ended."""
+        self._gone.set()
+        await asyncio.wait([self._task])
+        self._task.result()

@@ -1,0 +1,319 @@
+"""One authenticated TCP connection between a router and an engine replica.
+
+A frame is a little-endian uint32 length and that many bytes of msgpack. The replica listens and speaks first:
+
+    replica -> router   Hello(version, nonce)
+    router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
+    replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
+    then                router: Submit | Abort | Beat          replica: StepFrame | Failed
+
+Whoever cannot prove the secret, is slow to do so, sends a frame above the cap or something that does not decode is
+cut off. Each side says something at least every `heartbeat` seconds and gives up on a peer that is silent for
+`timeout` seconds, which notices a lost machine long before the cluster does. A peer that does not read is cut off
+when its backlog passes the write bound: memory stays bounded and the ledger can go on elsewhere.
+
+Plain `asyncio.Protocol`, because streams cost a task switch a frame.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.messages import Abort, EngineRequest, EngineStats, Failed, StepFrame
+
+VERSION = 1
+_HEADER = struct.Struct("<I")
+_NONCE_BYTES = 32
+_MAX_HANDSHAKE_FRAME = 1024  # bytes: all that a stranger can make us hold
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """The replica's first frame."""
+
+    version: int
+    nonce: bytes
+
+
+class Proof(msgspec.Struct, array_like=True, tag="proof"):
+    """The router knows the secret. name: for logs only."""
+
+    nonce: bytes
+    mac: bytes
+    name: str
+
+
+class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
+    """The replica knows the secret too."""
+
+    mac: bytes
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """Start one choice. request.id is the router's own number, unique on its connection.
+
+    request_id and trace (a W3C traceparent) are for the replica's logs and spans.
+    """
+
+    request: EngineRequest
+    request_id: str = ""
+    trace: str = ""
+
+
+class Beat(msgspec.Struct, array_like=True, tag="beat"):
+    """Nothing to say, but alive."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_router = msgspec.msgpack.Decoder(Proof | Submit | Abort | Beat)
+_from_replica = msgspec.msgpack.Decoder(Hello | Welcome | StepFrame | Failed)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLimits:
+    """Seconds and bytes.
+
+    handshake: 5 s is long for three frames inside a cluster and short for a port scanner.
+    heartbeat, timeout: five missed beats, so that a second of stalled interpreter is not taken for a death.
+    max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
+    max_backlog: bytes waiting for a peer that does not read.
+    """
+
+    handshake: float = 5.0
+    heartbeat: float = 1.0
+    timeout: float = 5.0
+    max_frame: int = 32 * 2**20
+    max_backlog: int = 64 * 2**20
+
+
+class Connection(asyncio.Protocol):
+    """What both ends share: frames, liveness, bounds. `on_close(connection, reason)` is called exactly once."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        limits: ChannelLimits,
+        decoder: "msgspec.msgpack.Decoder[Any]",
+        on_close: Callable[[Any, str], None],
+    ) -> None:
+        self.open = False  # both sides have proved the secret
+        self.peer = ""
+        self._secret = secret
+        self._limits = limits
+        self._decode = decoder.decode
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._tail = bytearray()  # the beginning of a frame that has not come whole
+        self._max_frame = _MAX_HANDSHAKE_FRAME
+        self._received = 0.0  # loop time of the last bytes
+        self._sent = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reason = ""
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = str(transport.get_extra_info("peername"))
+        self._received = self._loop.time()
+        self._timer = self._loop.call_later(
+            self._limits.handshake, self.close, "no handshake in time"
+        )
+
+    def data_received(self, data: bytes) -> None:
+        self._received = self._loop.time()
+        buffer: bytes | bytearray = data
+        if self._tail:
+            self._tail += data
+            buffer = self._tail
+        end = len(buffer)
+        position = 0
+        with memoryview(buffer) as view:
+            while end - position >= 4:
+                (size,) = _HEADER.unpack_from(buffer, position)
+                if size > self._max_frame:
+                    self.close(f"a frame of {size} bytes")
+                    return
+                if end - position - 4 < size:
+                    break
+                begin = position + 4
+                position = begin + size
+                try:
+                    message = self._decode(view[begin:position])
+                except msgspec.MsgspecError as error:
+                    self.close(f"a frame that does not decode: {error}")
+                    return
+                self._receive(message)
+                if self._reason:
+                    return
+        if buffer is self._tail:
+            del self._tail[:position]
+        elif position < end:
+            self._tail = bytearray(data[position:])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.open = False
+        if not self._reason:
+            self._reason = f"connection lost: {error or 'closed by the peer'}"
+        self._on_close(self, self._reason)
+
+    # -- for the owner
+
+    def send(self, message: Any) -> None:
+        """Queue one frame. A message to a connection that has ended is dropped: `on_close` tells the owner."""
+        transport = self._transport
+        if transport is None or self._reason:
+            return
+        payload = _encoder.encode(message)
+        transport.write(_HEADER.pack(len(payload)) + payload)
+        self._sent = self._loop.time()
+        if transport.get_write_buffer_size() > self._limits.max_backlog:
+            self.close("the peer does not read")
+
+    def close(self, reason: str) -> None:
+        """End the connection at once. Idempotent; the first reason stays."""
+        if self._reason:
+            return
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- for the two ends
+
+    def _receive(self, message: Any) -> None:
+        raise NotImplementedError
+
+    def _beat(self) -> Any:
+        return Beat()
+
+    def _mac(self, role: bytes, replica_nonce: bytes, router_nonce: bytes) -> bytes:
+        text = b"manta-channel-%d/" % VERSION + role + b"/" + replica_nonce + router_nonce
+        return hmac.new(self._secret, text, hashlib.sha256).digest()
+
+    def _opened(self) -> None:
+        self.open = True
+        self._max_frame = self._limits.max_frame
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._limits.heartbeat, self._tick)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now - self._received > self._limits.timeout:
+            self.close(f"silent for {now - self._received:.1f} s")
+            return
+        if now - self._sent >= self._limits.heartbeat * 0.9:
+            self.send(self._beat())
+        self._timer = self._loop.call_later(self._limits.heartbeat, self._tick)
+
+
+class ReplicaEnd(Connection):
+    """The listening end. on_message gets Submit and Abort; stats() is what a heartbeat carries."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        limits: ChannelLimits,
+        *,
+        on_open: Callable[["ReplicaEnd"], None],
+        on_message: Callable[["ReplicaEnd", Submit | Abort], None],
+        on_close: Callable[["ReplicaEnd", str], None],
+        stats: Callable[[], EngineStats],
+    ) -> None:
+        super().__init__(secret, limits, _from_router, on_close)
+        self.index = -1  # the relay's number for it
+        self.live: set[int] = set()  # engine ids of its unfinished requests
+        self.router = ""
+        self._on_open = on_open
+        self._on_message = on_message
+        self._stats = stats
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send(Hello(VERSION, self._nonce))
+
+    def since_sent(self, now: float) -> float:
+        """Seconds since the last frame to this router; now is the loop's time."""
+        return now - self._sent
+
+    def _receive(self, message: Any) -> None:
+        if self.open:
+            if isinstance(message, Submit | Abort):
+                self._on_message(self, message)
+            elif isinstance(message, Proof):
+                self.close("a second handshake")
+            return
+        if not isinstance(message, Proof) or len(message.nonce) != _NONCE_BYTES:
+            self.close("no proof of the secret")
+            return
+        if not hmac.compare_digest(message.mac, self._mac(b"router", self._nonce, message.nonce)):
+            self.close("wrong secret")
+            return
+        self.router = message.name[:64]
+        self.send(Welcome(self._mac(b"replica", self._nonce, message.nonce)))
+        self._opened()
+        self._on_open(self)
+
+    def _beat(self) -> StepFrame:
+        return StepFrame(self._stats(), [])
+
+
+class RouterEnd(Connection):
+    """The connecting end. on_frame gets StepFrame and Failed."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        limits: ChannelLimits,
+        name: str,
+        *,
+        on_open: Callable[["RouterEnd"], None],
+        on_frame: Callable[["RouterEnd", StepFrame | Failed], None],
+        on_close: Callable[["RouterEnd", str], None],
+    ) -> None:
+        super().__init__(secret, limits, _from_replica, on_close)
+        self._name = name
+        self._on_open = on_open
+        self._on_frame = on_frame
+        self._replica_nonce = b""
+
+    def _receive(self, message: Any) -> None:
+        if self.open:
+            if isinstance(message, StepFrame | Failed):
+                self._on_frame(self, message)
+            else:
+                self.close("a second handshake")
+            return
+        if isinstance(message, Hello) and not self._replica_nonce:
+            if message.version != VERSION:
+                self.close(f"the replica speaks version {message.version}, we speak {VERSION}")
+            elif len(message.nonce) != _NONCE_BYTES:
+                self.close("a nonce of the wrong length")
+            else:
+                self._replica_nonce = message.nonce
+                mac = self._mac(b"router", message.nonce, self._nonce)
+                self.send(Proof(self._nonce, mac, self._name))
+        elif isinstance(message, Welcome) and self._replica_nonce:
+            expected = self._mac(b"replica", self._replica_nonce, self._nonce)
+            if not hmac.compare_digest(message.mac, expected):
+                self.close("the replica does not know the secret")
+                return
+            self._opened()
+            self._on_open(self)
+        else:
+            self.close("not a replica")

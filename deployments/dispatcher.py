@@ -1,0 +1,254 @@
+"""Dispatcher: the router's `Backend`. Chooses a replica for each request, relays its tokens, and moves it when a
+replica is lost. No Ray and no HTTP here: replicas are given by `set_replicas`, requests come through `generate`."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from deployments.backend import BackendState, GenerationRequest, ModelCard
+from deployments.channel import ChannelLimits, Submit
+from deployments.ledger import Choice, Entry
+from deployments.link import Endpoint, Link
+from deployments.metrics import RouterMetrics, render
+from deployments.routing import Work, route
+from engine.errors import EngineDead, MantaError, Overloaded
+from engine.messages import Abort, Failed, StepFrame
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.router")
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """wait_seconds: how long a request waits for a replica. in_flight, waiting: requests. losses: replicas that a
+    request may lose without getting a token from any, before it is taken to be the cause."""
+
+    wait_seconds: float = 30.0
+    in_flight: int = 4096
+    waiting: int = 1024
+    losses: int = 2
+    channel: ChannelLimits = field(default_factory=ChannelLimits)
+
+
+class Dispatcher:
+    """One model, any number of replicas of it. All methods are called on the event loop that made it."""
+
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, limits: DispatchLimits, name: str
+    ) -> None:
+        self.metrics = RouterMetrics()
+        self._card = card
+        self._card_known = False  # a replica has said what it can really do
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._name = name
+        self._links: dict[str, Link] = {}
+        self._closing: set[Link] = set()  # retired, with choices left
+        self._entries: set[Entry] = set()
+        self._waiting: dict[int, Choice] = {}  # by id, in order of arrival
+        self._ids = itertools.count(1)
+        self._random = Random()
+
+    # -- Backend
+
+    def models(self) -> Mapping[str, ModelCard]:
+        return {self._card.id: self._card}
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        return self._tokenizer
+
+    def generate(self, request: GenerationRequest) -> Entry:
+        if len(self._entries) >= self._limits.in_flight:
+            raise self._refused(
+                Overloaded(f"this router has {self._limits.in_flight} requests in flight already")
+            )
+        if not self.ready() and len(self._waiting) >= self._limits.waiting:
+            raise self._refused(
+                Overloaded(
+                    "no replica is ready and too many requests wait for one",
+                    code="no_replica",
+                    retry_after=5,
+                )
+            )
+        first_id = next(self._ids)
+        for _ in range(request.params.n - 1):
+            next(self._ids)
+        entry = Entry(request, first_id, self.metrics, self._entries.discard, self._abort)
+        self._entries.add(entry)
+        self.metrics.prompt_tokens.add(len(request.token_ids))
+        self.metrics.prompt_size.observe(len(request.token_ids))
+        if request.deadline is not None:
+            error = MantaError("the request's deadline has passed", code="deadline_exceeded")
+            self._after(entry, request.deadline - time.monotonic(), error)
+        self._place(entry.choices)
+        return entry
+
+    def state(self) -> BackendState:
+        return BackendState(
+            replicas={link.replica: link.stats for link in self._links.values() if link.connection},
+            in_flight=len(self._entries),
+        )
+
+    def ready(self) -> bool:
+        return any(link.available for link in self._links.values())
+
+    # -- for the router
+
+    def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        """These are the running replicas, id -> what each published."""
+        for replica in self._links.keys() - replicas.keys():
+            link = self._links.pop(replica)
+            logger.info("replica %s has left, %d choices there", replica, len(link.choices))
+            if link.choices:
+                self._closing.add(link)
+            link.retire()
+        for replica in replicas.keys() - self._links.keys():
+            endpoint = Endpoint.parse(replicas[replica])
+            self._links[replica] = Link(
+                replica,
+                endpoint,
+                self._limits.channel,
+                self._name,
+                on_open=self._on_open,
+                on_frame=self._on_frame,
+                on_lost=self._on_lost,
+            )
+
+    def prometheus(self) -> str:
+        """The text of /metrics."""
+        state = self.state()
+        return render(self.metrics, state.replicas, state.in_flight, self._card.id)
+
+    def close(self) -> None:
+        """Fail what is in flight and leave the replicas."""
+        for entry in list(self._entries):
+            entry.fail(Overloaded("the router is shutting down", code="draining"))
+        for link in [*self._links.values(), *self._closing]:
+            link.close("the router is shutting down")
+
+    # -- placing
+
+    def _place(self, choices: list[Choice]) -> None:
+        """Send choices of one entry to a replica, or let them wait for one."""
+        request = choices[0].entry.request
+        tokens = len(request.token_ids) + len(choices[0].emitted)
+        limit = request.params.max_tokens
+        work = Work(tokens, self._card.max_model_len if limit is None else limit, len(choices))
+        snapshots = [link.snapshot() for link in self._links.values()]
+        replica = route(work, snapshots, self._random, avoid=choices[0].place)
+        if replica is None:
+            self._wait(choices)
+            return
+        link = self._links[replica]
+        assert link.connection is not None
+        for choice in choices:
+            choice.place = replica
+            link.choices[choice.id] = choice
+            link.book(tokens)
+            link.connection.send(Submit(choice.as_request(), request.request_id))
+
+    def _wait(self, choices: list[Choice]) -> None:
+        error = Overloaded(
+            f"no replica became ready within {self._limits.wait_seconds:g} s",
+            code="no_replica",
+            retry_after=5,
+        )
+        for choice in choices:
+            self._waiting[choice.id] = choice
+        self._after(choices[0].entry, self._limits.wait_seconds, error, only_waiting=choices[0])
+
+    def _after(
+        self, entry: Entry, seconds: float, error: MantaError, only_waiting: Choice | None = None
+    ) -> None:
+        def expire() -> None:
+            if only_waiting is None or only_waiting.id in self._waiting:
+                entry.fail(error)
+
+        entry.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
+
+    def _refused(self, error: Overloaded) -> Overloaded:
+        self.metrics.failed.add(1, error.code)
+        return error
+
+    def _abort(self, choices: list[Choice]) -> None:
+        by_link: dict[Link, list[int]] = {}
+        for choice in choices:
+            self._waiting.pop(choice.id, None)
+            link = self._find(choice)
+            if link is not None:
+                by_link.setdefault(link, []).append(choice.id)
+                link.forget(choice)
+        for link, ids in by_link.items():
+            if link.connection is not None:
+                link.connection.send(Abort(ids))
+
+    def _find(self, choice: Choice) -> Link | None:
+        link = self._links.get(choice.place)
+        if link is not None and choice.id in link.choices:
+            return link
+        return next((link for link in self._closing if choice.id in link.choices), None)
+
+    # -- from the links
+
+    def _on_open(self, link: Link) -> None:
+        logger.info("replica %s is connected", link.replica)
+        self.metrics.channels.add()
+        endpoint = link.endpoint
+        known = self._card.max_model_len if self._card_known else endpoint.max_model_len
+        self._card_known = True
+        self._card = ModelCard(
+            id=self._card.id,
+            max_model_len=min(known, endpoint.max_model_len),
+            vocab_size=endpoint.vocab_size,
+            eos_token_ids=endpoint.eos_token_ids,
+            created=self._card.created,
+            root=self._card.root,
+        )
+        self._place_waiting()
+
+    def _on_frame(self, link: Link, message: StepFrame | Failed) -> None:
+        if isinstance(message, Failed):
+            assert link.connection is not None
+            link.connection.close(f"{message.code}: {message.message}")
+            return
+        now = time.monotonic()
+        link.observe(message.stats, now)
+        choices = link.choices
+        for delta in message.deltas:
+            choice = choices.get(delta.id)
+            if choice is None:
+                continue  # aborted while the delta was on its way
+            if delta.finish:
+                link.forget(choice)
+                if delta.finish == "error" and delta.error.startswith("draining"):
+                    self._place([choice])
+                    continue
+            choice.entry.take(choice, delta, now)
+
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for _, choices in itertools.groupby(waiting.values(), key=lambda choice: choice.entry):
+            self._place(list(choices))
+
+    def _on_lost(self, link: Link, lost: list[Choice], reason: str) -> None:
+        self._closing.discard(link)
+        level = logging.WARNING if lost or not link.retired else logging.INFO
+        logger.log(level, "replica %s: %s; %d choices move", link.replica, reason, len(lost))
+        for choice in lost:
+            if choice.done:
+                continue  # its entry failed with another choice of this loop
+            choice.losses += 1
+            if choice.losses > self._limits.losses:
+                choice.entry.fail(
+                    EngineDead(
+                        f"the replica was lost {choice.losses} times in a row while it ran this request"
+                    )
+                )
+            else:
+                self.metrics.migrations.add()
+                self._place([choice])

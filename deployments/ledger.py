@@ -1,0 +1,156 @@
+"""The ledger: what each request in flight was, and what has come out of it, so that another replica can go on.
+
+An Entry is one prompt; a Choice is one of its n continuations, which lives at one replica at a time. Going on
+elsewhere is `Choice.as_request` with what was emitted behind the prompt: the engine counts max_tokens and its random
+numbers from the prompt's end, so the text is the one that would have come without the loss.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from deployments.backend import GenerationRequest
+from deployments.metrics import RouterMetrics
+from engine.errors import MantaError
+from engine.messages import Delta, EngineRequest
+
+
+class Choice:
+    """One choice in flight.
+
+    emitted: output token ids so far. place: the replica that has it, "" while none has.
+    losses: replicas lost since the last token came; a request that kills its replicas is given up by this.
+    """
+
+    __slots__ = ("emitted", "entry", "id", "index", "last", "losses", "place", "done")
+
+    def __init__(self, entry: "Entry", index: int, id: int) -> None:
+        self.entry = entry
+        self.index = index
+        self.id = id
+        self.emitted: list[int] = []
+        self.place = ""
+        self.losses = 0
+        self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
+        self.done = False
+
+    def as_request(self) -> EngineRequest:
+        """The message that starts it, or resumes it after what was emitted."""
+        request = self.entry.request
+        params = request.params
+        if self.last and params.prompt_logprobs is not None:
+            # They came with the first delta; asking again would only switch the prefix cache off.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return EngineRequest(
+            id=self.id,
+            token_ids=request.token_ids + self.emitted,
+            num_prompt_tokens=len(request.token_ids),
+            params=params,
+            seed=request.seed,
+            choice=self.index,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+
+
+class Entry:
+    """A request in flight; implements `deployments.backend.Generation`.
+
+    on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices off their replicas.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        first_id: int,
+        metrics: RouterMetrics,
+        on_end: Callable[["Entry"], None],
+        on_abort: Callable[[list[Choice]], None],
+    ) -> None:
+        self.request = request
+        self.arrived = time.monotonic()
+        self.choices = [Choice(self, index, first_id + index) for index in range(request.params.n)]
+        self.timers: list[asyncio.TimerHandle] = []
+        self._open = len(self.choices)
+        self._metrics = metrics
+        self._on_end = on_end
+        self._on_abort = on_abort
+        self._items: list[tuple[int, Delta]] = []
+        self._error: MantaError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+    def abort(self, choice: int | None = None) -> None:
+        wanted = self.choices if choice is None else self.choices[choice : choice + 1]
+        stopped = [one for one in wanted if not one.done]
+        if stopped:
+            self._metrics.finished.add(len(stopped), "abort")
+            self._end(stopped)
+
+    def fail(self, error: MantaError) -> None:
+        """The request cannot go on: what has come is still handed out, then next() raises."""
+        if self._open:
+            self._metrics.failed.add(1, error.code)
+            self._error = error
+            self._end([choice for choice in self.choices if not choice.done])
+
+    def take(self, choice: Choice, delta: Delta, now: float) -> None:
+        """A delta has come for a choice that is not done. now: monotonic seconds."""
+        metrics = self._metrics
+        tokens = len(delta.token_ids)
+        if choice.last == 0.0:
+            metrics.first_token.observe(now - self.arrived)
+            if delta.cached > 0:
+                metrics.cached_tokens.add(delta.cached)
+            choice.last = now
+        elif tokens:
+            metrics.between.observe((now - choice.last) / tokens, tokens)
+            delta.cached = -1
+            choice.last = now
+        if tokens:
+            choice.emitted += delta.token_ids
+            choice.losses = 0
+            metrics.output_tokens.values[()] += tokens
+        self._items.append((choice.index, delta))
+        if delta.finish:
+            choice.done = True
+            self._open -= 1
+            metrics.finished.add(1, delta.finish)
+            metrics.output_size.observe(len(choice.emitted))
+            if not self._open:
+                self._finish(now)
+        if self._waiter is not None:
+            self._wake()
+
+    def _end(self, stopped: list[Choice]) -> None:
+        for choice in stopped:
+            choice.done = True
+        self._open -= len(stopped)
+        self._on_abort(stopped)
+        if not self._open:
+            self._finish(time.monotonic())
+            self._wake()
+
+    def _finish(self, now: float) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self._metrics.request.observe(now - self.arrived)
+        self._on_end(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None

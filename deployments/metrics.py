@@ -1,0 +1,218 @@
+"""The metrics: names, units and buckets in one table, and their Prometheus text.
+
+Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from closed sets: the served
+model and the replica's id, never from a request.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from engine.messages import EngineStats
+
+PREFIX = "manta_"
+
+_FIRST_TOKEN_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_BETWEEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
+)  # fmt: skip
+
+
+class Counter:
+    """A sum that only grows, for each combination of its labels' values."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, help: str, *labels: str) -> None:
+        self.name = PREFIX + name
+        self.help = help
+        self.labels = labels
+        self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
+
+    def add(self, amount: float = 1, *values: str) -> None:
+        self.values[values] = self.values.get(values, 0) + amount
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        for values, amount in self.values.items():
+            yield "", dict(zip(self.labels, values, strict=True)), amount
+
+
+class Histogram:
+    """Counts by upper bound, and the sum."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, buckets: tuple[float, ...]) -> None:
+        self.name = PREFIX + name
+        self.help = help
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+        self.listener: Callable[[float], None] | None = None
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.buckets, value)] += times
+        self.sum += value * times
+        if self.listener is not None:
+            self.listener(value)
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        total = 0
+        for bound, count in zip((*self.buckets, float("inf")), self.counts, strict=True):
+            total += count
+            yield "_bucket", {"le": "+Inf" if bound == float("inf") else f"{bound:g}"}, total
+        yield "_sum", {}, self.sum
+        yield "_count", {}, total
+
+
+class RouterMetrics:
+    """What one router counts itself."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self.between = Histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice.", _BETWEEN_BUCKETS
+        )
+        self.request = Histogram(
+            "e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_BUCKETS
+        )
+        self.prompt_size = Histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS
+        )
+        self.output_size = Histogram(
+            "request_generation_tokens", "Output tokens of a choice.", _TOKEN_BUCKETS
+        )
+        self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens taken in.")
+        self.cached_tokens = Counter(
+            "prompt_tokens_cached_total", "Of these, found in a replica's prefix cache."
+        )
+        self.output_tokens = Counter("generation_tokens_total", "Tokens handed out.")
+        self.finished = Counter(
+            "request_success_total", "Choices that ended, by reason.", "finished_reason"
+        )
+        self.failed = Counter("request_failure_total", "Requests that failed, by code.", "code")
+        self.migrations = Counter(
+            "migrations_total", "Choices that went on at another replica after losing theirs."
+        )
+        self.http = Counter(
+            "http_requests_total", "Answers by route and status.", "route", "status"
+        )
+        self.channels = Counter("channel_opened_total", "Connections made to replicas.")
+
+    def all(self) -> tuple[Counter | Histogram, ...]:
+        return tuple(vars(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetric:
+    """One figure of a replica, read from its EngineStats."""
+
+    name: str
+    kind: str
+    help: str
+    read: Callable[[EngineStats], float]
+
+
+REPLICA_METRICS = (
+    ReplicaMetric("num_requests_running", "gauge", "In the running batch.", lambda s: s.running),
+    ReplicaMetric("num_requests_waiting", "gauge", "Not yet started.", lambda s: s.waiting),
+    ReplicaMetric(
+        "num_tokens_waiting", "gauge", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens
+    ),
+    ReplicaMetric(
+        "kv_cache_usage_perc",
+        "gauge",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda s: 1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0,
+    ),
+    ReplicaMetric(
+        "num_preemptions_total",
+        "counter",
+        "Requests thrown out of the batch.",
+        lambda s: s.preemptions,
+    ),
+    ReplicaMetric(
+        "prefix_cache_queries_total",
+        "counter",
+        "Prompt tokens looked up.",
+        lambda s: s.prefix_queries,
+    ),
+    ReplicaMetric(
+        "prefix_cache_hits_total", "counter", "Of these, found.", lambda s: s.prefix_hits
+    ),
+    ReplicaMetric(
+        "engine_prompt_tokens_total",
+        "counter",
+        "Prompt tokens computed.",
+        lambda s: s.prompt_tokens,
+    ),
+    ReplicaMetric(
+        "engine_generation_tokens_total", "counter", "Tokens sampled.", lambda s: s.output_tokens
+    ),
+    ReplicaMetric("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.step),
+    ReplicaMetric(
+        "engine_step_seconds", "gauge", "Duration of the last step.", lambda s: s.step_seconds
+    ),
+    ReplicaMetric(
+        "replica_draining", "gauge", "1 when it takes nothing new.", lambda s: s.draining
+    ),
+)
+
+
+def render(
+    metrics: RouterMetrics, replicas: Mapping[str, EngineStats], in_flight: int, model: str
+) -> str:
+    """The Prometheus text format, version 0.0.4, of a router and the replicas it sees."""
+    lines: list[str] = []
+    for metric in metrics.all():
+        lines += _block(
+            metric.name,
+            metric.kind,
+            metric.help,
+            (
+                (suffix, {"model_name": model, **labels}, value)
+                for suffix, labels, value in metric.samples()
+            ),
+        )
+    lines += _block(
+        PREFIX + "router_requests_in_flight",
+        "gauge",
+        "Requests of this router that have not ended.",
+        [("", {"model_name": model}, in_flight)],
+    )
+    for figure in REPLICA_METRICS:
+        lines += _block(
+            PREFIX + figure.name,
+            figure.kind,
+            figure.help,
+            (
+                ("", {"model_name": model, "replica": replica}, figure.read(stats))
+                for replica, stats in replicas.items()
+            ),
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _block(
+    name: str, kind: str, help: str, samples: Iterable[tuple[str, dict[str, str], float]]
+) -> Iterator[str]:
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"
+    for suffix, labels, value in samples:
+        text = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+        number = str(int(value)) if value == int(value) else repr(float(value))
+        yield f"{name}{suffix}{{{text}}} {number}"
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

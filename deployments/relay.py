@@ -1,0 +1,241 @@
+"""Relay: what an engine replica does between its engine and the routers' channels. No Ray here."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from deployments.channel import ChannelLimits, ReplicaEnd, Submit
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import EngineDead, MantaError
+from engine.messages import Abort, Delta, EngineRequest, EngineStats, Failed, Ready, StepFrame
+
+logger = logging.getLogger("manta.replica")
+
+_ROUTER_BITS = 40  # engine id = connection's index above, the router's own number below
+_ROUTER_MASK = (1 << _ROUTER_BITS) - 1
+_MAX_STRANGERS = 64  # connections that have not proved the secret
+_IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
+
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What the relay uses of `engine.client.EngineClient`."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def start(self, config: EngineConfig) -> Ready: ...
+
+    def submit(self, request: EngineRequest) -> None: ...
+
+    def abort(self, ids: list[int]) -> None: ...
+
+    def control(self, what: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]], Engine]
+
+
+class Relay:
+    """Routers' connections on one side, the engine on the other.
+
+    Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a router has running
+    when its connection is gone.
+    """
+
+    def __init__(
+        self, limits: ChannelLimits, stall_seconds: float, make_engine: MakeEngine = EngineClient
+    ) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.stats = EngineStats()
+        self.failed: Failed | None = None
+        self.port = 0
+        self._limits = limits
+        self._stall_seconds = stall_seconds
+        self._engine = make_engine(self.on_frame, self.on_death)
+        self._server: asyncio.Server | None = None
+        self._strangers: set[ReplicaEnd] = set()
+        self._routers: dict[int, ReplicaEnd] = {}
+        self._indices = itertools.count(1)
+        self._draining = False
+        self._moved = time.monotonic()  # when the engine last showed progress, or had nothing to do
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self, config: EngineConfig, host: str) -> Ready:
+        """Start the engine, then listen on a free port of host. Raises what the engine's start raises."""
+        ready = await self._engine.start(config)
+        self._server = await self._loop.create_server(self._accept, host, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._moved = time.monotonic()
+        return ready
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._strangers, *self._routers.values()]:
+            connection.close("the replica has stopped")
+        await self._engine.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Tell the routers to send nothing new, and let what runs end, for so long at most.
+
+        What is left then moves to other replicas: its connection breaks and the routers' ledgers go on elsewhere.
+        """
+        self._draining = True
+        self._announce()
+        deadline = time.monotonic() + seconds
+        while self.in_flight and time.monotonic() < deadline and self.failed is None:
+            await asyncio.sleep(0.05)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(router.live) for router in self._routers.values())
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the engine is gone, or has work and has made no step for too long."""
+        if self.failed is not None:
+            raise EngineDead(self.failed.message, code=self.failed.code)
+        if not self._engine.alive:
+            raise EngineDead("the engine process is gone")
+        now = time.monotonic()
+        if not (self.stats.running or self.stats.waiting or self.in_flight):
+            self._moved = now
+        elif now - self._moved > self._stall_seconds:
+            message = f"the engine has work and has made no step for {now - self._moved:.0f} s"
+            error = EngineDead(message, code="engine_stalled")
+            self.on_death(error)
+            raise error
+        # A long prompt makes steps without tokens, hence without frames: ask.
+        self._engine.control("stats")
+
+    # -- from the engine
+
+    def on_frame(self, frame: StepFrame) -> None:
+        stats = frame.stats
+        if stats.step != self.stats.step:
+            self._moved = time.monotonic()
+        if self._draining:
+            stats.draining = True
+        self.stats = stats
+        routers = self._routers
+        if len(routers) == 1:
+            (router,) = routers.values()
+            index = router.index
+            mine = []
+            for delta in frame.deltas:
+                id = delta.id
+                if id >> _ROUTER_BITS == index:
+                    delta.id = id & _ROUTER_MASK
+                    mine.append(delta)
+                    if delta.finish:
+                        router.live.discard(id)
+            if mine or router.since_sent(self._loop.time()) > _IDLE_NEWS:
+                router.send(StepFrame(stats, mine))
+            return
+        by_router: dict[int, list[Delta]] = {}
+        for delta in frame.deltas:
+            id = delta.id
+            index = id >> _ROUTER_BITS
+            found = routers.get(index)
+            if found is None:
+                continue  # that router has gone; its requests are being aborted
+            delta.id = id & _ROUTER_MASK
+            by_router.setdefault(index, []).append(delta)
+            if delta.finish:
+                found.live.discard(id)
+        now = self._loop.time()
+        for index, router in list(routers.items()):
+            deltas = by_router.get(index)
+            if deltas or router.since_sent(now) > _IDLE_NEWS:
+                router.send(StepFrame(stats, deltas or []))
+
+    def on_death(self, error: MantaError) -> None:
+        """The engine cannot go on: tell the routers, which move their requests, and refuse new connections."""
+        if self.failed is not None:
+            return
+        logger.error("the engine has failed: %s: %s", error.code, error.message)
+        self.failed = Failed(error.code, error.message, error.param)
+        if self._server is not None:
+            self._server.close()
+        for router in list(self._routers.values()):
+            router.live.clear()
+            router.send(self.failed)
+
+    # -- from the routers
+
+    def _accept(self) -> ReplicaEnd:
+        connection = ReplicaEnd(
+            self.secret,
+            self._limits,
+            on_open=self._opened,
+            on_message=self._received,
+            on_close=self._closed,
+            stats=lambda: self.stats,
+        )
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._loop.call_soon(connection.close, "too many connections without a handshake")
+        self._strangers.add(connection)
+        return connection
+
+    def _opened(self, connection: ReplicaEnd) -> None:
+        self._strangers.discard(connection)
+        connection.index = next(self._indices)
+        self._routers[connection.index] = connection
+        logger.info("router %s is connected from %s", connection.router, connection.peer)
+        connection.send(StepFrame(self.stats, []))
+
+    def _received(self, connection: ReplicaEnd, message: Submit | Abort) -> None:
+        if self.failed is not None:
+            return  # the router has been told, and moves its requests
+        base = connection.index << _ROUTER_BITS
+        if isinstance(message, Abort):
+            ids = [base | (id & _ROUTER_MASK) for id in message.ids]
+            self._tell(self._engine.abort, [id for id in ids if id in connection.live])
+            return
+        request = message.request
+        id = base | request.id
+        if not 0 <= request.id <= _ROUTER_MASK or id in connection.live:
+            connection.close(f"request number {request.id} is out of range or in use")
+            return
+        request.id = id
+        if not self.stats.running and not self.stats.waiting:
+            self._moved = time.monotonic()
+        connection.live.add(id)
+        self._tell(self._engine.submit, request)
+
+    def _closed(self, connection: ReplicaEnd, reason: str) -> None:
+        self._strangers.discard(connection)
+        if connection.index < 0:
+            logger.warning("refused %s: %s", connection.peer, reason)
+            return
+        self._routers.pop(connection.index, None)
+        logger.info(
+            "router %s: %s; %d requests aborted", connection.router, reason, len(connection.live)
+        )
+        if connection.live and self.failed is None:
+            self._tell(self._engine.abort, list(connection.live))
+            connection.live.clear()
+
+    def _tell(self, call: Callable[[T], None], argument: T) -> None:
+        try:
+            call(argument)
+        except EngineDead as error:
+            self.on_death(error)  # the client's own news of it is on its way
+
+    def _announce(self) -> None:
+        self.stats.draining = True
+        for router in list(self._routers.values()):
+            router.send(StepFrame(self.stats, []))

@@ -1,0 +1,91 @@
+"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it; tokens go by the relay."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import ray
+
+from deployments.channel import ChannelLimits
+from deployments.relay import Relay
+from engine.config import EngineConfig
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds."""
+
+    engine: dict[str, Any]
+    stall_seconds: float = 30.0
+    drain_seconds: float = 60.0
+    channel: ChannelLimits = field(default_factory=ChannelLimits)
+
+
+class EngineReplica:
+    """One engine replica.
+
+    settings: how to run it, from the configuration. prepare: turns that into the EngineConfig on
+    this machine (finds or fetches the model). Serve's replica is up when the engine can serve.
+    """
+
+    async def __init__(
+        self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
+    ) -> None:
+        self._drain_seconds = settings.drain_seconds
+        config = await asyncio.to_thread(prepare, settings)
+        self._relay = Relay(settings.channel, settings.stall_seconds)
+        # The address of this node in the cluster, never all interfaces; loopback on a loopback cluster.
+        host = ray.util.get_node_ip_address()
+        ready = await self._relay.start(config, host)
+        phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
+        logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
+        logger.info("%s", ready.memory_table)
+        self._metadata = {
+            "host": host,
+            "port": self._relay.port,
+            "secret": self._relay.secret.hex(),
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "eos_token_ids": list(ready.eos_token_ids),
+        }
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook, called once when the replica is ready: what routers need to connect."""
+        return self._metadata
+
+    def record_autoscaling_stats(self) -> dict[str, int | float]:
+        """Serve's hook: the signals of the autoscaling policy."""
+        stats = self._relay.stats
+        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "waiting_tokens": stats.waiting_tokens,
+            "kv_usage": used,
+            "step_seconds": stats.step_seconds,
+        }
+
+    def check_health(self) -> None:
+        """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the replica."""
+        self._relay.check_health()
+
+    def stats(self) -> dict[str, Any]:
+        """For people: `handle.stats.remote()`."""
+        relay = self._relay
+        return {
+            **msgspec.structs.asdict(relay.stats),
+            "routers": relay.num_routers,
+            "in_flight": relay.in_flight,
+        }
+
+    async def __del__(self) -> None:
+        """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
+        relay = getattr(self, "_relay", None)
+        if relay is not None:
+            await relay.drain(self._drain_seconds)
+            await relay.stop()

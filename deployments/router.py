@@ -1,0 +1,138 @@
+"""Router: the Serve deployment that answers HTTP and handle calls. All the work is the dispatcher's and the API's."""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments import asgi_call, discovery
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.backend import ModelCard
+from deployments.dispatcher import Dispatcher, DispatchLimits
+from deployments.serve_metrics import ServeExport
+from engine.model_config import ModelConfig
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """model_name: what requests call it. find_model: gives the local folder, fetching the model if need be.
+    api_key_digests: SHA-256 of each key, hex."""
+
+    model_name: str
+    find_model: Callable[[], Path]
+    dispatch: DispatchLimits
+    api_key_digests: tuple[str, ...]
+    body_bytes: int
+    strict: bool
+
+
+class Router:
+    """engines: the handle of each engine deployment; used for discovery, not for tokens."""
+
+    def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
+        self._settings = settings
+        self._engines = engines
+        self._replicas: dict[str, discovery.Replicas] = {}
+        self._unsubscribe: list[Callable[[], None]] = []
+
+    async def __serve_build_asgi_app__(self) -> asgi_call.AsgiApp:
+        """Serve's hook: runs once on the loop that will carry the requests."""
+        settings = self._settings
+        card, tokenizer = await asyncio.to_thread(self._load_model)
+        dispatcher = Dispatcher(
+            card, tokenizer, settings.dispatch, f"router-{secrets.token_hex(4)}"
+        )
+        self._dispatcher = dispatcher
+        loop = asyncio.get_running_loop()
+        for engine in self._engines:
+            # Any option makes the handle follow its deployment from now on, not from the first call.
+            engine.options(method_name="stats")
+            listener = partial(
+                loop.call_soon_threadsafe, self._set_replicas, engine.deployment_name
+            )
+            self._unsubscribe.append(
+                discovery.subscribe(engine.app_name, engine.deployment_name, listener)
+            )
+        self._export = ServeExport(dispatcher.metrics, lambda: dispatcher.state().in_flight)
+        options = ApiOptions(
+            strict=settings.strict,
+            api_keys=frozenset(bytes.fromhex(digest) for digest in settings.api_key_digests),
+            max_body_bytes=settings.body_bytes,
+            max_in_flight=settings.dispatch.in_flight,
+            metrics=dispatcher.prometheus,
+            observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
+        )
+        # Whoever holds a handle is inside the cluster: no key.
+        self._trusted = build_asgi(dispatcher, replace(options, api_keys=frozenset()))
+        return build_asgi(dispatcher, options)
+
+    def _load_model(self) -> tuple[ModelCard, Tokenizer]:
+        folder = self._settings.find_model()
+        model = ModelConfig.from_folder(folder)
+        tokenizer = Tokenizer.load(folder)
+        card = ModelCard(
+            id=self._settings.model_name,
+            max_model_len=model.max_positions,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            created=int(time.time()),
+            root=self._settings.model_name,
+        )
+        return card, tokenizer
+
+    def _set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
+        self._replicas[deployment] = replicas
+        everything: dict[str, Mapping[str, Any]] = {
+            f"{name}/{replica}": metadata
+            for name, known in self._replicas.items()
+            for replica, metadata in known.items()
+        }
+        self._dispatcher.set_replicas(everything)
+
+    # -- handle calls: plain dicts, so that callers need nothing of ours
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A chat completion if body has `messages`, else a completion. Fields and answer as in the HTTP API."""
+        return await asgi_call.call(self._trusted, body)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The same, streamed."""
+        async for chunk in asgi_call.stream(self._trusted, body):
+            yield chunk
+
+    def state(self) -> dict[str, Any]:
+        """Replicas and load as this router sees them."""
+        import msgspec
+
+        state = self._dispatcher.state()
+        return {
+            "model": self._settings.model_name,
+            "in_flight": state.in_flight,
+            "replicas": {
+                name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()
+            },
+        }
+
+    async def __del__(self) -> None:
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        if hasattr(self, "_dispatcher"):
+            self._export.stop()
+            self._dispatcher.close()
+
+
+def digest(key: str) -> str:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
