@@ -18,8 +18,7 @@ from engine.tokenizer import Tokenizer
 
 
 class AsyncEngine:
-    """Made by `start`. All methods belong to the loop it was started on; handles may go anywhere.
-    """
+    """Made by `start`. Methods belong to the loop it was started on; handles may go anywhere."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

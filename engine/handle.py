@@ -269,8 +269,7 @@ class RequestHandle:
             self._owner.abort(ids)
 
     def release(self) -> None:
-        """Cancel if it runs, and give the memory back. Idempotent; any other use is an error then.
-        """
+        """Cancel if it runs, and give the memory back. Idempotent; any later use is an error."""
         with self._lock:
             ids = self._open_ids()
             self._choices = []

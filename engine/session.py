@@ -1,5 +1,4 @@
-"""Session: the requests of one engine, between text and token ids. Shared by LLM and AsyncEngine.
-"""
+"""Session: the requests of one engine, between text and token ids, for LLM and AsyncEngine."""
 
 import itertools
 import random
