@@ -17,12 +17,17 @@ EOS = 1
 VOCAB = 50  # small, so that about one text in fifty tokens ends by itself
 
 
-def next_token(tokens: Sequence[int], new: NewRow, vocab: int = VOCAB) -> int:
-    """What the fake model says after these tokens, for this seed and choice."""
-    data = np.asarray(tokens, dtype=np.int64).tobytes()
-    key = f"{new.seed} {new.choice}".encode()
-    token = int.from_bytes(blake2b(data, key=key, digest_size=4).digest(), "little") % vocab
-    if len(tokens) - new.num_prompt_tokens < new.params.min_tokens:
+def key_of(before: int, token: int) -> int:
+    """The key of a token, which like a model's depends on all tokens before it. Never negative."""
+    return (before * 6364136223846793005 + token + 1442695040888963407) % 2**62
+
+
+def next_token(keys: Sequence[int], new: NewRow, vocab: int = VOCAB) -> int:
+    """What the fake model says after tokens with these keys, for this seed and choice."""
+    data = np.asarray(keys, dtype=np.int64).tobytes()
+    salt = f"{new.seed} {new.choice}".encode()
+    token = int.from_bytes(blake2b(data, key=salt, digest_size=4).digest(), "little") % vocab
+    if len(keys) - new.num_prompt_tokens < new.params.min_tokens:
         while token in new.stop_ids:
             token = (token + 1) % vocab
     return token
@@ -33,12 +38,15 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
     p = request.params
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(config.eos_token_ids))
     new = NewRow(0, [], request.num_prompt_tokens, p, request.seed, request.choice, sorted(stops))
-    tokens = list(request.token_ids)
+    tokens, keys = list(request.token_ids), [0]
+    for token in tokens:
+        keys.append(key_of(keys[-1], token))
     limit = min(config.max_model_len, config.num_blocks * config.block_size)
     if p.max_tokens is not None:
         limit = min(limit, request.num_prompt_tokens + p.max_tokens)
     while len(tokens) < limit:
-        tokens.append(next_token(tokens, new))
+        tokens.append(next_token(keys[1:], new))
+        keys.append(key_of(keys[-1], tokens[-1]))
         if tokens[-1] in stops and len(tokens) - request.num_prompt_tokens > p.min_tokens:
             return tokens[len(request.token_ids) :], "stop"
     return tokens[len(request.token_ids) :], "length"
@@ -65,7 +73,7 @@ class _Step:
 class FakeRunner:
     """Runs each step as late as a device may: when it is waited for.
 
-    KV slots hold what was written there, token and position. Rows keep their own tokens, as the
+    KV slots hold what was written there (`key_of`). Rows keep their own tokens, as the
     device does. `launch` asserts the contract of a batch that a device could not notice: order of
     entries, budget, rows and blocks that a step in flight still uses.
     fail: request seeds whose next sample is an error.
@@ -144,16 +152,16 @@ class FakeRunner:
                 assert token >= 0, "computed a token that the row does not have"
                 block = self.table[row, at // size]
                 assert block >= 0, "computed a token that has no block"
-                self.kv[block, at % size] = token + at * VOCAB
+                before = self.table[row, (at - 1) // size]
+                previous = int(self.kv[before, (at - 1) % size]) if at else 0
+                self.kv[block, at % size] = key_of(previous, int(token))
         result = StepResult(step.step, [])
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         for entry, (row, start, length, samples) in enumerate(step.entries):
             new, end = self.news[row], start + length
-            read = (
-                self.kv[self.table[row, : -(-end // size)]].ravel()[:end] - np.arange(end) * VOCAB
-            )
+            read = self.kv[self.table[row, : -(-end // size)]].ravel()[:end]
             if new.params.prompt_logprobs is not None:
                 upper = min(end, new.num_prompt_tokens - 1)
                 items = [
@@ -163,7 +171,7 @@ class FakeRunner:
                     prompt_logprobs[entry] = items
             if not samples:
                 continue
-            token = next_token(read, new)  # type: ignore[arg-type]
+            token = next_token(read.tolist(), new)
             if new.seed in self.fail:
                 errors[entry], token = "numerical_error: not finite", -1
             elif new.params.logprobs is not None:
