@@ -10,3 +10,23 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "manta"
+
+
+def auth_token_source() -> str | None:
+    """Where Ray on this machine takes its authentication token from; None if it has none yet."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return path
+    default = Path("~/.ray/auth_token").expanduser()
+    return str(default) if default.exists() else None
+
+
+def api_key() -> str | None:
+    """The key for an OpenAI-compatible server."""
+    return os.environ.get("OPENAI_API_KEY")
+
+
+def ray_address() -> str | None:
+    """The Ray cluster to join."""
+    return os.environ.get("RAY_ADDRESS") or None

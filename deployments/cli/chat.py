@@ -1,0 +1,194 @@
+"""`manta chat`: a conversation with an OpenAI-compatible server, over the standard library alone."""
+
+import http.client
+import json
+import ssl
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deployments.environment import api_key
+from engine.errors import ConfigError, MantaError
+
+_TIMEOUT = 600.0  # seconds between two chunks: a long prompt on a CPU takes its time
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of every request of the conversation; None = the server's choice."""
+
+    model: str | None = None
+    system: str | None = None
+    max_tokens: int = 512
+    temperature: float | None = None
+
+
+class ServerError(MantaError):
+    """The server cannot be reached, or answered with an error."""
+
+    code = "server_error"
+
+
+class Server:
+    """An OpenAI-compatible server. url may end in /v1 or not."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        if "://" not in url:
+            url = f"http://{url}"
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ConfigError(f"{url}: not an address; give one like http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        path = parts.path.rstrip("/")
+        self._base = path if path.endswith("/v1") else f"{path}/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def first_model(self) -> str:
+        """Raises ServerError when it has none."""
+        answer = self._request("GET", "/models").read()
+        try:
+            return str(json.loads(answer)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{self.url} names no model; give --model") from error
+
+    def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
+        """Pieces of the answer's text as they come. Raises ServerError."""
+        response = self._request("POST", "/chat/completions", {**body, "stream": True})
+        try:
+            for raw in response:
+                line = raw.decode("utf-8", "replace").strip()
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data:"):
+                    yield from self._text(line[5:])
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url} broke off: {_reason(error)}") from error
+        finally:
+            response.close()
+        raise ServerError(f"{self.url} ended the answer before its end")
+
+    def _text(self, data: str) -> Iterator[str]:
+        try:
+            chunk = json.loads(data)
+        except ValueError as error:
+            raise ServerError(f"{self.url} sent something that is not JSON") from error
+        if "error" in chunk:
+            raise ServerError(f"{self.url}: {_message(chunk)}")
+        for choice in chunk.get("choices", []):
+            if text := (choice.get("delta") or {}).get("content"):
+                yield text
+
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=_TIMEOUT)
+        payload = None if body is None else json.dumps(body)
+        try:
+            connection.request(method, self._base + path, payload, self._headers)
+            response = connection.getresponse()
+        except ssl.SSLError as error:
+            raise ServerError(
+                f"{self.url}: no TLS connection ({_reason(error)}); is it an http:// server?"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(
+                f"{self.url} cannot be reached ({_reason(error)}); is `manta serve` running there?"
+            ) from error
+        if response.status != 200:
+            answer = response.read(1 << 16).decode("utf-8", "replace")
+            try:
+                reason = _message(json.loads(answer))
+            except ValueError:
+                reason = "not an OpenAI-compatible answer"
+            raise ServerError(f"{self.url}{path} answered {response.status}: {reason}")
+        return response
+
+
+def run(url: str, once: str | None, options: Options, key_file: Path | None) -> int:
+    """Returns the exit code. Raises MantaError when the server cannot be talked to."""
+    server = Server(url, _key(key_file))
+    body: dict[str, Any] = {
+        "model": options.model or server.first_model(),
+        "max_tokens": options.max_tokens,
+    }
+    if options.temperature is not None:
+        body["temperature"] = options.temperature
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    if once is not None:
+        answer(server, body, [*messages, {"role": "user", "content": once}])
+        return 0
+    return _converse(server, body, messages)
+
+
+def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Print one answer as it comes and return it."""
+    parts = []
+    for text in server.stream_chat({**body, "messages": messages}):
+        parts.append(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return "".join(parts)
+
+
+def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
+    if sys.stdin.isatty():
+        import contextlib
+
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() its line editing)
+        print(
+            f"{body['model']} at {server.url}. Empty line or Ctrl-D ends, Ctrl-C stops an answer."
+        )
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if not text:
+            return 0
+        messages.append({"role": "user", "content": text})
+        try:
+            reply = answer(server, body, messages)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            print(" [stopped]")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": reply})
+
+
+def _key(path: Path | None) -> str | None:
+    if path is None:
+        return api_key()
+    try:
+        lines = path.read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--key {path}: cannot be read ({error})") from error
+    if not lines:
+        raise ConfigError(f"--key {path}: is empty")
+    return lines[0]
+
+
+def _message(answer: Any) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    text = error.get("message") if isinstance(error, dict) else error
+    return str(text or "no reason given").splitlines()[0]
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]

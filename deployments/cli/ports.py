@@ -1,0 +1,76 @@
+"""Who listens where on this machine, from /proc; nothing on systems without it."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening TCP socket. inode: the kernel's number of the socket."""
+
+    address: str
+    port: int
+    inode: str
+
+
+def listeners() -> list[Listener]:
+    """All listening TCP sockets; empty where /proc does not tell."""
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            lines = Path("/proc/net", name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTEN:
+                address, port = fields[1].split(":")
+                found.append(Listener(_address(address, family), int(port, 16), fields[9]))
+    return found
+
+
+def holder(port: int) -> str | None:
+    """ "pid 123 (name)" of the process that listens on a port; None if it cannot be found."""
+    sockets = {f"socket:[{item.inode}]" for item in listeners() if item.port == port}
+    for process in Path("/proc").glob("[0-9]*") if sockets else ():
+        try:
+            if any(os.readlink(entry) in sockets for entry in (process / "fd").iterdir()):
+                return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:
+            continue  # it ended meanwhile, or belongs to another user
+    return None
+
+
+def why_not_bindable(host: str, port: int) -> str | None:
+    """Why a server could not listen there, in words with the way out; None if it could."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        return f"{host} is not an address ({error.strerror})"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except PermissionError:
+            return f"port {port} needs more rights; take one above 1023 with --port"
+        except OSError as error:
+            if who := holder(port):
+                return f"port {port} is in use by {who}; stop it or choose another with --port"
+            if error.errno == 99:  # EADDRNOTAVAIL
+                return f"{host} is no address of this machine"
+            return f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+    return None
+
+
+def _address(text: str, family: int) -> str:
+    """The kernel writes an address as hexadecimal words in the machine's byte order."""
+    raw = bytes.fromhex(text)
+    words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
+    return socket.inet_ntop(family, b"".join(words))
