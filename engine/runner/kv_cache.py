@@ -1,7 +1,9 @@
 """KVCache: the tensors behind the block manager's block ids."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,18 +30,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
-        # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN would still be
-        # NaN.
-        storage = torch.zeros(
+        shape = (
             model.num_layers,
             2,
             num_blocks,
             model.num_kv_heads,
             block_size,
             model.head_dim,
-            dtype=dtype,
-            device=device,
         )
+        # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN is still NaN.
+        if device.type == "cpu":
+            # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
+            raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+            storage = torch.from_numpy(raw).view(dtype).view(shape)
+        else:
+            storage = torch.zeros(shape, dtype=dtype, device=device)
         layers = [(storage[i, 0], storage[i, 1]) for i in range(model.num_layers)]
         return cls(layers=layers, num_blocks=num_blocks, block_size=block_size)
 

@@ -68,7 +68,8 @@ def count_blocks(
             f"KV cache too small: one request of max_model_len {max_model_len} needs "
             f"{needed * block_bytes / GIB:.2f} GiB ({needed} blocks of {block_size} tokens) and "
             f"{max(0, budget) / GIB:.2f} GiB are left ({given}). Ways out: lower max_model_len, "
-            "give more memory (memory_fraction, kv_cache_bytes), or lower max_num_batched_tokens and max_num_seqs",
+            "give more memory (memory_fraction, kv_cache_bytes), or lower max_num_batched_tokens "
+            "and max_num_seqs",
             param="kv_cache_bytes",
         )
     return num_blocks
