@@ -31,7 +31,7 @@ class Phase(enum.Enum):
 
 
 class Request:
-    """State of one request, changed by the scheduler alone. It takes over the message's token_ids."""
+    """State of one request, changed by the scheduler alone. It takes over message.token_ids."""
 
     __slots__ = (
         "adapter",
