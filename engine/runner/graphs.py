@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine.sampling.sampler import SamplePlan
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.sampling.sampler import SamplePlan
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine.models.registry import Model
-from engine.sampling.sampler import Sampled, Sampler
 from torch import Tensor
 
 from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.models.registry import Model
 from engine.runner.graphs import DecodeGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
+from engine.sampling.sampler import Sampled, Sampler
 from kernels.dispatch import Kernels
 
 
