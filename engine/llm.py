@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.client import START_SECONDS, BlockingEngineClient, OnProgress
+from engine.config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest
 from engine.fake import PREFIX as FAKE
 from engine.handle import RequestHandle
@@ -18,13 +19,17 @@ from engine.tokenizer import Tokenizer
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-def load_tokenizer(model: str, given: "Tokenizer | str | Path | None") -> Tokenizer | None:
-    """The tokenizer given, or the model folder's; None for a fake engine."""
+def load_tokenizer(
+    config: EngineConfig, given: "Tokenizer | str | Path | None"
+) -> Tokenizer | None:
+    """The tokenizer given, or the model folder's; None where there is nothing to read: a fake
+    engine, or random weights beside a bare config.json."""
     if isinstance(given, Tokenizer):
         return given
-    if given is None and model.startswith(FAKE):
-        return None
-    return Tokenizer.load(model if given is None else given)
+    if given is not None:
+        return Tokenizer.load(given)
+    bare = config.load_format == "dummy" and not (Path(config.model) / "tokenizer.json").exists()
+    return None if bare or config.model.startswith(FAKE) else Tokenizer.load(config.model)
 
 
 class LLM:
@@ -50,7 +55,7 @@ class LLM:
         **fields: Any,
     ) -> None:
         self.config = make_config(str(model), fields)
-        session = Session(load_tokenizer(self.config.model, tokenizer), self.config.seed)
+        session = Session(load_tokenizer(self.config, tokenizer), self.config.seed)
         self._session = session
         self._client = BlockingEngineClient(session.on_frame, session.on_death)
         self.ready: Ready = self._client.start(self.config, timeout=timeout, progress=progress)

@@ -40,11 +40,11 @@ def _apply_updates_kernel(
     else:  # BLOCK (row, index, block id) triples
         i = (pid - num_rows) * BLOCK + tl.arange(0, BLOCK)
         mask = i < num_blocks
-        base = updates + num_rows * 3 + i * 3
-        row = tl.load(base, mask=mask, other=0).to(tl.int64)
-        index = tl.load(base + 1, mask=mask, other=0)
-        block = tl.load(base + 2, mask=mask, other=0)
-        tl.store(table + row * table_stride + index, block, mask=mask)
+        triples = updates + num_rows * 3 + i * 3
+        rows = tl.load(triples, mask=mask, other=0).to(tl.int64)
+        indices = tl.load(triples + 1, mask=mask, other=0)
+        blocks = tl.load(triples + 2, mask=mask, other=0)
+        tl.store(table + rows * table_stride + indices, blocks, mask=mask)
 
 
 def apply_updates(
