@@ -75,9 +75,14 @@ Report = Callable[[str, float], None]  # phase, fraction done
 
 
 def _model(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
-    from engine.factory import build  # imports torch, seconds that a fake core must not pay
+    began = time.monotonic()
+    report("imports", 0.0)
+    from engine.factory import build  # brings torch, seconds that a fake core must not pay
 
-    return build(config, report)
+    imported = time.monotonic()
+    core, ready = build(config, report)
+    ready.start_seconds = {"imports": round(imported - began, 3), **ready.start_seconds}
+    return core, ready
 
 
 def _fake(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
@@ -225,9 +230,17 @@ def main() -> int:
     def send(message: FromEngine) -> None:
         outbox.send(encoder.encode(message))
 
+    shown: list[tuple[str, int]] = []  # the last (phase, percent) sent
+
+    def report(phase: str, fraction: float) -> None:
+        now = (phase, int(fraction * 100))
+        if now not in shown:
+            shown[:] = [now]
+            send(Progress(phase, fraction))
+
     code = 1
     try:
-        core, ready = CORES[start.core](start.config, lambda p, done: send(Progress(p, done)))
+        core, ready = CORES[start.core](start.config, report)
         ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
