@@ -30,3 +30,12 @@ def api_key() -> str | None:
 def ray_address() -> str | None:
     """The Ray cluster to join."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def set_for_children(variables: dict[str, str]) -> None:
+    """Hand variables to the processes that this one starts. An existing PYTHONPATH is kept."""
+    for name, value in variables.items():
+        before = os.environ.get(name)
+        if name == "PYTHONPATH" and before:
+            value = f"{value}{os.pathsep}{before}"
+        os.environ[name] = value

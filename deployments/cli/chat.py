@@ -4,6 +4,7 @@ import http.client
 import json
 import ssl
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,16 +133,26 @@ def run(url: str, once: str | None, options: Options, key_file: Path | None) -> 
     return _converse(server, body, messages)
 
 
-def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """Print one answer as it comes and return it."""
-    parts = []
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """text: all of it. first_token: time.monotonic() when it began, or ended if it was empty."""
+
+    text: str
+    first_token: float
+
+
+def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> Answer:
+    """Print one answer as it comes."""
+    parts: list[str] = []
+    first = 0.0
     for text in server.stream_chat({**body, "messages": messages}):
+        first = first or time.monotonic()
         parts.append(text)
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    return "".join(parts)
+    return Answer("".join(parts), first or time.monotonic())
 
 
 def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
@@ -162,7 +173,7 @@ def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str
             return 0
         messages.append({"role": "user", "content": text})
         try:
-            reply = answer(server, body, messages)
+            reply = answer(server, body, messages).text
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise

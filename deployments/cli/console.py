@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status as RichStatus
 
 from deployments.gguf import Progress as Report
 
@@ -54,3 +56,36 @@ def _lines() -> Report:
         print(f"{what}{percent}", file=sys.stderr, flush=True)
 
     return report
+
+
+class Status:
+    """What is going on, and for how long: a spinner on a terminal, elsewhere a line per change."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._started = time.monotonic()
+        self._live: RichStatus | None = None
+
+    def __enter__(self) -> "Status":
+        if err.is_terminal:
+            self._live = err.status(escape(self._text))
+            self._live.start()
+        else:
+            print(self._text, file=sys.stderr, flush=True)
+        return self
+
+    def update(self, text: str) -> None:
+        if text == self._text:
+            return
+        self._text = text
+        if self._live is not None:
+            self._live.update(escape(text))
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        took = time.monotonic() - self._started
+        if self._live is not None:
+            self._live.stop()
+            if kind is None:
+                err.print(f"{escape(self._text.split(':')[0])}: {took:.1f} s")
