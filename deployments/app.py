@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import ray
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from deployments.channel import ChannelLimits
@@ -40,11 +40,14 @@ _DRAIN_POLL = (
 )
 _KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
 
+_deployment = cast(Callable[[Any], Deployment], serve.deployment)
+
 Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def build(config: str | dict[str, Any] | MantaConfig) -> Application:
-    """The application of a configuration: a file's path, its content, or Serve's arguments {"config": either}.
+    """The application of a configuration: a file's path, its content, or Serve's arguments
+    {"config": either}.
 
     Raises ConfigError, before anything is started.
     """
@@ -63,7 +66,8 @@ def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConf
 
 
 def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
-    """The same with a choice of what each replica runs: prepare gives its EngineConfig, on its machine."""
+    """The same with a choice of what each replica runs: prepare gives its EngineConfig, on its
+    machine."""
     channel = ChannelLimits(
         heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
     )
@@ -75,7 +79,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             drain_seconds=config.limits.drain_seconds,
             channel=channel,
         )
-        engine = serve.deployment(EngineReplica).options(
+        engine = _deployment(EngineReplica).options(
             name=deployment_name(name),
             num_replicas=pool.replicas,
             ray_actor_options=_actor_options(pool),
@@ -84,12 +88,12 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             health_check_timeout_s=_HEALTH_TIMEOUT,
             graceful_shutdown_wait_loop_s=_DRAIN_POLL,
             graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
-            request_router_config=RequestRouterConfig(request_router_class=_DISCOVERY),
+            request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     http = config.http
     keys = read_api_keys(http.api_keys_file) if http.api_keys_file else ()
-    router = serve.deployment(serve.ingress()(Router)).options(
+    router = _deployment(serve.ingress()(Router)).options(
         name="router",
         num_replicas=config.router.replicas,
         ray_actor_options={"num_cpus": config.router.num_cpus},
@@ -142,7 +146,7 @@ class Machine:
     def here(cls) -> "Machine":
         """Of the cluster's nodes if Ray is started, else of this machine."""
         nodes = (
-            [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
             if ray.is_initialized()
             else []
         )
@@ -161,9 +165,10 @@ def deployment_name(pool: str) -> str:
 def pools(config: MantaConfig, machine: Machine) -> dict[str, PoolConfig]:
     """The pools with nothing left open. Pure.
 
-    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for each other.
+    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
+    each other.
     """
-    given: Mapping[str, PoolConfig] = config.pools
+    given: dict[str, PoolConfig] = dict(config.pools.items())
     if not given:
         device = config.engine.get("device", "auto")
         gpu = device == "cuda" or (device == "auto" and machine.gpus > 0)
@@ -204,8 +209,8 @@ def _actor_options(pool: PoolConfig) -> dict[str, Any]:
 def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[str, Any]:
     """Serve's config schema (ServeDeploySchema) for a configuration.
 
-    Deploying by it again restarts only what changed: replica counts stand outside the arguments, whose change would
-    restart every replica.
+    Deploying by it again restarts only what changed: replica counts stand outside the arguments,
+    whose change would restart every replica.
     """
     config = as_config(config)
     resolved = pools(config, Machine.here())
@@ -240,11 +245,13 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
 
 
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """What will stand before the routers; logged, because it decides the cost of a streamed token."""
+    """What will stand before the routers; logged, because it decides the cost of a streamed
+    token."""
     wanted = config.http.proxy
     if wanted == "serve" or (wanted == "auto" and not _has_haproxy()):
         logger.warning(
-            "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each streamed chunk%s",
+            "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each "
+            "streamed chunk%s",
             ""
             if wanted == "serve"
             else " (no haproxy binary: pip install 'ray[serve]' brings one)",
@@ -255,7 +262,8 @@ def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
 
 
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
-    """Variables that every Ray process of the cluster must have from its start, and client drivers must not.
+    """Variables that every Ray process of the cluster must have from its start, and client drivers
+    must not.
 
     folder: for haproxy's sockets and files, private to this cluster.
     """

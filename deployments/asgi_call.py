@@ -1,4 +1,5 @@
-"""Calling our own ASGI app without HTTP: how handle calls get the validation and the answers of the HTTP API."""
+"""Calling our own ASGI app without HTTP: how handle calls get the validation and the answers of the
+HTTP API."""
 
 import asyncio
 import json
@@ -33,7 +34,8 @@ async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def stream(app: AsgiApp, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer; a failure is the last item, in `call`'s form. Closing it aborts the request."""
+    """The chunks of a streamed answer; a failure is the last item, in `call`'s form. Closing it
+    aborts the request."""
     exchange = _Exchange(app, {**body, "stream": True})
     try:
         await exchange.started.wait()

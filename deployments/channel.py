@@ -1,16 +1,18 @@
 """One authenticated TCP connection between a router and an engine replica.
 
-A frame is a little-endian uint32 length and that many bytes of msgpack. The replica listens and speaks first:
+A frame is a little-endian uint32 length and that many bytes of msgpack. The replica listens and
+speaks first:
 
     replica -> router   Hello(version, nonce)
     router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
     replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
     then                router: Submit | Abort | Beat          replica: StepFrame | Failed
 
-Whoever cannot prove the secret, is slow to do so, sends a frame above the cap or something that does not decode is
-cut off. Each side says something at least every `heartbeat` seconds and gives up on a peer that is silent for
-`timeout` seconds, which notices a lost machine long before the cluster does. A peer that does not read is cut off
-when its backlog passes the write bound: memory stays bounded and the ledger can go on elsewhere.
+Whoever cannot prove the secret, is slow to do so, sends a frame above the cap or something that
+does not decode is cut off. Each side says something at least every `heartbeat` seconds and gives up
+on a peer that is silent for `timeout` seconds, which notices a lost machine long before the cluster
+does. A peer that does not read is cut off when its backlog passes the write bound: memory stays
+bounded and the ledger can go on elsewhere.
 
 Plain `asyncio.Protocol`, because streams cost a task switch a frame.
 """
@@ -81,8 +83,8 @@ class ChannelLimits:
     """Seconds and bytes.
 
     handshake: 5 s is long for three frames inside a cluster and short for a port scanner.
-    heartbeat, timeout: five missed beats, so that a second of stalled interpreter is not taken for a death.
-    max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
+    heartbeat, timeout: five missed beats, so that a second of stalled interpreter is not taken for
+    a death. max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
     max_backlog: bytes waiting for a peer that does not read.
     """
 
@@ -94,7 +96,8 @@ class ChannelLimits:
 
 
 class Connection(asyncio.Protocol):
-    """What both ends share: frames, liveness, bounds. `on_close(connection, reason)` is called exactly once."""
+    """What both ends share: frames, liveness, bounds. `on_close(connection, reason)` is called
+    exactly once."""
 
     def __init__(
         self,
@@ -174,7 +177,8 @@ class Connection(asyncio.Protocol):
     # -- for the owner
 
     def send(self, message: Any) -> None:
-        """Queue one frame. A message to a connection that has ended is dropped: `on_close` tells the owner."""
+        """Queue one frame. A message to a connection that has ended is dropped: `on_close` tells
+        the owner."""
         transport = self._transport
         if transport is None or self._reason:
             return

@@ -1,7 +1,9 @@
-"""The configuration: one YAML file -> frozen models. Every knob has its unit, default and reason here.
+"""The configuration: one YAML file -> frozen models. Every knob has its unit, default and reason
+here.
 
-Reading it needs no torch, no Ray and no GPU, and it fails before any of them is touched: a ConfigError lists all
-problems, each with file, line, key and, for a misspelt key, the nearest right one.
+Reading it needs no torch, no Ray and no GPU, and it fails before any of them is touched: a
+ConfigError lists all problems, each with file, line, key and, for a misspelt key, the nearest right
+one.
 """
 
 import difflib
@@ -40,7 +42,8 @@ _MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_de
 
 @cache
 def _engine_model() -> type[BaseModel]:
-    """EngineConfig's fields as a pydantic model, so that its faults are reported like all others."""
+    """EngineConfig's fields as a pydantic model, so that its faults are reported like all
+    others."""
     hints = typing.get_type_hints(EngineConfig)
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(EngineConfig):
@@ -83,8 +86,9 @@ class PoolConfig(_Section):
         None,
         ge=0,
         le=1024,
-        description="CPU cores that Ray reserves for a replica; its step uses as many threads. Default: 1 in a "
-        "gpu pool (the step loop); in a cpu pool the machine's cores shared out among the replicas.",
+        description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
+        "Default: 1 in a gpu pool (the step loop); in a cpu pool the machine's cores shared out "
+        "among the replicas.",
     )
     num_gpus: float | None = Field(
         None,
@@ -112,28 +116,30 @@ class RouterConfig(_Section):
         2,
         ge=1,
         le=256,
-        description="Router processes. Fixed, because a change reloads the HTTP edge, which cuts long streams; 2, so "
-        "that one can fail.",
+        description="Router processes. Fixed, because a change reloads the HTTP edge, which cuts "
+        "long streams; 2, so that one can fail.",
     )
     num_cpus: float = Field(
         0.0,
         ge=0,
         le=64,
-        description="CPU cores that Ray reserves for each. 0: on a small machine the engines get them all, and "
-        "a router that is idle needs none.",
+        description="CPU cores that Ray reserves for each. 0: on a small machine the engines get "
+        "them all, and a router that is idle needs none.",
     )
     wait_seconds: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="How long a request waits when no replica is ready, then 503 no_replica. 30 s: a replaced "
-        "replica of a small model is back by then, and clients' own limits are longer.",
+        description="How long a request waits when no replica is ready, then 503 no_replica. 30 "
+        "s: a replaced replica of a small model is back by then, and clients' own limits are "
+        "longer.",
     )
     losses: int = Field(
         2,
         ge=0,
         le=100,
-        description="Replicas that a request may lose without one new token before it fails: it may be the cause.",
+        description="Replicas that a request may lose without one new token before it fails: it "
+        "may be the cause.",
     )
     heartbeat_seconds: float = Field(
         1.0, gt=0, le=60, description="Between signs of life on a channel. Costs nothing at 1 s."
@@ -142,8 +148,8 @@ class RouterConfig(_Section):
         5.0,
         gt=0,
         le=600,
-        description="A channel silent for so long is dead and its requests move. Five beats: a busy "
-        "interpreter may miss one.",
+        description="A channel silent for so long is dead and its requests move. Five beats: a "
+        "busy interpreter may miss one.",
     )
 
     @model_validator(mode="after")
@@ -160,32 +166,33 @@ class HttpConfig(_Section):
         "127.0.0.1",
         min_length=1,
         max_length=255,
-        description="Address to listen on. Loopback: nothing is open to the network until you say so.",
+        description="Address to listen on. Loopback: nothing is open to the network until you say "
+        "so.",
     )
     port: int = Field(
         8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
     )
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         "auto",
-        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed chunk, Serve's own "
-        "proxy about 300. auto: haproxy where its binary is installed.",
+        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed "
+        "chunk, Serve's own proxy about 300. auto: haproxy where its binary is installed.",
     )
     max_stream_seconds: int = Field(
         3600,
         ge=1,
         le=7 * 86400,
-        description="The longest stream that survives a change at the edge (haproxy's hard stop). 1 h: longer than "
-        "any answer, short enough that old processes go.",
+        description="The longest stream that survives a change at the edge (haproxy's hard stop). "
+        "1 h: longer than any answer, short enough that old processes go.",
     )
     api_keys_file: str | None = Field(
         None,
-        description="File with one API key a line, readable by its owner only. Default none: no key is asked for, "
-        "which suits loopback.",
+        description="File with one API key a line, readable by its owner only. Default none: no "
+        "key is asked for, which suits loopback.",
     )
     strict: bool = Field(
         False,
-        description="Refuse unknown request fields instead of naming them in x-ignored-fields. Off: clients send "
-        "fields of other servers.",
+        description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
+        "Off: clients send fields of other servers.",
     )
 
 
@@ -196,7 +203,8 @@ class LimitsConfig(_Section):
         4096,
         ge=1,
         le=1_000_000,
-        description="Requests in flight a router, then 503 overloaded. 4096: haproxy's connection limit.",
+        description="Requests in flight a router, then 503 overloaded. 4096: haproxy's connection "
+        "limit.",
     )
     waiting: int = Field(
         1024,
@@ -208,19 +216,22 @@ class LimitsConfig(_Section):
         4 * 2**20,
         ge=1024,
         le=2**30,
-        description="Bytes of a request body, checked while reading. 4 MiB: a million characters of prompt with room.",
+        description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
+        "of prompt with room.",
     )
     drain_seconds: float = Field(
         60.0,
         ge=0,
         le=3600,
-        description="How long a replica that is to stop lets its requests end before they move elsewhere.",
+        description="How long a replica that is to stop lets its requests end before they move "
+        "elsewhere.",
     )
     stall_seconds: float = Field(
         30.0,
         ge=1,
         le=3600,
-        description="An engine with work and no step for so long is replaced. 30 s: the first steps may compile.",
+        description="An engine with work and no step for so long is replaced. 30 s: the first "
+        "steps may compile.",
     )
 
 
@@ -231,7 +242,8 @@ class MantaConfig(_Section):
         "default",
         min_length=1,
         max_length=4096,
-        description="A folder with config.json, a .gguf file, a hub name, or `default`: a small model out of a package.",
+        description="A folder with config.json, a .gguf file, a hub name, or `default`: a small "
+        "model out of a package.",
     )
     revision: str | None = Field(
         None, max_length=256, description="Hub revision. Default: the default branch."
@@ -239,7 +251,8 @@ class MantaConfig(_Section):
     served_name: str | None = Field(
         None,
         pattern=_NAME,
-        description="The `model` that requests name. Default: the folder's, file's or hub model's name.",
+        description="The `model` that requests name. Default: the folder's, file's or hub model's "
+        "name.",
     )
     app_name: str = Field(
         "manta",
@@ -296,9 +309,9 @@ def load_config(
 ) -> MantaConfig:
     """Read, validate and check a configuration file, the model's folder included.
 
-    environment: variables MANTA_<KEY> override single values, e.g. MANTA_HTTP_PORT; default os.environ.
-    A relative `model` or `api_keys_file` is looked for beside the file, then in the working directory.
-    Raises ConfigError listing all problems.
+    environment: variables MANTA_<KEY> override single values, e.g. MANTA_HTTP_PORT; default
+    os.environ. A relative `model` or `api_keys_file` is looked for beside the file, then in the
+    working directory. Raises ConfigError listing all problems.
     """
     path = Path(path).expanduser()
     try:
@@ -328,7 +341,8 @@ def parse_config(
 
 
 def read_api_keys(path: str | Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; # begins a comment line. Raises ConfigError: missing, empty, readable by others."""
+    """The keys in a file, one a line; # begins a comment line. Raises ConfigError: missing, empty,
+    readable by others."""
     path = Path(path).expanduser()
     try:
         mode = path.stat().st_mode
@@ -396,12 +410,14 @@ def _check_model(config: MantaConfig) -> None:
 
 
 def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) -> None:
-    """A relative path that exists beside the file or here becomes absolute: the cluster has another directory."""
+    """A relative path that exists beside the file or here becomes absolute: the cluster has another
+    directory."""
     *parents, key = path
     for parent in parents:
-        data = data.get(parent, {})
-        if not isinstance(data, dict):
+        section = data.get(parent)
+        if not isinstance(section, dict):
             return
+        data = section
     value = data.get(key)
     if not isinstance(value, str) or not value or "\0" in value:
         return
@@ -415,17 +431,17 @@ def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) ->
 # -- messages
 
 
-def _flatten(errors: list[ErrorDetails]) -> Iterator[ErrorDetails]:
+def _flatten(errors: list[ErrorDetails]) -> Iterator[dict[str, Any]]:
     for error in errors:
         nested = error.get("ctx", {}).get("errors") if error["type"] == "nested" else None
         if nested is None:
-            yield error
+            yield {**error}
             continue
         for inner in nested:
             yield {**inner, "loc": (*error["loc"], *inner["loc"])}
 
 
-def _describe(error: ErrorDetails, parsed: yaml_lines.Lines, source: str) -> str:
+def _describe(error: dict[str, Any], parsed: yaml_lines.Lines, source: str) -> str:
     """One problem: where, which key, what."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     line = parsed.line(loc)

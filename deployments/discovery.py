@@ -1,8 +1,8 @@
 """Which replicas there are: what Serve told this process's handles, kept for the dispatcher.
 
-Serve sends the request router class to other processes by value together with its module, so a global in that
-module would be a different object there. The registry therefore lives here, and the class in
-`deployments.handle_router` imports it.
+Serve sends the request router class to other processes by value together with its module, so a
+global in that module would be a different object there. The registry therefore lives here, and the
+class in `deployments.handle_router` imports it.
 """
 
 import threading
@@ -30,7 +30,8 @@ def publish(app: str, deployment: str, replicas: Replicas) -> None:
 
 
 def subscribe(app: str, deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call listener now, if anything is known, and at each change, on whatever thread. Returns the way out."""
+    """Call listener now, if anything is known, and at each change, on whatever thread. Returns the
+    way out."""
     key = (app, deployment)
     with _lock:
         _listeners.setdefault(key, []).append(listener)

@@ -1,5 +1,6 @@
-"""Dispatcher: the router's `Backend`. Chooses a replica for each request, relays its tokens, and moves it when a
-replica is lost. No Ray and no HTTP here: replicas are given by `set_replicas`, requests come through `generate`."""
+"""Dispatcher: the router's `Backend`. Chooses a replica for each request, relays its tokens, and
+moves it when a replica is lost. No Ray and no HTTP here: replicas are given by `set_replicas`,
+requests come through `generate`."""
 
 import asyncio
 import itertools
@@ -25,8 +26,9 @@ logger = logging.getLogger("manta.router")
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """wait_seconds: how long a request waits for a replica. in_flight, waiting: requests. losses: replicas that a
-    request may lose without getting a token from any, before it is taken to be the cause."""
+    """wait_seconds: how long a request waits for a replica. in_flight, waiting: requests. losses:
+    replicas that a request may lose without getting a token from any, before it is taken to be the
+    cause."""
 
     wait_seconds: float = 30.0
     in_flight: int = 4096
@@ -36,7 +38,8 @@ class DispatchLimits:
 
 
 class Dispatcher:
-    """One model, any number of replicas of it. All methods are called on the event loop that made it."""
+    """One model, any number of replicas of it. All methods are called on the event loop that made
+    it."""
 
     def __init__(
         self, card: ModelCard, tokenizer: Tokenizer, limits: DispatchLimits, name: str
@@ -244,11 +247,8 @@ class Dispatcher:
                 continue  # its entry failed with another choice of this loop
             choice.losses += 1
             if choice.losses > self._limits.losses:
-                choice.entry.fail(
-                    EngineDead(
-                        f"the replica was lost {choice.losses} times in a row while it ran this request"
-                    )
-                )
+                message = f"lost {choice.losses} replicas in a row without a token from any"
+                choice.entry.fail(EngineDead(message))
             else:
                 self.metrics.migrations.add()
                 self._place([choice])

@@ -1,4 +1,5 @@
-"""The request router of the handles to engine deployments: discovery, and plain calls to the least busy replica.
+"""The request router of the handles to engine deployments: discovery, and plain calls to the least
+busy replica.
 
 Tokens do not pass here (see channel.py). This module travels by value: keep state out of it.
 """
@@ -14,7 +15,8 @@ from deployments import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Publishes the replicas' metadata to `discovery`; ranks all replicas equal, so the shortest queue wins."""
+    """Publishes the replicas' metadata to `discovery`; ranks all replicas equal, so the shortest
+    queue wins."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

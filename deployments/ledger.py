@@ -1,8 +1,10 @@
-"""The ledger: what each request in flight was, and what has come out of it, so that another replica can go on.
+"""The ledger: what each request in flight was, and what has come out of it, so that another replica
+can go on.
 
-An Entry is one prompt; a Choice is one of its n continuations, which lives at one replica at a time. Going on
-elsewhere is `Choice.as_request` with what was emitted behind the prompt: the engine counts max_tokens and its random
-numbers from the prompt's end, so the text is the one that would have come without the loss.
+An Entry is one prompt; a Choice is one of its n continuations, which lives at one replica at a
+time. Going on elsewhere is `Choice.as_request` with what was emitted behind the prompt: the engine
+counts max_tokens and its random numbers from the prompt's end, so the text is the one that would
+have come without the loss.
 """
 
 import asyncio
@@ -21,10 +23,11 @@ class Choice:
     """One choice in flight.
 
     emitted: output token ids so far. place: the replica that has it, "" while none has.
-    losses: replicas lost since the last token came; a request that kills its replicas is given up by this.
+    losses: replicas lost since the last token came; a request that kills its replicas is given up
+    by this.
     """
 
-    __slots__ = ("emitted", "entry", "id", "index", "last", "losses", "place", "done")
+    __slots__ = ("done", "emitted", "entry", "id", "index", "last", "losses", "place")
 
     def __init__(self, entry: "Entry", index: int, id: int) -> None:
         self.entry = entry
@@ -58,7 +61,8 @@ class Choice:
 class Entry:
     """A request in flight; implements `deployments.backend.Generation`.
 
-    on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices off their replicas.
+    on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices
+    off their replicas.
     """
 
     def __init__(

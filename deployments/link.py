@@ -1,4 +1,5 @@
-"""Link: one replica as a router sees it. Keeps the connection up, the choices there, and what routing needs to know."""
+"""Link: one replica as a router sees it. Keeps the connection up, the choices there, and what
+routing needs to know."""
 
 import asyncio
 import logging
@@ -44,7 +45,8 @@ class Endpoint:
 
 
 class Link:
-    """on_open(link), on_frame(link, message), on_lost(link, choices, reason) are called on the loop."""
+    """on_open(link), on_frame(link, message), on_lost(link, choices, reason) are called on the
+    loop."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The metrics: names, units and buckets in one table, and their Prometheus text.
 
-Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from closed sets: the served
-model and the replica's id, never from a request.
+Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
+closed sets: the served model and the replica's id, never from a request.
 """
 
 from bisect import bisect_left
@@ -13,13 +13,16 @@ from engine.messages import EngineStats
 PREFIX = "manta_"
 
 _FIRST_TOKEN_BUCKETS = (
-    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0,
 )  # fmt: skip
 _BETWEEN_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
 )  # fmt: skip
 _REQUEST_BUCKETS = (
-    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0,
+    480.0, 960.0,
 )  # fmt: skip
 _TOKEN_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,

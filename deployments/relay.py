@@ -48,8 +48,8 @@ MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]
 class Relay:
     """Routers' connections on one side, the engine on the other.
 
-    Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a router has running
-    when its connection is gone.
+    Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a
+    router has running when its connection is gone.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Relay:
         self._loop = asyncio.get_running_loop()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
-        """Start the engine, then listen on a free port of host. Raises what the engine's start raises."""
+        """Start the engine, then listen on a free port of host. Raises what the engine's start
+        raises."""
         ready = await self._engine.start(config)
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -88,7 +89,8 @@ class Relay:
     async def drain(self, seconds: float) -> None:
         """Tell the routers to send nothing new, and let what runs end, for so long at most.
 
-        What is left then moves to other replicas: its connection breaks and the routers' ledgers go on elsewhere.
+        What is left then moves to other replicas: its connection breaks and the routers' ledgers go
+        on elsewhere.
         """
         self._draining = True
         self._announce()
@@ -105,7 +107,8 @@ class Relay:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Raises EngineDead when the engine is gone, or has work and has made no step for too long."""
+        """Raises EngineDead when the engine is gone, or has work and has made no step for too
+        long."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
@@ -163,7 +166,8 @@ class Relay:
                 router.send(StepFrame(stats, deltas or []))
 
     def on_death(self, error: MantaError) -> None:
-        """The engine cannot go on: tell the routers, which move their requests, and refuse new connections."""
+        """The engine cannot go on: tell the routers, which move their requests, and refuse new
+        connections."""
         if self.failed is not None:
             return
         logger.error("the engine has failed: %s: %s", error.code, error.message)

@@ -1,19 +1,21 @@
-"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it; tokens go by the relay."""
+"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it; tokens
+go by the relay."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
 
 from deployments.channel import ChannelLimits
 from deployments.relay import Relay
+from deployments.serve_logging import log_through_serve
 from engine.config import EngineConfig
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger("manta.replica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,16 @@ class EngineReplica:
     this machine (finds or fetches the model). Serve's replica is up when the engine can serve.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
     ) -> None:
+        log_through_serve()
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
         self._relay = Relay(settings.channel, settings.stall_seconds)
-        # The address of this node in the cluster, never all interfaces; loopback on a loopback cluster.
-        host = ray.util.get_node_ip_address()
+        # The address of this node in the cluster, never all interfaces; loopback on a loopback
+        # cluster.
+        host = str(cast(Any, ray.util).get_node_ip_address())
         ready = await self._relay.start(config, host)
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
@@ -71,7 +75,8 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
-        """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the replica."""
+        """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
+        replica."""
         self._relay.check_health()
 
     def stats(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Router: the Serve deployment that answers HTTP and handle calls. All the work is the dispatcher's and the API's."""
+"""Router: the Serve deployment that answers HTTP and handle calls. All the work is the dispatcher's
+and the API's."""
 
 import asyncio
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from deployments import asgi_call, discovery
@@ -18,17 +19,16 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
 from deployments.dispatcher import Dispatcher, DispatchLimits
+from deployments.serve_logging import log_through_serve
 from deployments.serve_metrics import ServeExport
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 
-logger = logging.getLogger("ray.serve")
-
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """model_name: what requests call it. find_model: gives the local folder, fetching the model if need be.
-    api_key_digests: SHA-256 of each key, hex."""
+    """model_name: what requests call it. find_model: gives the local folder, fetching the model if
+    need be. api_key_digests: SHA-256 of each key, hex."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -42,6 +42,7 @@ class Router:
     """engines: the handle of each engine deployment; used for discovery, not for tokens."""
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
+        log_through_serve()
         self._settings = settings
         self._engines = engines
         self._replicas: dict[str, discovery.Replicas] = {}
@@ -57,11 +58,16 @@ class Router:
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
         for engine in self._engines:
-            # Any option makes the handle follow its deployment from now on, not from the first call.
+            # Any option makes the handle follow its deployment from now on, not from the first
+            # call.
             engine.options(method_name="stats")
-            listener = partial(
-                loop.call_soon_threadsafe, self._set_replicas, engine.deployment_name
-            )
+            set_replicas = partial(self._set_replicas, engine.deployment_name)
+
+            def listener(
+                replicas: discovery.Replicas, call: Callable[..., None] = set_replicas
+            ) -> None:
+                loop.call_soon_threadsafe(call, replicas)
+
             self._unsubscribe.append(
                 discovery.subscribe(engine.app_name, engine.deployment_name, listener)
             )
@@ -104,7 +110,8 @@ class Router:
     # -- handle calls: plain dicts, so that callers need nothing of ours
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A chat completion if body has `messages`, else a completion. Fields and answer as in the HTTP API."""
+        """A chat completion if body has `messages`, else a completion. Fields and answer as in the
+        HTTP API."""
         return await asgi_call.call(self._trusted, body)
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -114,8 +121,6 @@ class Router:
 
     def state(self) -> dict[str, Any]:
         """Replicas and load as this router sees them."""
-        import msgspec
-
         state = self._dispatcher.state()
         return {
             "model": self._settings.model_name,

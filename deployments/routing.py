@@ -1,13 +1,15 @@
-"""route(work, snapshots) -> replica: which replica gives a request its first tokens soonest. Pure; no clock, no Ray.
+"""route(work, snapshots) -> replica: which replica gives a request its first tokens soonest. Pure;
+no clock, no Ray.
 
 The score is in seconds, from measured rates, so a CPU replica is just a slow one:
 
     backlog + prompt tokens                              seconds until the prompt is computed
     -----------------------   +   output x step x (n + 1) / max(n, 1)
-     measured prompt rate                                seconds of the first output tokens, one sequence fuller
+     measured prompt rate                                seconds of the first output tokens, one
+     sequence fuller
 
-n is the sequences that ran when the step was measured. What this router has sent since the snapshot was taken is
-booked on top of it, so that a burst between two frames spreads.
+n is the sequences that ran when the step was measured. What this router has sent since the snapshot
+was taken is booked on top of it, so that a burst between two frames spreads.
 """
 
 from collections.abc import Iterable
@@ -43,7 +45,8 @@ class Snapshot:
 
 
 def score(work: Work, at: Snapshot) -> tuple[bool, float]:
-    """(does not fit now, seconds); smaller is better. Space comes first: what does not fit waits for others to end."""
+    """(does not fit now, seconds); smaller is better. Space comes first: what does not fit waits
+    for others to end."""
     backlog = at.waiting_tokens + at.booked_tokens + work.prompt_tokens * work.sequences
     measured = max(at.sequences, 1)
     crowd = at.sequences + at.booked_sequences + work.sequences
@@ -57,7 +60,8 @@ def route(
 ) -> str | None:
     """The replica with the best score, by lot among equals; None if none is available.
 
-    avoid: a replica to take only if there is no other, e.g. the one that has just failed this request.
+    avoid: a replica to take only if there is no other, e.g. the one that has just failed this
+    request.
     """
     scored = sorted(
         ((snapshot.replica == avoid, *score(work, snapshot)), snapshot.replica)

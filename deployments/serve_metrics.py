@@ -1,7 +1,9 @@
-"""The router's metrics through Ray's own exporter, beside /metrics: for clusters that scrape Ray's nodes."""
+"""The router's metrics through Ray's own exporter, beside /metrics: for clusters that scrape Ray's
+nodes."""
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 from ray.serve import metrics as ray_metrics
 
@@ -11,7 +13,8 @@ _PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that do
 
 
 class ServeExport:
-    """Copies counters every few seconds and forwards what is observed once a request. Ray adds deployment and replica.
+    """Copies counters every few seconds and forwards what is observed once a request. Ray adds
+    deployment and replica.
 
     Time between tokens stays out: one call of Ray's histogram costs as much as relaying a token.
     """
@@ -26,7 +29,9 @@ class ServeExport:
         for metric in metrics.all():
             if isinstance(metric, Counter):
                 exported = ray_metrics.Counter(
-                    metric.name.removesuffix("_total"), metric.help, tag_keys=metric.labels
+                    metric.name.removesuffix("_total"),
+                    metric.help,
+                    tag_keys=cast(Any, metric.labels),
                 )
                 self._counters.append((metric, exported, {}))
             elif metric is not metrics.between:

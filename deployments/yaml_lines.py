@@ -1,7 +1,8 @@
 """A YAML subset with line numbers: mappings, lists and plain values, and nothing that can surprise.
 
-Built from parser events with an explicit stack, so depth, size and repetition are bounded and no object of a type
-that a file names is ever made. Refused: anchors and aliases (bombs), tags, two documents, duplicate keys.
+Built from parser events with an explicit stack, so depth, size and repetition are bounded and no
+object of a type that a file names is ever made. Refused: anchors and aliases (bombs), tags, two
+documents, duplicate keys.
 """
 
 import math
@@ -50,7 +51,8 @@ class YamlProblem(Exception):
 
 @dataclass(slots=True)
 class Lines:
-    """data: dicts, lists, str, int, float, bool, None. lines: key path -> line of the key (or the list item)."""
+    """data: dicts, lists, str, int, float, bool, None. lines: key path -> line of the key (or the
+    list item)."""
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
