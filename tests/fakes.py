@@ -146,7 +146,9 @@ class FakeRunner:
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
-        for row, start, length, _ in step.entries:
+        # By position, because an entry may share blocks that another entry of this step writes. (In a
+        # model that takes no order: each layer writes all keys before it reads any.)
+        for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
             for at in range(start, start + length):
                 token = self.tokens[row, at]
                 assert token >= 0, "computed a token that the row does not have"

@@ -1,0 +1,173 @@
+"""Driver: an engine core on a fake device, watched at every step. The state machine, the random
+runs and the planted faults all drive it."""
+
+import random
+from typing import Any
+
+from engine.batch import Batch
+from engine.messages import EngineRequest
+from engine.request import Phase, Request
+from tests.fakes import Output, collect, expected, make_core, make_request
+
+
+class Driver:
+    """Adds, steps and aborts, and asserts every invariant that can be seen from outside.
+
+    After each step: texts are prefixes of what each request says alone; references equal users;
+    free + used = total; the first in the queue is not passed over and not left there for ever.
+    At each launch: budget, rows and blocks (FakeRunner); a block that others use is not written; a
+    block is read only by requests of the same adapter and salt; nobody goes beyond its limit.
+    """
+
+    def __init__(self, **changes: Any) -> None:
+        self.core, self.runner = make_core(**changes)
+        self.scheduler = self.core.scheduler
+        self.expected: dict[int, tuple[list[int], str]] = {}
+        self.outputs: dict[int, Output] = {}
+        self.aborted: set[int] = set()
+        self.refused: set[int] = set()
+        self._next_id = 0
+        self._owner: dict[int, tuple[str, str]] = {}  # block -> adapter and salt of its contents
+        self._scopes: dict[int, tuple[str, str]] = {}  # request id -> its adapter and salt
+        self._head: Request | None = None
+        self._blockers: set[int] = set()
+        self._patience = 0
+        launch = self.runner.launch
+
+        def watched(batch: Batch) -> Any:
+            self._check_batch(batch)
+            return launch(batch)
+
+        self.runner.launch = watched  # type: ignore[method-assign]
+
+    def add(self, prompt: int | list[int] = 8, **fields: Any) -> int:
+        self._next_id += 1
+        message = make_request(self._next_id, prompt, **fields)
+        self._scopes[message.id] = (message.adapter, message.cache_salt)
+        self.expected[message.id] = self._expect(message)
+        self.core.add(message)
+        return message.id
+
+    def _expect(self, message: EngineRequest) -> tuple[list[int], str]:
+        if message.num_prompt_tokens >= self.core.config.max_model_len:
+            self.refused.add(message.id)
+            return [], "error"
+        if message.seed in self.runner.fail and message.params.max_tokens != 0:
+            return [], "error"
+        return expected(message, self.core.config)
+
+    def step(self) -> None:
+        before = self.scheduler.counters.preemptions
+        deltas = self.core.step()
+        collect(deltas, self.outputs)
+        self.core.check_integrity()
+        assert self.runner.max_in_flight <= (2 if self.core.config.async_scheduling else 1)
+        for request_id in {delta.id for delta in deltas}:
+            output = self.outputs[request_id]
+            tokens, finish = self.expected[request_id]
+            if output.finish in ("", "abort"):
+                assert output.tokens == tokens[: len(output.tokens)], f"request {request_id}"
+            else:
+                assert (output.tokens, output.finish) == (tokens, finish), f"request {request_id}"
+            if request_id not in self.refused and output.tokens:
+                assert output.deltas[0].cached >= 0, "the first delta says what was cached"
+                assert all(delta.cached < 0 for delta in output.deltas[1:])
+        self._check_starvation(self.scheduler.counters.preemptions > before)
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self.scheduler.requests:
+            self.aborted.add(request_id)
+        self.core.abort([request_id])
+
+    def finish(self) -> None:
+        """Run until idle; everybody has ended, exactly once, and nothing is held."""
+        steps = 0
+        while self.core.has_work():
+            self.step()
+            steps += 1
+            assert steps < 20_000, "the engine never becomes idle"
+        assert self.scheduler.blocks.num_free == self.core.config.num_blocks
+        assert self.outputs.keys() == self.expected.keys(), "a request vanished"
+        for request_id, output in self.outputs.items():
+            finish = "abort" if request_id in self.aborted else self.expected[request_id][1]
+            assert output.finish == finish
+        self.expected.clear()
+        self.outputs.clear()
+
+    # ---- what is checked -----------------------------------------------------------------------
+
+    def _check_batch(self, batch: Batch) -> None:
+        size = self.core.config.block_size
+        by_row = {r.row: r for r in self.scheduler.running.values()}
+        fresh = {new.row for new in batch.new_rows}
+        users: dict[int, list[Request]] = {}
+        for request in by_row.values():
+            for block in request.blocks:
+                users.setdefault(block, []).append(request)
+        entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
+        for row, start, length, samples in entries:
+            request = by_row[row]
+            assert start + length + samples <= request.limit, "beyond max_tokens or the context"
+            for index in range(start // size, (start + length - 1) // size + 1):
+                block = request.blocks[index]
+                for other in users[block]:
+                    assert other is request or other.row in fresh, "a shared block is written"
+                self._owner[block] = self._scopes[request.id]
+        for row, start, length, _ in entries:
+            request = by_row[row]
+            for block in request.blocks[: -(-(start + length) // size)]:
+                assert self._owner[block] == self._scopes[request.id], "blocks leak across tenants"
+        if fresh and self.scheduler.waiting:
+            started = max(by_row[row].order for row in fresh)
+            assert started < self.scheduler.waiting[0].order, "somebody was passed over"
+
+    def _check_starvation(self, preempted: bool) -> None:
+        """The first of the queue gets in at the latest a few steps after all have ended who ran
+        when it became the first, or come before it."""
+        head = self.scheduler.waiting[0] if self.scheduler.waiting else None
+        if head is not self._head or preempted:
+            self._head = head
+            self._blockers = {r.id for r in self.scheduler.running.values()}
+            self._patience = 4
+        elif head is not None and not any(
+            r.id in self._blockers or r < head for r in self.scheduler.running.values()
+        ):
+            self._patience -= 1
+            assert self._patience > 0, "the first of the queue starves"
+
+
+def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
+    """A random life of an engine: shared prefixes, salts, adapters, priorities, aborts, long and
+    short, failing and unlimited requests, resets. Returns the driver after `finish`."""
+    rng = random.Random(seed)
+    driver = Driver(**({"num_blocks": 40, "max_num_seqs": 8, "fail": (13,)} | changes))
+    stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(3)]
+    for _ in range(steps):
+        action = rng.random()
+        if action < 0.35:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(1, 40)] + [2 + rng.randrange(48)] * rng.randrange(3)
+            fields: dict[str, Any] = {
+                "max_tokens": rng.choice([1, 2, 5, 20, 60, None]),
+                "seed": rng.choice([1, 2, 3, 13]),
+                "cache_salt": rng.choice(["", "", "tenant"]),
+                "adapter": rng.choice(["", "", "lora"]),
+                "priority": rng.choice([0, 0, 1]),
+                "ignore_eos": rng.random() < 0.3,
+            }
+            if rng.random() < 0.2:
+                fields["prompt_logprobs"] = 0
+                fields["max_tokens"] = rng.choice([0, 5])
+            if rng.random() < 0.2:
+                fields["logprobs"] = 0
+            for choice in range(rng.choice([1, 1, 1, 3])):
+                driver.add(prompt, choice=choice, **fields)
+        elif action < 0.45 and driver.scheduler.requests:
+            driver.abort(rng.choice(list(driver.scheduler.requests)))
+        elif action < 0.46:
+            driver.core.reset_prefix_cache()
+        else:
+            driver.step()
+    driver.finish()
+    assert not any(r.phase is not Phase.ENDED for r in driver.scheduler.requests.values())
+    return driver
