@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint's config.json says about the network, in our words. No torch here."""
+"""ModelConfig: what config.json says about the network, in our words. No torch here."""
 
 import json
 import math
@@ -37,7 +37,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The network's sizes and switches. Sizes are in elements; nothing here depends on the device."""
+    """The network's sizes (in elements) and switches; nothing here depends on the device."""
 
     architecture: str
     hidden_size: int
@@ -62,7 +62,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Read config.json and generation_config.json. Raises ConfigError naming the file and the key."""
+        """Read config.json and generation_config.json. Raises ConfigError naming file and key."""
         folder = Path(folder)
         generation = folder / "generation_config.json"
         return cls.from_dicts(
@@ -201,7 +201,7 @@ def _architecture(config: _Reader) -> str:
 
 
 def _refuse_windows(config: _Reader, architecture: str) -> None:
-    """A sliding window that the checkpoint really uses would make longer texts wrong without notice."""
+    """A sliding window that the checkpoint uses would make longer texts wrong without notice."""
     if architecture.startswith("Qwen"):
         if config.get("use_sliding_window"):
             raise config.error("use_sliding_window", "sliding-window attention is not supported")
@@ -213,7 +213,7 @@ def _refuse_windows(config: _Reader, architecture: str) -> None:
 
 
 def _rope(config: _Reader, max_positions: int) -> Rope:
-    """transformers 5 writes rope_parameters; before, rope_theta and rope_scaling (with type or rope_type)."""
+    """transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were apart."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values = config.get(key, {})
     if not isinstance(values, dict):

@@ -1,10 +1,12 @@
-"""Every kernel in plain torch: the oracle that other back ends are tested against, and the CPU back end.
+"""Every kernel in plain torch: the oracle that other back ends are tested against, and the CPU
+back end.
 
-What is the same for all layers of a step (which cache rows to gather, masks, rotations) is computed at the first
-layer and kept in ``meta.plan``.
+What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
+computed at the first layer and kept in ``meta.plan``.
 
-Attention gathers an entry's blocks into contiguous keys and calls SDPA. Decodes are batched: entries of like length
-are padded to one length, so one long request among short ones does not make all of them long.
+Attention gathers an entry's blocks into contiguous keys and calls SDPA. Decodes are batched:
+entries of like length are padded to one length, so one long request among short ones does not
+make all of them long.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +16,11 @@ from torch import Tensor
 from torch.nn.functional import (
     gelu,
     linear,
-    rms_norm as _rms_norm,
     scaled_dot_product_attention,
     silu,
+)
+from torch.nn.functional import (
+    rms_norm as _rms_norm,
 )
 
 from kernels.metadata import AttentionMeta
@@ -95,8 +99,8 @@ def attention(
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     plan = _plan(meta, k_cache)
-    # One row of these views is what a block keeps for one head: gathering rows (entry, head, block) in this order
-    # gives contiguous keys for each (entry, head).
+    # One row of these views is what a block keeps for one head: gathering rows (entry, head,
+    # block) in this order gives contiguous keys for each (entry, head).
     keys, values = k_cache.view(-1, block_size * head_dim), v_cache.view(-1, block_size * head_dim)
     if plan.whole is not None:
         return _decode(q, keys, values, scale, plan.whole, num_kv_heads, head_dim).view(
@@ -109,7 +113,8 @@ def attention(
         ).view(-1, num_heads, head_dim)
     for chunk in plan.chunks:
         length = chunk.end - chunk.begin
-        # [num_kv_heads, group, length, head_dim]: heads that share keys are one SDPA batch row, keys expanded, not copied
+        # [num_kv_heads, group, length, head_dim]: heads that share keys are one SDPA batch row,
+        # keys expanded, not copied
         query = q[chunk.begin : chunk.end].view(length, num_kv_heads, group, head_dim)
         shape = (num_kv_heads, 1, -1, head_dim)
         key = keys.index_select(0, chunk.rows).view(shape)[:, :, : chunk.kv_len]
@@ -133,7 +138,8 @@ class _Decodes:
     """Entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
-    rows: Tensor  # [n * num_kv_heads * blocks] int64: rows of a cache seen as [-1, block_size * head_dim]
+    # [n * num_kv_heads * blocks] int64: rows of a cache seen as [-1, block_size * head_dim]
+    rows: Tensor
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the dtype of q
 
 
@@ -207,7 +213,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
-    """Split decodes into batches in which padding adds at most half again, or a few blocks an entry."""
+    """Split decodes into batches; padding adds at most half again, or a few blocks an entry."""
     if not kv_lens:
         return []
     spare = 4 * block_size
@@ -223,7 +229,7 @@ def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
 
 
 def _block_rows(table: Tensor, blocks: int, num_kv_heads: int) -> Tensor:
-    """[n, >= blocks] block ids -> [n * num_kv_heads * blocks] rows, in the order (entry, head, block)."""
+    """[n, >= blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
     head = torch.arange(num_kv_heads, device=table.device)[:, None]
     return (table[:, None, :blocks].long().clamp_(min=0) * num_kv_heads + head).flatten()
 

@@ -1,4 +1,4 @@
-"""Linear: a matrix made and applied by a LinearMethod. Column- and row-parallel differ only in what a rank keeps."""
+"""Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +67,8 @@ class LinearFactory:
         """Output features are divided among the ranks.
 
         sources: (checkpoint name, output features), merged in this order.
-        unit: features that stay together (head_dim); a source with fewer units than ranks is copied.
+        unit: features that stay together (head_dim); a source with fewer units than ranks is
+            copied.
         """
         parts = []
         for theirs, features in sources:

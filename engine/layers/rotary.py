@@ -35,7 +35,7 @@ def _llama3(rope: Rope, dim: int) -> Tensor:
 
 
 def _yarn(rope: Rope, dim: int) -> Tensor:
-    """Dimensions that turn fewer than beta_slow times are interpolated, more than beta_fast kept, between a ramp."""
+    """Fewer than beta_slow turns: interpolated; more than beta_fast: kept; between: a ramp."""
     frequencies = _default(rope, dim)
 
     def dimension(turns: float) -> float:

@@ -1,12 +1,15 @@
 """architecture name -> model class.
 
 To add a model:
-1. ``model_config.ARCHITECTURES``: its name as config.json writes it, and any switch it needs in ModelConfig.
-2. If it is the Llama family with other switches, name it below and you are done. Otherwise write one file here with
-   a table from our names to the checkpoint's (see ``llama.CHECKPOINT``), layers made by ``LinearFactory``, and a class
-   that fulfils ``Model``. Nothing in ``forward`` or ``logits`` may synchronise with the host or have a shape that
-   depends on values, because decode steps are captured as CUDA graphs.
-3. ``tests/engine/test_models.py``: add its transformers configuration to the list; the tests compare logits.
+1. ``model_config.ARCHITECTURES``: its name as config.json writes it, and any switch it needs in
+   ModelConfig.
+2. If it is the Llama family with other switches, name it below and you are done. Otherwise write
+   one file here with a table from our names to the checkpoint's (see ``llama.CHECKPOINT``),
+   layers made by ``LinearFactory``, and a class that fulfils ``Model``. Nothing in ``forward`` or
+   ``logits`` may synchronise with the host or have a shape that depends on values, because decode
+   steps are captured as CUDA graphs.
+3. ``tests/engine/test_models.py``: add its transformers configuration to the list; the tests
+   compare logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +35,8 @@ class Model(Protocol):
     def forward(
         self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the final norm.
+        """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
+        final norm.
 
         kv: (keys, values) of each layer, as AttentionMeta describes; written in place.
         """
@@ -43,7 +47,7 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every tensor that loading fills, with the checkpoint tensors it comes from. Empty after finish."""
+        """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...
 
     def ignores(self, name: str) -> bool:
@@ -76,7 +80,7 @@ def build_model(
     quantization: str = "none",
     group: TensorParallelGroup | None = None,
 ) -> Model:
-    """Allocate the model on its device; its weights are undefined until ``weights.load_weights``."""
+    """Allocate the model on its device; its weights are undefined until ``load_weights``."""
     return MODELS[model_config.architecture](
         model_config,
         dtype,

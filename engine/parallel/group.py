@@ -11,7 +11,8 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """Layers take one and ask it what they keep; with size 1 that is everything and nothing is communicated.
+    """Layers take one and ask it what they keep; with size 1 that is everything and nothing is
+    communicated.
 
     process_group: a ``torch.distributed`` group of ``size`` processes; unused with size 1.
     """
@@ -21,7 +22,7 @@ class TensorParallelGroup:
     process_group: Any = None
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """This rank's half-open range of ``total`` equal units. Raises ConfigError if they do not divide."""
+        """This rank's half-open range of ``total`` units. ConfigError if they do not divide."""
         if total % self.size:
             raise ConfigError(
                 f"{what}: {total} cannot be divided among {self.size} tensor-parallel ranks",

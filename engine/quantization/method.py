@@ -1,8 +1,9 @@
-"""LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one of these.
+"""LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one
+of these.
 
-To add one: implement the protocol in a file beside this one and enter it in ``METHODS``. ``create`` allocates what
-the method keeps and says which checkpoint tensors fill it; ``finish`` runs once they are there (repacking);
-``apply`` is the hot path.
+To add one: implement the protocol in a file beside this one and enter it in ``METHODS``.
+``create`` allocates what the method keeps and says which checkpoint tensors fill it; ``finish``
+runs once they are there (repacking); ``apply`` is the hot path.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from kernels.dispatch import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix of a (merged) linear layer: [out, in] there; this rank keeps rows x columns of it."""
+    """One checkpoint matrix [out, in] of a (merged) layer; this rank keeps rows x columns."""
 
     name: str  # without ".weight"
     out_features: int
@@ -30,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer before it has weights. parts are stacked along rows and have the same columns."""
+    """A linear layer before it has weights. parts are stacked along rows, columns are the same."""
 
     name: str
     parts: tuple[Part, ...]
@@ -62,7 +63,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, out]. On CUDA it must be capturable: no synchronisation, no shapes that depend on data."""
+        """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What safetensors a model folder holds, from their headers alone. A damaged file is refused here, by name."""
+"""What safetensors a model folder holds, from headers alone. Damaged files are refused by name."""
 
 import json
 import math
@@ -34,8 +34,9 @@ class StoredTensor:
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint by name.
 
-    model.safetensors.index.json decides which files count if it is there, else model.safetensors, else every
-    *.safetensors. Raises ConfigError naming the file, and the tensor where there is one.
+    model.safetensors.index.json decides which files count if it is there, else model.safetensors,
+    else every *.safetensors. Raises ConfigError naming the file, and the tensor where there is
+    one.
     """
     listed: dict[str, str] | None = None
     index_file = folder / "model.safetensors.index.json"
@@ -66,7 +67,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file, in file order. Raises ConfigError if header and size do not agree."""
+    """The tensors of one file, in file order. Raises ConfigError if header and size disagree."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

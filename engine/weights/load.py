@@ -1,4 +1,4 @@
-"""load_weights: a checkpoint, or random numbers, into a model. Every tensor is accounted for, or it fails by name."""
+"""load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +33,8 @@ def load_weights(
     """Fill every parameter from the folder's safetensors, or with random numbers if folder is None.
 
     progress: called with the fraction done, from this thread.
-    Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong shape or dtype,
-    or holds a NaN or infinity.
+    Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
+    shape or dtype, or holds a NaN or infinity.
     """
     parameters = list(model.parameters())
     if folder is None:

@@ -41,7 +41,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """tensor: allocated, to be filled. sources: stacked along rows in this order; together its exact shape.
+    """tensor: allocated, to be filled. sources: stacked along rows in this order; together its
+    exact shape.
 
     std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
     """

@@ -1,8 +1,9 @@
 """Parallel reading of checkpoint bytes into parameters.
 
-Threads, because a positional read and a device copy both release the interpreter lock. On the CPU bytes go straight
-into the parameter where nothing has to be converted. On CUDA each thread owns two pinned buffers and a stream: one
-buffer is being read into while the other is being copied to the device.
+Threads, because a positional read and a device copy both release the interpreter lock. On the CPU
+bytes go straight into the parameter where nothing has to be converted. On CUDA each thread owns
+two pinned buffers and a stream: one buffer is being read into while the other is being copied to
+the device.
 """
 
 import os
@@ -47,7 +48,7 @@ class Transfer:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """(offset, length) of the bytes that hold the rows: all of the tensor's if it is transposed."""
+        """(offset, length) of the bytes that hold the rows; all of the tensor's if transposed."""
         stored, source = self.stored, self.source
         if source.transpose or source.rows is None:
             return stored.offset, stored.num_bytes
@@ -68,7 +69,7 @@ class Transfer:
 def run_transfers(
     transfers: Sequence[Transfer], device: torch.device, progress: Callable[[float], None] | None
 ) -> None:
-    """Do them all. progress gets the fraction of bytes done. Raises ConfigError naming a file that cannot be read."""
+    """Do them all. progress gets the fraction of bytes done. Raises ConfigError naming the file."""
     cuda = device.type == "cuda"
     parts = [part for transfer in transfers for part in transfer.split(CHUNK_BYTES)]
     total = sum(part.byte_range[1] for part in parts) or 1
@@ -124,7 +125,7 @@ class _CpuReader:
 
 
 class _Lane:
-    """What one thread owns: a stream, and two pinned buffers with the events of their last copies."""
+    """What a thread owns: a stream, two pinned buffers and the events of their last copies."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
