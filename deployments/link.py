@@ -73,6 +73,7 @@ class Link:
         self._booked: deque[tuple[float, int]] = deque()  # (when sent, prompt tokens)
         self._booked_tokens = 0
         self._prompt_rate = _UNMEASURED_RATE
+        self._step_seconds = 0.0
         self._seen = 0.0  # monotonic seconds of the last frame
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
@@ -91,7 +92,7 @@ class Link:
             booked_sequences=len(self._booked),
             free_tokens=stats.free_blocks * stats.block_size if stats.total_blocks else 2**62,
             prompt_rate=self._prompt_rate,
-            step_seconds=stats.step_seconds,
+            step_seconds=self._step_seconds,
             available=self.available,
         )
 
@@ -103,16 +104,16 @@ class Link:
     def observe(self, stats: EngineStats, now: float) -> None:
         """The figures of a frame. now: monotonic seconds."""
         last = self.stats
+        seconds = now - self._seen
         computed = stats.prompt_tokens - last.prompt_tokens
-        if computed > 0 and last.waiting_tokens > 0:
-            # One step: its own duration. Several: the time between the frames, all of it busy.
-            one = stats.step - last.step == 1 and stats.step_seconds > 0
-            seconds = stats.step_seconds if one else now - self._seen
-            if seconds > 0:
-                self._prompt_rate += _SMOOTHING * (computed / seconds - self._prompt_rate)
+        if computed > 0 and last.waiting_tokens > 0 and seconds > 0:
+            self._prompt_rate += _SMOOTHING * (computed / seconds - self._prompt_rate)
+        steps = stats.step - last.step
+        if steps > 0 and last.running:  # it was busy from that frame to this
+            self._step_seconds += _SMOOTHING * (seconds / steps - self._step_seconds)
         self.stats = stats
         self._seen = now
-        settled = now - max(0.02, 2 * stats.step_seconds)
+        settled = now - max(0.02, 2 * self._step_seconds)
         while self._booked and self._booked[0][0] < settled:
             self._booked_tokens -= self._booked.popleft()[1]
 
