@@ -97,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,  # the same lives in every run; the random runs below are easy to widen
