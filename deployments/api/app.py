@@ -14,6 +14,7 @@ from deployments.api.call import (
     Call,
     chat_call,
     completion_call,
+    encode_texts,
     find_model,
     in_thread,
     template_options,
@@ -216,7 +217,7 @@ async def _tokenize(api: Api, exchange: Exchange) -> None:
     else:
         text = take_str(body, "prompt", api.options.max_body_bytes) or ""
         special = take_bool(body, "add_special_tokens", True)
-        ids = await in_thread(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+        ids = (await encode_texts(tokenizer, [text], special))[0]
     strings = None
     if take_bool(body, "return_token_strs"):
         strings = [tokenizer.token_text(token) for token in ids]

@@ -97,6 +97,15 @@ async def in_thread(work: Callable[[], T], size: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
+async def encode_texts(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    """Ids of each text. The batch call frees the interpreter lock, the single one does not."""
+    size = sum(map(len, texts))
+    if size <= INLINE_CHARS:
+        return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    encode = functools.partial(tokenizer.encode_batch, texts, add_special_tokens=special)
+    return await in_thread(encode, size)
+
+
 def find_model(name: Any, models: Mapping[str, ModelCard]) -> ModelCard:
     """Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found."""
     if name is None:
@@ -137,7 +146,8 @@ async def chat_call(body: dict[str, Any], backend: Backend, options: ApiOptions)
     if not ids:
         raise invalid("the messages render to an empty prompt", "messages")
     call.prompts = [ids]
-    _check_context(call, "max_completion_tokens" if body.get("max_completion_tokens") else None)
+    newer = body.get("max_completion_tokens") is not None
+    _check_context(call, "messages", "max_completion_tokens" if newer else "max_tokens")
     return call
 
 
@@ -193,7 +203,7 @@ async def completion_call(body: dict[str, Any], backend: Backend, options: ApiOp
         call.params = msgspec.structs.replace(call.params, prompt_logprobs=call.params.logprobs)
     special = take_bool(body, "add_special_tokens", True)
     await _fill_prompts(call, body.get("prompt"), special, options.max_prompts)
-    _check_context(call, None)
+    _check_context(call, "prompt", "max_tokens")
     return call
 
 
@@ -232,18 +242,15 @@ async def _fill_prompts(call: Call, prompt: Any, special: bool, max_prompts: int
                 raise _too_long(len(item), None, limit, path)
             take_token_ids(item, path, call.card.vocab_size)
 
-    def encode() -> None:
-        for item in items:
-            if isinstance(item, str):
-                call.prompts.append(tokenizer.encode(item, add_special_tokens=special))
-                call.texts.append(item)
-            else:
-                call.prompts.append(item)
-                call.texts.append(
-                    tokenizer.decode(item, skip_special_tokens=skip) if call.echo else ""
-                )
+    def decode() -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=skip) for ids in items]
 
-    await in_thread(encode, sum(map(len, items)))
+    if isinstance(items[0], str):
+        call.texts = items
+        call.prompts = await encode_texts(tokenizer, items, special)
+    else:
+        call.prompts = items
+        call.texts = await in_thread(decode, sum(map(len, items))) if call.echo else []
     for i, ids in enumerate(call.prompts):
         if not ids and tokenizer.bos_token_id is not None:
             call.prompts[i] = [tokenizer.bos_token_id]
@@ -306,14 +313,13 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
     return bool(usage), ["stream_options"] if others else []
 
 
-def _check_context(call: Call, name: str | None) -> None:
+def _check_context(call: Call, prompt: str, output_name: str) -> None:
+    """Raises ApiError 400 context_length_exceeded, about the prompt if that alone is too long."""
     limit, wanted = call.card.max_model_len, call.params.max_tokens
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
-            field_ = "messages" if not call.texts else "prompt"
-            if len(ids) < limit and wanted:
-                field_ = name or "max_tokens"
-            raise _too_long(len(ids), wanted, limit, field_)
+            too_much_output = len(ids) < limit and wanted is not None
+            raise _too_long(len(ids), wanted, limit, output_name if too_much_output else prompt)
 
 
 def _too_long(length: int, wanted: int | None, limit: int, param: str) -> ApiError:

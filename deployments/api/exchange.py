@@ -168,6 +168,8 @@ class Exchange:
         fields.append((b"content-length", b"%d" % len(body)))
         await self._out({"type": "http.response.start", "status": status, "headers": fields})
         self.started = True
+        # HEAD: the headers of the body that GET would give.
+        body = b"" if self.method == "HEAD" else body
         await self._out({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
@@ -234,8 +236,9 @@ class UntilGone:
         self._abort()
         if self._gone:
             assert self._owner is not None
-            # As asyncio.timeout does: only our own cancellation is turned into ClientGone.
-            if self._owner.uncancel() == 0 and kind is asyncio.CancelledError:
+            # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may also have
+            # been swallowed, or overtaken by what the abort made the block raise.
+            if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
                 raise ClientGone from None
 
 

@@ -56,12 +56,14 @@ def _walk(root: Any) -> int:
     """Check depth and size; return how many colons the text of this tree has at least."""
     colons = nodes = 0
     level = [root]
-    for _ in range(MAX_DEPTH + 1):
+    for depth in range(MAX_DEPTH + 1):
         below: list[Any] = []
         for item in level:
             kind = type(item)
             if kind is str:
                 colons += item.count(":")
+            elif depth == MAX_DEPTH and (kind is dict or kind is list):
+                raise _too_deep()
             elif kind is dict:
                 colons += len(item)
                 for key in item:
@@ -78,9 +80,9 @@ def _walk(root: Any) -> int:
         if nodes > MAX_NODES:
             raise invalid(f"the body has more than {MAX_NODES} values", code="json_too_large")
         if not below:
-            return colons
+            break
         level = below
-    raise _too_deep()
+    return colons
 
 
 def _careful(body: bytes) -> Any:

@@ -3,6 +3,7 @@ two requests can be mixed up unnoticed; a test may script the deltas instead.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Mapping
@@ -71,10 +72,8 @@ class FakeGeneration:
             raise error
         pause = self.backend.first_pause if self._step == 0 else self.backend.pause
         if pause:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), pause)
-            except TimeoutError:
-                pass
         elif self._step % 16 == 0:
             await asyncio.sleep(0)
         out: list[tuple[int, Delta]] = []

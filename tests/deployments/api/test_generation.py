@@ -1,0 +1,434 @@
+"""Whole and streamed answers: the same text, lists that fit it, and an end in every case."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from engine.errors import EngineDead, Overloaded
+from engine.messages import Delta
+from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
+from tests.deployments.fake_backend import FakeBackend
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def client(backend: FakeBackend) -> Client:
+    return Client(build_asgi(backend))
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(work)
+
+
+def streamed(reply: Reply, index: int = 0) -> tuple[str, str | None]:
+    """Text and finish reason of one choice of a stream; checks that it ended once, at its end."""
+    events = reply.events()
+    assert events[-1] == "[DONE]"
+    text, finish = "", None
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            if choice["index"] == index:
+                assert finish is None, "something after the finish"
+                text += choice.get("delta", {}).get("content", "") or choice.get("text", "")
+                finish = choice["finish_reason"]
+    return text, finish
+
+
+def text_of(reply: Reply, index: int = 0) -> str:
+    choice = reply.json()["choices"][index]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+def test_chat_stream_equals_whole(client: Client) -> None:
+    """A token lost or repeated at the seams: first event, held-back text, last event."""
+    whole = run(client.chat())
+    stream = run(client.chat(stream=True))
+    assert stream.header("content-type") == "text/event-stream; charset=utf-8"
+    assert streamed(stream) == (text_of(whole), whole.json()["choices"][0]["finish_reason"])
+    first = stream.events()[0]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len({event["id"] for event in stream.events()[:-1]}) == 1
+    assert all("usage" not in event for event in stream.events()[:-1])
+
+
+def test_include_usage(client: Client) -> None:
+    """Usage that differs between stream and answer, or is missing: billing by guess."""
+    whole = run(client.chat(n=2)).json()["usage"]
+    reply = run(client.chat(n=2, stream=True, stream_options={"include_usage": True}))
+    events = reply.events()
+    assert events[-2]["choices"] == [] and events[-2]["usage"] == whole
+    assert all(event["usage"] is None for event in events[:-2])
+    assert whole["total_tokens"] == whole["prompt_tokens"] + whole["completion_tokens"]
+    assert whole["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_each_token_is_an_event_and_the_first_comes_at_once(
+    backend: FakeBackend, client: Client
+) -> None:
+    """Tokens kept back to fill a buffer; or one send a token when many are there already."""
+    backend.script = "abcdef"
+    reply = run(client.completion(stream=True))
+    texts = [e["choices"][0]["text"] for e in reply.events()[:-1]]
+    assert texts == [*"abcdef", ""]
+    assert b'"text":"a"' in reply.sends[0] and b'"text":"b"' not in reply.sends[0]
+
+
+def test_what_piled_up_leaves_in_one_send(backend: FakeBackend, client: Client) -> None:
+    """A slow reader must get larger events, not a longer queue of small ones."""
+    tokens = backend.tokenizer("tiny").encode("abcdefgh")
+    deltas = [Delta(0, [t]) for t in tokens] + [Delta(0, [2], finish="stop", stop_token=2)]
+    backend.script, backend.burst = deltas, len(deltas)
+    reply = run(client.completion(stream=True))
+    assert streamed(reply) == ("abcdefgh", "stop")
+    assert len(reply.sends) == 1
+    assert [e["choices"][0]["text"] for e in reply.events()[:-1]] == ["abcdefgh", ""]
+    assert deltas[0].token_ids == [tokens[0]], "the backend's delta was changed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_across_tokens(backend: FakeBackend, client: Client, stream: bool) -> None:
+    """Row 50: a stop string that begins in one token and ends in another: cut exactly, nothing of
+    it sent, and the engine told to stop although it saw no end token.
+    """
+    backend.script = "one two three four"
+    reply = run(client.completion(stream=stream, stop=["o th", "zzz"]))
+    assert (streamed(reply) if stream else (text_of(reply), "stop")) == ("one tw", "stop")
+    if not stream:
+        assert reply.json()["choices"][0]["stop_reason"] == "o th"
+    assert len(backend.aborts) == 1 and not backend.live
+    included = run(client.completion(stop="o th", include_stop_str_in_output=True))
+    assert text_of(included) == "one two th"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_of_an_emoji(backend: FakeBackend, client: Client, stream: bool) -> None:
+    """Row 49: a character of several tokens; half of it must not reach the client."""
+    backend.script = "joy \U0001f600 and more"
+    reply = run(client.completion(stream=stream, stop=["\U0001f600"]))
+    assert (streamed(reply)[0] if stream else text_of(reply)) == "joy "
+    reply = run(client.completion(stream=stream))
+    assert (streamed(reply)[0] if stream else text_of(reply)) == "joy \U0001f600 and more"
+    assert "\ufffd".encode() not in reply.body
+
+
+def test_one_choice_stops_alone(backend: FakeBackend, client: Client) -> None:
+    """With n > 1 a stop string in one choice: that one is given back at once, the others go on."""
+    texts = [text_of(run(client.completion(n=3, seed=1, temperature=1)), i) for i in range(3)]
+    unique = next(c for c in texts[1][14:] if c not in texts[0] + texts[2])
+    for stream in (False, True):
+        reply = run(client.completion(n=3, seed=1, temperature=1, stop=unique, stream=stream))
+        got = [streamed(reply, i)[0] if stream else text_of(reply, i) for i in range(3)]
+        assert got == [texts[0], texts[1].split(unique)[0], texts[2]]
+    assert backend.aborted_choices == [1, 1]
+
+
+def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client) -> None:
+    """A parameter lost between the HTTP field and SamplingParams."""
+    fields = {
+        "n": 2,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 17,
+        "stop": ["x", "y"],
+        "stop_token_ids": [9],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "logit_bias": {"5": -100, "6": 1.5},
+        "prompt_logprobs": 2,
+        "skip_special_tokens": False,
+    }
+    run(client.chat(**fields, logprobs=True, top_logprobs=3, cache_salt="s", priority=-2))
+    request = backend.requests[-1]
+    given = msgspec.structs.asdict(request.params)
+    expected = {
+        **fields,
+        "stop": ("x", "y"),
+        "stop_token_ids": (9,),
+        "logit_bias": {5: -100, 6: 1.5},
+        "logprobs": 3,
+        "max_tokens": 32,
+    }
+    assert given == expected
+    assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)
+    run(client.chat(seed=None))
+    run(client.chat(seed=None))
+    assert backend.requests[-1].seed != backend.requests[-2].seed
+
+
+def test_defaults(backend: FakeBackend, client: Client) -> None:
+    """OpenAI's: a chat may use the whole context, a completion makes 16 tokens."""
+    run(client.chat(max_tokens=None))
+    assert backend.requests[-1].params.max_tokens is None
+    run(client.completion(max_tokens=None))
+    assert backend.requests[-1].params.max_tokens == 16
+    run(client.chat(max_tokens=None, max_completion_tokens=4))
+    assert backend.requests[-1].params.max_tokens == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_fit_the_text(client: Client, stream: bool) -> None:
+    """One entry a token of the text: none for the end token that is not shown."""
+    reply = run(client.chat(logprobs=True, top_logprobs=2, stream=stream))
+    if stream:
+        items = [
+            item
+            for event in reply.events()[:-1]
+            for item in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        text = streamed(reply)[0]
+    else:
+        items, text = reply.json()["choices"][0]["logprobs"]["content"], text_of(reply)
+    assert "".join(item["token"] for item in items) == text
+    assert b"".join(bytes(item["bytes"]) for item in items).decode() == text
+    assert all(item["logprob"] == -1.5 and len(item["top_logprobs"]) == 2 for item in items)
+    assert items[0]["top_logprobs"][0].keys() == {"token", "logprob", "bytes"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echo_with_logprobs(client: Client, stream: bool, max_tokens: int) -> None:
+    """What evaluation harnesses read: prompt and output in one list, offsets into one text."""
+    reply = run(client.completion(echo=True, logprobs=1, max_tokens=max_tokens, stream=stream))
+    if stream:
+        parts = [e["choices"][0] for e in reply.events()[:-1]]
+        found: dict[str, list[Any]] = {}
+        for part in parts:
+            for key, value in (part["logprobs"] or {}).items():
+                found[key] = found.get(key, []) + value
+        text = "".join(part["text"] for part in parts)
+    else:
+        found, text = reply.json()["choices"][0]["logprobs"], text_of(reply)
+        assert reply.json()["usage"]["completion_tokens"] == max_tokens
+        assert "prompt_logprobs" not in reply.json()["choices"][0]
+    assert text.startswith("hello") and "".join(found["tokens"]) == text
+    assert len(found["tokens"]) == 5 + max_tokens
+    assert found["token_logprobs"] == [None] + [-1.5] * (4 + max_tokens)
+    assert found["top_logprobs"][0] is None
+    for token, offset, top in zip(
+        found["tokens"][1:], found["text_offset"][1:], found["top_logprobs"][1:], strict=True
+    ):
+        assert text[offset : offset + len(token)] == token
+        assert top[token] == -1.5, "the token itself is always among the alternatives"
+
+
+def test_echo_without_logprobs(client: Client, backend: FakeBackend) -> None:
+    """max_tokens 0 with echo: the prompt alone."""
+    reply = run(client.completion(echo=True, max_tokens=0))
+    assert text_of(reply) == "hello" and reply.json()["usage"]["completion_tokens"] == 0
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    ids = backend.tokenizer("tiny").encode("he")
+    reply = run(client.completion(echo=True, prompt=ids, max_tokens=3))
+    assert text_of(reply).startswith("he") and len(text_of(reply)) > 4
+    assert streamed(run(client.completion(echo=True, max_tokens=0, stream=True))) == (
+        "hello",
+        "length",
+    )
+
+
+def test_prompt_logprobs_and_token_ids(client: Client, backend: FakeBackend) -> None:
+    """Extensions: one item a prompt token, the first without; ids that decode to the text."""
+    reply = run(client.completion(prompt_logprobs=1, return_token_ids=True)).json()["choices"][0]
+    assert reply["prompt_logprobs"][0] is None and len(reply["prompt_logprobs"]) == 5
+    assert {"logprob", "rank", "decoded_token"} == set(
+        next(iter(reply["prompt_logprobs"][1].values()))
+    )
+    assert backend.tokenizer("tiny").decode(reply["token_ids"]) == reply["text"]
+    assert reply["prompt_token_ids"] == backend.tokenizer("tiny").encode("hello")
+    chat = run(client.chat(prompt_logprobs=0)).json()
+    assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) > 5
+
+
+def test_many_prompts(client: Client, backend: FakeBackend) -> None:
+    """Choices of several prompts in the order of the prompts, each as if it had been alone."""
+    alone = [
+        text_of(run(client.completion(prompt=p, n=2, seed=1, temperature=1)), i)
+        for p in ("hello", "you")
+        for i in range(2)
+    ]
+    both = {"prompt": ["hello", "you"], "n": 2, "seed": 1, "temperature": 1}
+    reply = run(client.completion(**both))
+    assert [text_of(reply, i) for i in range(4)] == alone
+    assert [c["index"] for c in reply.json()["choices"]] == [0, 1, 2, 3]
+    assert reply.json()["usage"]["prompt_tokens"] == 8
+    stream = run(client.completion(**both, stream=True))
+    assert [streamed(stream, i)[0] for i in range(4)] == alone
+    mixed = run(client.completion(prompt=[[75, 72], [5]]))
+    assert [len(r.token_ids) for r in backend.requests[-2:]] == [2, 1] and mixed.status == 200
+
+
+def test_concurrent_requests_do_not_mix(client: Client) -> None:
+    """Row 24: one id used by two callers at once must not join their answers."""
+
+    async def both() -> list[Reply]:
+        headers = ((b"content-type", b"application/json"), (b"x-request-id", b"same"))
+        return await asyncio.gather(
+            *(
+                client.post("/v1/completions", {**COMPLETION, "prompt": p}, headers=headers)
+                for p in ("one", "two") * 8
+            )
+        )
+
+    replies = run(both())
+    assert len({text_of(r) for r in replies[::2]}) == len({text_of(r) for r in replies[1::2]}) == 1
+    assert text_of(replies[0]) != text_of(replies[1])
+    assert len({r.json()["id"] for r in replies}) == 16
+    assert {r.header("x-request-id") for r in replies} == {"same"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Overloaded("the queue is full", retry_after=3), 503, "overloaded"),
+        (EngineDead("the engine is gone"), 503, "engine_dead"),
+        (RuntimeError("/secret/path 0xdeadbeef"), 500, "internal_error"),
+    ],
+)
+def test_errors_before_the_first_token_have_a_status(
+    client: Client, backend: FakeBackend, stream: bool, error: Any, status: int, code: str
+) -> None:
+    """A 200 sent too early turns every failure into a broken stream."""
+    for where in ("refuse", "errors"):
+        setattr(backend, where, error if where == "refuse" else {0: error})
+        reply = run(client.chat(stream=stream))
+        assert (reply.status, reply.json()["error"]["code"]) == (status, code)
+        assert b"secret" not in reply.body and b"0xdead" not in reply.body
+        if isinstance(error, Overloaded):
+            assert reply.header("retry-after") == "3"
+        backend.refuse, backend.errors = None, {}
+    assert not backend.live
+
+
+def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
+    """After the first token the only place is an event; [DONE] must not claim a good end."""
+    backend.errors = {3: EngineDead("the engine is gone")}
+    reply = run(client.chat(stream=True))
+    assert reply.status == 200
+    assert reply.events()[-1]["error"]["code"] == "engine_dead"
+    assert b"[DONE]" not in reply.body and not backend.live
+
+
+@pytest.mark.parametrize("finish", ["error", "abort"])
+def test_a_choice_that_the_engine_gives_up(
+    client: Client, backend: FakeBackend, finish: str
+) -> None:
+    """An unasked end must not look like a finished answer."""
+    message = "numerical_error: the logits are not finite" if finish == "error" else ""
+    backend.script = [Delta(0, [75]), Delta(0, [], finish=finish, error=message)]
+    code = "numerical_error" if finish == "error" else "engine_error"
+    reply = run(client.completion(n=2))
+    assert (reply.status, reply.json()["error"]["code"]) == (500, code)
+    events = run(client.completion(n=2, stream=True)).events()
+    assert events[-1]["error"]["code"] == code
+    assert not backend.live
+
+
+def test_a_second_prompt_refused_frees_the_first(client: Client, backend: FakeBackend) -> None:
+    """Half of a request left running when the other half could not start."""
+    real, count = backend.generate, 0
+
+    def generate(request: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise Overloaded("full")
+        return real(request)
+
+    backend.generate = generate  # type: ignore[method-assign]
+    assert run(client.completion(prompt=["a", "b", "c"])).status == 503
+    assert not backend.live
+
+
+def test_in_flight_limit(backend: FakeBackend) -> None:
+    """Without a bound the router's memory is the only limit."""
+    app = build_asgi(backend, ApiOptions(max_in_flight=2))
+    backend.first_pause = 0.05
+    client = Client(app)
+
+    async def many() -> list[Reply]:
+        return await asyncio.gather(*(client.chat() for _ in range(5)))
+
+    replies = run(many())
+    assert sorted(r.status for r in replies) == [200, 200, 503, 503, 503]
+    refused = next(r for r in replies if r.status == 503)
+    assert refused.json()["error"]["code"] == "overloaded" and refused.header("retry-after") == "1"
+    assert run(client.chat()).status == 200 and app.in_flight == 0
+
+
+def test_tokenize_and_back(client: Client) -> None:
+    """The ids that generation would use, and their text."""
+    reply = run(client.post("/tokenize", {"prompt": "hello <|im_end|>"})).json()
+    assert reply["count"] == len(reply["tokens"]) and reply["max_model_len"] == 256
+    text = run(client.post("/detokenize", {"tokens": reply["tokens"]})).json()["prompt"]
+    assert text == "hello <|im_end|>"
+    body = {"model": "tiny", "messages": CHAT["messages"], "return_token_strs": True}
+    chat = run(client.post("/tokenize", body)).json()
+    assert "".join(chat["token_strs"]) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    usage = run(client.chat()).json()["usage"]
+    assert usage["prompt_tokens"] == chat["count"]
+
+
+def test_long_prompts_leave_the_loop_free(client: Client) -> None:
+    """Row 70: megabytes to tokenise while other clients wait for their next token."""
+
+    async def lag() -> tuple[int, float]:
+        loop, worst = asyncio.get_running_loop(), 0.0
+        work = asyncio.create_task(client.post("/tokenize", {"prompt": "the answer " * 300_000}))
+        while not work.done():
+            began = loop.time()
+            await asyncio.sleep(0.001)
+            worst = max(worst, loop.time() - began - 0.001)
+        return (await work).json()["count"], worst
+
+    count, worst = run(lag())
+    assert count >= 600_000
+    assert worst < 1.0, f"the loop stood still for {worst:.2f} s"
+
+
+def test_health_ready_metrics_models(backend: FakeBackend) -> None:
+    """Live is not ready; HEAD as GET; models by name, with a slash too."""
+    app = build_asgi(backend, ApiOptions(metrics=lambda: "manta_up 1\n"))
+    client = Client(app)
+    backend.is_ready = False
+    assert run(client.request("GET", "/health")).status == 200
+    ready = run(client.request("GET", "/ready"))
+    assert ready.status == 503 and ready.json()["error"]["code"] == "not_ready"
+    backend.is_ready = True
+    assert run(client.request("GET", "/ready")).status == 200
+    metrics = run(client.request("GET", "/metrics"))
+    assert metrics.body == b"manta_up 1\n"
+    assert (metrics.header("content-type") or "").startswith("text/plain")
+    backend.cards["org/tiny"] = backend.cards["tiny"]
+    assert run(client.request("GET", "/v1/models")).json()["data"][0]["id"] == "tiny"
+    assert run(client.request("GET", "/v1/models/org/tiny")).status == 200
+    head = run(client.request("HEAD", "/v1/models"))
+    assert head.status == 200 and head.body == b""
+
+
+def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:
+    """Row 17: labels that callers can invent make a metrics store grow without end."""
+    seen: list[tuple[str, int]] = []
+    app = build_asgi(backend, ApiOptions(observe=lambda r, s, t: seen.append((r, s))))
+    client = Client(app)
+    for i in range(50):
+        run(client.request(f"M{i}", f"/path{i}"))
+        run(client.request("GET", f"/v1/models/m{i}"))
+    run(client.chat())
+    assert set(seen) == {("other", 404), ("/v1/models/{id}", 404), ("/v1/chat/completions", 200)}
