@@ -213,7 +213,8 @@ class EngineClient(_Client):
         if self._started is not None:
             self._started.cancel()
         if engine is not None:
-            await asyncio.get_running_loop().run_in_executor(None, engine.close, timeout)
+            patience = timeout if self.ready is not None else 0.0  # while it starts it cannot hear
+            await asyncio.get_running_loop().run_in_executor(None, engine.close, patience)
 
 
 class BlockingEngineClient(_Client):
@@ -301,7 +302,7 @@ class BlockingEngineClient(_Client):
         os.write(self._wake[1], b"x")
         if self._reader is not None:
             self._reader.join()
-        engine.close(timeout)
+        engine.close(timeout if self.ready is not None else 0.0)
         self._close_wake()
 
     def _close_wake(self) -> None:

@@ -20,8 +20,8 @@ CHATML = (
 )
 INST = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}"
-    "{% endfor %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
 
 

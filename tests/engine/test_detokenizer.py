@@ -61,7 +61,7 @@ def test_any_ids_give_one_text_however_cut(
 
 
 def test_invalid_bytes_beside_valid_ones_keep_the_valid() -> None:
-    """One stray byte turns the whole run of byte tokens into U+FFFD, or holds back every newline."""
+    """One stray byte turns the whole run of byte tokens into U+FFFD, or holds back newlines."""
     tokenizer = make["fallback"]()
     newline, stray = tokenizer.token_id("<0x0A>"), tokenizer.token_id("<0xFF>")
     assert newline is not None and stray is not None
@@ -155,7 +155,7 @@ def test_only_what_may_become_a_stop_is_held() -> None:
 
 
 def test_stop_string_below_min_tokens_is_text() -> None:
-    """min_tokens does not hold for stop strings, or a stop that begins before it is not seen after."""
+    """min_tokens does not hold for stop strings, or one that begins before it is missed after."""
     tokenizer = make["bytes"]()
     ids = [tokenizer.encode(char)[0] for char in "xyxyxy"]
     for cuts in ([], [1, 2, 3, 4, 5], [3]):
