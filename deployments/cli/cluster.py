@@ -40,7 +40,7 @@ class Cluster:
             # `kill` finds it.
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            self._folder = tempfile.mkdtemp(prefix="manta-")
+            self._folder = tempfile.mkdtemp(prefix="manta-serve-")
         import ray
 
         from deployments.app import cluster_environment
@@ -67,16 +67,20 @@ class Cluster:
             raise ClusterError(f"cannot {what}: {reason}; `manta doctor` may tell more") from error
 
     def close(self, app_name: str) -> None:
-        """Stop what we started: the application, and Ray if it is our own."""
-        import ray
-        from ray import serve
+        """Stop what we started. Our own Ray ends at once; in a joined one the application drains.
 
-        if ray.is_initialized():
-            # The controller may be half started or gone; what matters then is that Ray ends.
-            with contextlib.suppress(ray.exceptions.RayError, serve.exceptions.RayServeException):
-                if self.own:
-                    serve.shutdown()
-                else:
+        Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
+        """
+        # A Ctrl-C may have come in the middle of `import ray`; then there is nothing to stop.
+        ray = sys.modules.get("ray")
+        if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
+            if not self.own:
+                from ray import serve
+
+                # Nothing to delete if the controller is gone or never came up.
+                with contextlib.suppress(
+                    ray.exceptions.RayError, serve.exceptions.RayServeException
+                ):
                     serve.delete(app_name)
             ray.shutdown()
         self.kill()

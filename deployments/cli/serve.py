@@ -3,10 +3,12 @@
 import contextlib
 import http.client
 import json
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -46,13 +48,18 @@ def run(
     if cluster.own and (why := why_not_bindable(config.http.host, config.http.port)):
         raise ConfigError(f"http.port: {why}", param="http.port")
     try:
-        with _signals(cluster):
+        with _signals(cluster) as signals:
             try:
                 _start(cluster, config)
                 url = _announce(config)
                 if once_ready is not None and not once_ready(url, config):
                     return 0
                 _stay(config.app_name)
+            except Exception:
+                # A Ctrl-C inside an import or a callback comes out as whatever that makes of it.
+                if not signals.seen:
+                    raise
+                return 130
             finally:
                 with Status("Stopping"):
                     cluster.close(config.app_name)
@@ -75,18 +82,17 @@ def _start(cluster: Cluster, config: MantaConfig) -> None:
     with Status("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config)
     from ray import serve
+    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     from deployments.app import serve_config
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     schema = serve_config(config)
     with Status("Starting Serve"):
-        client = serve.start(
-            proxy_location=schema["proxy_location"], http_options=schema["http_options"]
-        )
-        del client
-        from ray.serve.context import _get_global_client
-
+        serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
+        # What `serve deploy` does, without the dashboard that it needs: deploying a changed
+        # configuration again restarts only what changed.
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
     with Status("Starting the replicas") as status:
         _wait_running(config.app_name, status)
@@ -192,15 +198,19 @@ def _stay(app_name: str) -> None:
             raise ServeError(f"application {app_name!r} was deleted")
 
 
+@dataclass(slots=True)
+class _Seen:
+    seen: int = 0
+
+
 @contextlib.contextmanager
-def _signals(cluster: Cluster) -> Iterator[None]:
+def _signals(cluster: Cluster) -> Iterator[_Seen]:
     """First SIGINT or SIGTERM: KeyboardInterrupt, a clean stop. Second: everything ends at once."""
-    seen = 0
+    signals = _Seen()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 1:
+        signals.seen += 1
+        if signals.seen > 1:
             cluster.kill()
             os._exit(130)
         err.print("Stopping; once more to stop at once")
@@ -208,7 +218,7 @@ def _signals(cluster: Cluster) -> Iterator[None]:
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
