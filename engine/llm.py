@@ -65,6 +65,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         return self._session.tokenizer
 
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        return self._client.pid
+
     def stats(self) -> EngineStats:
         """The engine's state after its last step."""
         return self._client.stats
