@@ -60,6 +60,7 @@ class _Exchange:
         payload = json.dumps(body).encode()
         self.status = 0
         self.started = asyncio.Event()
+        self._headers: dict[bytes, bytes] = {}
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._unread: list[Message] = [
             {"type": "http.request", "body": payload, "more_body": False}
@@ -101,6 +102,7 @@ class _Exchange:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self._headers = dict(message.get("headers", ()))
             self.started.set()
         elif message["type"] == "http.response.body" and message.get("body"):
             self._parts.put_nowait(message["body"])
@@ -113,6 +115,8 @@ class _Exchange:
         answer: dict[str, Any] = json.loads(body) if body else {}
         if self.status != 200:
             answer["status"] = self.status
+            if b"retry-after" in self._headers:
+                answer["retry_after"] = float(self._headers[b"retry-after"])
         return answer
 
     async def end(self) -> None:

@@ -1,0 +1,234 @@
+"""Client and AsyncClient: Manta from another Ray job in the same cluster, typed, without HTTP.
+
+    client = Client.connect()                      # ray.init(address=...) first
+    print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
+    for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
+
+Fields are those of the HTTP API, and so are the errors, as exceptions of `engine.errors`. A
+job without Manta installed uses `serve.get_app_handle("manta")` with plain dicts; see docs/python.md.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens. cached: of the prompt's, found in a prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. logprobs: as in the HTTP API, None if not asked for."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. raw: the HTTP API's object."""
+
+    id: str
+    model: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    raw: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one choice. finish_reason: None until the choice's last piece."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    raw: dict[str, Any]
+
+
+class Client:
+    """For code without an event loop. May be passed to other processes of the cluster."""
+
+    def __init__(self, handle: "DeploymentHandle[Any]", model: str) -> None:
+        self._handle = handle
+        self.model = model
+
+    @classmethod
+    def connect(cls, app_name: str = "manta") -> "Client":
+        """Find the application. Raises MantaError (code app_not_found)."""
+        handle = _find(app_name)
+        try:
+            state = handle.options(method_name="state").remote().result()
+        except RayError as error:
+            _lost(error)
+        return cls(handle, state["model"])
+
+    def chat(self, messages: Messages, **fields: Any) -> Completion:
+        """The answer to a chat."""
+        return self.generate(messages, **fields)
+
+    def generate(self, prompt: Prompt, **fields: Any) -> Completion:
+        """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
+        body = _body(self.model, prompt, fields)
+        try:
+            answer = self._handle.options(method_name="generate").remote(body).result()
+        except RayError as error:
+            _lost(error)
+        return _completion(answer)
+
+    def stream(self, prompt: Prompt, **fields: Any) -> Iterator[Chunk]:
+        """The same piece by piece. Leaving the loop early stops the request."""
+        body = _body(self.model, prompt, fields)
+        handle = self._handle.options(method_name="stream", stream=True)
+        responses: Any = handle.remote(body)
+        try:
+            for item in responses:
+                yield from _chunks(item)
+        except RayError as error:
+            _lost(error)
+        finally:
+            responses.cancel()
+
+
+class AsyncClient:
+    """For asyncio: the same calls, awaited."""
+
+    def __init__(self, handle: "DeploymentHandle[Any]", model: str) -> None:
+        self._handle = handle
+        self.model = model
+
+    @classmethod
+    async def connect(cls, app_name: str = "manta") -> "AsyncClient":
+        """Find the application. Raises MantaError (code app_not_found)."""
+        handle = _find(app_name)
+        try:
+            state = await handle.options(method_name="state").remote()
+        except RayError as error:
+            _lost(error)
+        return cls(handle, state["model"])
+
+    async def chat(self, messages: Messages, **fields: Any) -> Completion:
+        """The answer to a chat."""
+        return await self.generate(messages, **fields)
+
+    async def generate(self, prompt: Prompt, **fields: Any) -> Completion:
+        """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
+        body = _body(self.model, prompt, fields)
+        try:
+            answer = await self._handle.options(method_name="generate").remote(body)
+        except RayError as error:
+            _lost(error)
+        return _completion(answer)
+
+    async def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[Chunk]:
+        """The same piece by piece. Leaving the loop early stops the request."""
+        body = _body(self.model, prompt, fields)
+        handle = self._handle.options(method_name="stream", stream=True)
+        responses: Any = handle.remote(body)
+        try:
+            async for item in responses:
+                for chunk in _chunks(item):
+                    yield chunk
+        except RayError as error:
+            _lost(error)
+        finally:
+            responses.cancel()
+
+
+def _find(app_name: str) -> "DeploymentHandle[Any]":
+    try:
+        return serve.get_app_handle(app_name)
+    except RayServeException as error:
+        raise MantaError(
+            f"no Serve application {app_name!r} here: {error}", code="app_not_found"
+        ) from error
+
+
+def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        given: dict[str, Any] = {"prompt": prompt}
+    elif not isinstance(prompt, Sequence):
+        raise InvalidRequest("a prompt is a text, token ids or messages", param="prompt")
+    elif prompt and isinstance(prompt[0], Mapping):
+        given = {"messages": list(prompt)}
+    else:
+        given = {"prompt": list(prompt)}
+    return {"model": model, **given, **fields}
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    _check(answer)
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or {}
+    return Completion(
+        id=answer["id"],
+        model=answer["model"],
+        choices=tuple(
+            Choice(
+                index=choice["index"],
+                text=choice["message"]["content"] if "message" in choice else choice["text"],
+                finish_reason=choice["finish_reason"],
+                logprobs=choice.get("logprobs"),
+            )
+            for choice in answer["choices"]
+        ),
+        usage=Usage(
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            details.get("cached_tokens", 0),
+        ),
+        raw=answer,
+    )
+
+
+def _chunks(item: dict[str, Any]) -> Iterator[Chunk]:
+    _check(item)
+    for choice in item["choices"]:
+        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        yield Chunk(choice["index"], text or "", choice.get("finish_reason"), item)
+
+
+def _check(answer: dict[str, Any]) -> None:
+    """Raise what an error object stands for."""
+    error = answer.get("error")
+    if error is None:
+        return
+    status, code = answer.get("status", 500), error.get("code")
+    message, param = error.get("message", ""), error.get("param")
+    if code == EngineDead.code:
+        raise EngineDead(message, param=param, code=code)
+    if status in (429, 503):
+        retry = float(answer.get("retry_after", 1))
+        raise Overloaded(message, param=param, code=code, retry_after=retry)
+    if status < 500:
+        raise InvalidRequest(message, param=param, code=code)
+    raise RequestFailed(message, param=param, code=code)
+
+
+def _lost(error: RayError) -> NoReturn:
+    """A call that Ray could not carry through: the router or its node is gone."""
+    raise EngineDead(
+        f"the router did not answer: {type(error).__name__}", code="router_lost"
+    ) from error
