@@ -83,7 +83,7 @@ def test_send_fails(app: Api, backend: FakeBackend) -> None:
 
 
 def test_cancelled_by_the_server(app: Api, backend: FakeBackend) -> None:
-    """Serve's proxy cancels the handler instead: that must stay a cancellation, and free as well."""
+    """Serve's proxy cancels the handler instead: which must stay one, and free as well."""
 
     async def work() -> None:
         backend.first_pause = 30

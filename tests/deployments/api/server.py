@@ -1,0 +1,37 @@
+"""uvicorn in a thread of this process, on a free port of the loopback."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+
+@contextlib.contextmanager
+def serve(app: Any, http: str = "httptools") -> Iterator[int]:
+    """Run app; yields the port. http: "httptools" (what Serve uses) or "h11"."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="critical", http=http, loop="asyncio", lifespan="on")
+    server = uvicorn.Server(config)
+    started = threading.Event()
+
+    async def main() -> None:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.005)
+        started.set()
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
