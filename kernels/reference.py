@@ -42,12 +42,17 @@ def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rms_norm(x, weight.shape, weight, eps)
+    if x.dtype != torch.float32:
+        return _rms_norm(x, weight.shape, weight, eps)
+    # Half the operations of the composite above; the sum of squares must not be rounded to 16 bits.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / x.shape[-1])
+    return torch.mul(x, mean.rsqrt_()).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     residual.add_(x)
-    return _rms_norm(residual, weight.shape, weight, eps), residual
+    return rms_norm(residual, weight, eps), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -74,21 +79,19 @@ def rope_kv_write(
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     plan = _plan(meta, k_cache)
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    turning = heads[:, : num_heads + num_kv_heads]
     if q_norm is not None and k_norm is not None:
-        q = _rms_norm(heads[:, :num_heads], q_norm.shape, q_norm, eps)
-        k = _rms_norm(heads[:, num_heads : num_heads + num_kv_heads], k_norm.shape, k_norm, eps)
-        turning = torch.cat((q, k), dim=1).float()
-    else:
-        turning = heads[:, : num_heads + num_kv_heads].float()
+        q, k = turning[:, :num_heads], turning[:, num_heads:]
+        turning = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
     if plan.cos is None or plan.sin is None:
         plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
-    turned = _rotate(turning, plan.cos, plan.sin).to(qkv.dtype)
-    v = heads[:, num_heads + num_kv_heads :]
-    k = turned[:, num_heads:]
-    if plan.written is not None:
-        k, v = k[plan.written], v[plan.written]
-    k_cache.view(-1, head_dim).index_copy_(0, plan.write_rows, k.reshape(-1, head_dim))
-    v_cache.view(-1, head_dim).index_copy_(0, plan.write_rows, v.reshape(-1, head_dim))
+    turned = _rotate(turning.float(), plan.cos, plan.sin).to(qkv.dtype)
+    keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+    for cache, new in ((k_cache, keys), (v_cache, values)):
+        if plan.written is not None:
+            new = new[plan.written]
+        new = new.to(cache.dtype).reshape(-1, head_dim)
+        cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new)
     return turned[:, :num_heads]
 
 
@@ -99,38 +102,41 @@ def attention(
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     plan = _plan(meta, k_cache)
-    # One row of these views is what a block keeps for one head: gathering rows (entry, head,
-    # block) in this order gives contiguous keys for each (entry, head).
+    # A row of these views is what a block keeps for one head: rows gathered in the order (entry,
+    # head, block) are contiguous keys for each (entry, head).
     keys, values = k_cache.view(-1, block_size * head_dim), v_cache.view(-1, block_size * head_dim)
+    grouped = q.to(k_cache.dtype).view(num_tokens, num_kv_heads, group, head_dim)
     if plan.whole is not None:
-        return _decode(q, keys, values, scale, plan.whole, num_kv_heads, head_dim).view(
-            num_tokens, num_heads * head_dim
-        )
-    out = q.new_zeros(num_tokens, num_heads, head_dim)
+        attended = _decode(grouped, keys, values, scale, plan.whole)
+        return attended.to(q.dtype).view(num_tokens, num_heads * head_dim)
+    out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
     for part in plan.decodes:
-        out[part.tokens] = _decode(
-            q[part.tokens], keys, values, scale, part, num_kv_heads, head_dim
-        ).view(-1, num_heads, head_dim)
+        out[part.tokens] = _decode(grouped[part.tokens], keys, values, scale, part).to(q.dtype)
     for chunk in plan.chunks:
-        length = chunk.end - chunk.begin
-        # [num_kv_heads, group, length, head_dim]: heads that share keys are one SDPA batch row,
-        # keys expanded, not copied
-        query = q[chunk.begin : chunk.end].view(length, num_kv_heads, group, head_dim)
-        shape = (num_kv_heads, 1, -1, head_dim)
-        key = keys.index_select(0, chunk.rows).view(shape)[:, :, : chunk.kv_len]
-        value = values.index_select(0, chunk.rows).view(shape)[:, :, : chunk.kv_len]
-        got = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.expand(-1, group, -1, -1),
-            value.expand(-1, group, -1, -1),
+        key, value = _gather(keys, values, chunk.gather, (num_kv_heads, 1, -1, head_dim))
+        attended = scaled_dot_product_attention(
+            # Heads that share keys stand side by side, their keys expanded without a copy.
+            grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
+            key[:, :, : chunk.kv_len].expand(-1, group, -1, -1),
+            value[:, :, : chunk.kv_len].expand(-1, group, -1, -1),
             attn_mask=chunk.mask,
-            is_causal=chunk.mask is None and length > 1,
+            is_causal=chunk.mask is None and chunk.end - chunk.begin > 1,
             scale=scale,
         )
-        out[chunk.begin : chunk.end].view(length, num_kv_heads, group, head_dim).copy_(
-            got.permute(2, 0, 1, 3)
-        )
+        out[chunk.begin : chunk.end] = attended.permute(2, 0, 1, 3)
     return out.view(num_tokens, num_heads * head_dim)
+
+
+@dataclass(slots=True)
+class _Gather:
+    """Which rows of a cache seen as [-1, block_size * head_dim], and where to.
+
+    The buffers serve all layers: allocating megabytes for each would fault their pages in anew.
+    """
+
+    rows: Tensor  # [n] int64
+    keys: Tensor  # [n, block_size * head_dim]
+    values: Tensor
 
 
 @dataclass(slots=True)
@@ -138,9 +144,8 @@ class _Decodes:
     """Entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
-    # [n * num_kv_heads * blocks] int64: rows of a cache seen as [-1, block_size * head_dim]
-    rows: Tensor
-    mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the dtype of q
+    gather: _Gather  # of n * num_kv_heads * blocks rows
+    mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
 
 
 @dataclass(slots=True)
@@ -150,7 +155,7 @@ class _Chunk:
     begin: int
     end: int
     kv_len: int
-    rows: Tensor  # [num_kv_heads * blocks] int64, as above
+    gather: _Gather  # of num_kv_heads * blocks rows
     mask: Tensor | None  # [end - begin, kv_len], or None where there is no prefix: plain causal
 
 
@@ -195,7 +200,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
         outside = position >= meta.kv_len.index_select(0, index)[:, None]
         mask = torch.zeros(outside.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(outside, float("-inf"))
-        plan.decodes.append(_Decodes(index, rows, mask[:, None, None]))
+        plan.decodes.append(_Decodes(index, _buffers(rows, cache), mask[:, None, None]))
     if len(groups) == 1 and len(groups[0]) == len(meta.slots):
         plan.whole = plan.decodes[0]
     for entry in range(meta.num_decodes, len(kv_lens)):
@@ -208,7 +213,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
                 (end - begin, kv_len), float("-inf"), dtype=dtype, device=slots.device
             )
             mask.triu_(kv_len - (end - begin) + 1)
-        plan.chunks.append(_Chunk(begin, end, kv_len, rows, mask))
+        plan.chunks.append(_Chunk(begin, end, kv_len, _buffers(rows, cache), mask))
     return plan
 
 
@@ -234,24 +239,25 @@ def _block_rows(table: Tensor, blocks: int, num_kv_heads: int) -> Tensor:
     return (table[:, None, :blocks].long().clamp_(min=0) * num_kv_heads + head).flatten()
 
 
-def _decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    part: _Decodes,
-    num_kv_heads: int,
-    head_dim: int,
-) -> Tensor:
-    """q [n, num_heads, head_dim]; the heads that share keys stand as queries of one SDPA head."""
-    num = q.shape[0]
-    shape = (num, num_kv_heads, -1, head_dim)
+def _buffers(rows: Tensor, cache: Tensor) -> _Gather:
+    shape = (rows.shape[0], cache.shape[2] * cache.shape[3])
+    return _Gather(rows, cache.new_empty(shape), cache.new_empty(shape))
+
+
+def _gather(
+    keys: Tensor, values: Tensor, gather: _Gather, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    torch.index_select(keys, 0, gather.rows, out=gather.keys)
+    torch.index_select(values, 0, gather.rows, out=gather.values)
+    return gather.keys.view(shape), gather.values.view(shape)
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float, part: _Decodes) -> Tensor:
+    """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
+    num, num_kv_heads, _, head_dim = q.shape
+    key, value = _gather(keys, values, part.gather, (num, num_kv_heads, -1, head_dim))
     return scaled_dot_product_attention(
-        q.reshape(shape),
-        keys.index_select(0, part.rows).view(shape),
-        values.index_select(0, part.rows).view(shape),
-        attn_mask=part.mask,
-        scale=scale,
+        q, key, value, attn_mask=part.mask, scale=scale
     ).contiguous()
 
 

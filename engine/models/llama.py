@@ -4,6 +4,7 @@ They differ by switches of ModelConfig only, and keep their weights under the sa
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from engine.layers.linear import Linear, LinearFactory
 from engine.layers.rotary import cos_sin_table
 from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod
+from engine.quantization.method import DenseState, LinearMethod
 from engine.weights.parameter import Parameter, Source
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
@@ -49,6 +50,7 @@ class LlamaLayer:
         index: int,
         linears: LinearFactory,
         kernels: Kernels,
+        activation_dtype: torch.dtype,
         cos_sin: Tensor,
     ) -> None:
         names = {ours: [t.format(i=index) for t in theirs] for ours, theirs in CHECKPOINT.items()}
@@ -88,7 +90,7 @@ class LlamaLayer:
         norms: list[Parameter] = []
 
         def norm(ours: str, size: int) -> Tensor:
-            weight = torch.empty(size, dtype=linears.dtype, device=linears.device)
+            weight = torch.empty(size, dtype=activation_dtype, device=linears.device)
             source = Source(f"{names[ours][0]}.weight", (size,))
             norms.append(Parameter(f"{prefix}.{ours}.weight", weight, (source,), std=0.0))
             return weight
@@ -132,25 +134,30 @@ class Llama:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
+        activation_dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
         method: LinearMethod,
+        unquantized: LinearMethod,  # for the head, if it is the embedding
         group: TensorParallelGroup,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.activation_dtype = activation_dtype
         self.device = device
         self.kernels = kernels
         self.group = group
         linears = LinearFactory(method, group, dtype, device)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = torch.empty(vocab, hidden, dtype=dtype, device=device)
-        self.norm = torch.empty(hidden, dtype=dtype, device=device)
+        self.norm = torch.empty(hidden, dtype=activation_dtype, device=device)
         cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, device)
         self.layers = [
-            LlamaLayer(config, index, linears, kernels, cos_sin)
+            LlamaLayer(config, index, linears, kernels, activation_dtype, cos_sin)
             for index in range(config.num_layers)
         ]
+        self._unquantized = unquantized
+        self._tied_head: Any = DenseState(self.embedding, None)
         self.head: Linear | None = None
         if not config.tie_embeddings:
             self.head = linears.column("head", [(CHECKPOINT["head"][0], vocab)], hidden)
@@ -164,7 +171,7 @@ class Llama:
     ) -> Tensor:
         kernels = self.kernels
         eps = self.config.rms_eps
-        residual = embedding(token_ids, self.embedding)
+        residual = embedding(token_ids, self.embedding).to(self.activation_dtype)
         x = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -175,7 +182,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.head is None:
-            return self.kernels.linear(hidden, self.embedding, None)
+            return self._unquantized.apply(self._tied_head, hidden)
         return self.group.all_gather_columns(self.head(hidden))
 
     def parameters(self) -> Iterator[Parameter]:
@@ -200,5 +207,7 @@ class Llama:
         for layer in self.layers:
             for linear in layer.linears:
                 linear.finish()
-        if self.head is not None:
+        if self.head is None:
+            self._tied_head = self._unquantized.finish(self._tied_head)
+        else:
             self.head.finish()

@@ -43,7 +43,8 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] -> [n, vocab_size] in the model's dtype."""
+        """hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in the model's
+        dtype."""
         ...
 
     def parameters(self) -> Iterator[Parameter]:
@@ -81,11 +82,15 @@ def build_model(
     group: TensorParallelGroup | None = None,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``."""
+    device = torch.device(device)
     return MODELS[model_config.architecture](
         model_config,
         dtype,
-        torch.device(device),
+        # The CPU computes in float32 and keeps 16 bits only where memory is read: weights and KV.
+        torch.float32 if device.type == "cpu" else dtype,
+        device,
         kernels,
-        linear_method(quantization, kernels),
+        linear_method(quantization, kernels, device),
+        linear_method("none", kernels, device),
         group or TensorParallelGroup(),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.parameter import Parameter, Source
+from kernels.cpu.linear import Packed, pack
 from kernels.dispatch import Kernels
 
 
@@ -73,6 +74,11 @@ class DenseState:
     bias: Tensor | None  # [out]
 
 
+@dataclass(slots=True)
+class PackedState:
+    multiply: Packed
+
+
 class Unquantized:
     """Weights in the activations' dtype."""
 
@@ -112,14 +118,33 @@ class Unquantized:
         return self.linear(x, state.weight, state.bias)
 
 
-METHODS: dict[str, Callable[[Kernels], LinearMethod]] = {"none": Unquantized}
+class UnquantizedCpu(Unquantized):
+    """On the CPU activations are float32; 16-bit weights are packed for that where it is faster."""
+
+    def finish(self, state: DenseState) -> DenseState | PackedState:
+        packed = pack(state.weight, state.bias)
+        return state if packed is None else PackedState(packed)
+
+    def apply(self, state: DenseState | PackedState, x: Tensor) -> Tensor:
+        if isinstance(state, PackedState):
+            return state.multiply(x)
+        return self.linear(x.to(state.weight.dtype), state.weight, state.bias).to(x.dtype)
 
 
-def linear_method(name: str, kernels: Kernels) -> LinearMethod:
-    """Raises ConfigError for a name that is not in METHODS."""
+METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
+    "none": {"cpu": UnquantizedCpu, "cuda": Unquantized},
+}
+
+
+def linear_method(name: str, kernels: Kernels, device: torch.device) -> LinearMethod:
+    """Raises ConfigError for a method that is not in METHODS, or not for this device."""
     if name not in METHODS:
         raise ConfigError(
             f"quantization {name!r} is not supported; supported: {', '.join(METHODS)}",
             param="quantization",
         )
-    return METHODS[name](kernels)
+    if device.type not in METHODS[name]:
+        raise ConfigError(
+            f"quantization {name!r} does not run on {device.type}", param="quantization"
+        )
+    return METHODS[name][device.type](kernels)
