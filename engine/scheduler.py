@@ -242,8 +242,7 @@ class Scheduler:
         memory = None
         while self.waiting and self._free_rows and self._budget(draft) > 0:
             request = self.waiting[0]
-            if request.last_step > self.done_step:
-                return
+            assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not self._retry_admission and self.running:
                 return
             if memory is None:

@@ -141,7 +141,9 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
     short, failing and unlimited requests, resets. Returns the driver after `finish`."""
     rng = random.Random(seed)
     driver = Driver(**({"num_blocks": 40, "max_num_seqs": 8, "fail": (13,)} | changes))
-    stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(3)]
+    stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(2)]
+    stems.append([5, 6, 7, 8, 9] * 8)  # equal blocks, but not after equal tokens
+    stems.append([4] * 40)
     for _ in range(steps):
         action = rng.random()
         if action < 0.35:

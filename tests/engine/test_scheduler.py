@@ -186,6 +186,17 @@ def test_abort_anywhere() -> None:
     assert hand.scheduler.num_waiting_tokens == 0
 
 
+def test_a_half_computed_block_is_not_found() -> None:
+    """Bug: a request that is aborted between two chunks leaves a block with keys missing."""
+    hand = Hand(max_num_batched_tokens=6, async_scheduling=False)
+    hand.add(1, list(range(2, 14)))
+    hand.go()
+    hand.scheduler.abort([1])
+    hand.add(2, list(range(2, 14)))
+    hand.go()
+    assert hand.go()[2].cached == 4
+
+
 def test_one_failing_entry_ends_one_request() -> None:
     """Bug: a numerical error of one request ends its neighbours, shows its token, or leaves its
     keys where the next request with that prompt finds them."""
