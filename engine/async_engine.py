@@ -39,7 +39,7 @@ class AsyncEngine:
 
         Raises ConfigError, EngineDead.
         """
-        found = await asyncio.to_thread(load_tokenizer, config.model, tokenizer)
+        found = await asyncio.to_thread(load_tokenizer, config, tokenizer)
         engine = cls(Session(found, config.seed))
         ready = await engine._client.start(config, timeout=timeout, progress=progress)
         engine._session.connect(engine._client, ready)

@@ -39,7 +39,7 @@ class _TooMuch(Exception):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it only passes it on."""
+    """``{% generation %}`` marks what the assistant wrote, for training; here it does nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 

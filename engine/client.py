@@ -99,6 +99,8 @@ class _Client:
             self.stats = message.stats
             self._on_frame(message)
         elif isinstance(message, Ready):
+            assert self._engine is not None
+            self._engine.hide()
             self.ready = message
         elif isinstance(message, Failed):
             self._failed = message

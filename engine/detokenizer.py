@@ -229,30 +229,21 @@ class _WindowStream:
         self._ids, self._read = list(state[0]), state[1]
 
 
-class _Tables:
+class Tables:
     """What all streams of one tokenizer share."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.scheme = _Scheme(tokenizer)
         self.pieces = {skip: _Pieces(tokenizer, skip, self.scheme) for skip in (False, True)}
+        self._backend = tokenizer.backend
 
-
-def _tables(tokenizer: "Tokenizer") -> _Tables:
-    found: _Tables | None = getattr(tokenizer, "_detokenizer_tables", None)
-    if found is None:
-        found = _Tables(tokenizer)
-        tokenizer._detokenizer_tables = found  # type: ignore[attr-defined]
-    return found
-
-
-def token_bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
-    """The bytes one token stands for."""
-    tables = _tables(tokenizer)
-    if tables.scheme.kind == "window":
-        text: str = tokenizer.backend.decode([token_id], skip_special_tokens=False)
-        return text.encode()
-    piece = tables.pieces[False][token_id]
-    return b"" if piece is None else piece.encode() if isinstance(piece, str) else piece
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; none for an id outside the vocabulary."""
+        if self.scheme.kind == "window":
+            text: str = self._backend.decode([token_id], skip_special_tokens=False)
+            return text.encode()
+        piece = self.pieces[False][token_id]
+        return b"" if piece is None else piece.encode() if isinstance(piece, str) else piece
 
 
 class TextStream:
@@ -264,7 +255,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
-        tables = _tables(tokenizer)
+        tables = tokenizer.tables
         pieces = tables.pieces[skip_special_tokens]
         stream: _Stream
         if tables.scheme.kind == "bytes":

@@ -212,14 +212,16 @@ class RequestHandle:
 
     async def aget(self, timeout: float | None = None) -> RequestOutput | None:
         """`get` for asyncio."""
-        async with asyncio.timeout(timeout):
-            while True:
-                with self._lock:
-                    done, out = self._poll()
-                    waiter = None if done else self._add_waiter()
-                if waiter is None:
-                    return out
-                await self._wait(waiter)
+        if timeout is not None:
+            async with asyncio.timeout(timeout):
+                return await self.aget()
+        while True:
+            with self._lock:
+                done, out = self._poll()
+                waiter = None if done else self._add_waiter()
+            if waiter is None:
+                return out
+            await self._wait(waiter)
 
     def status(self) -> RequestStatus:
         with self._lock:
@@ -249,14 +251,16 @@ class RequestHandle:
 
     async def async_sync(self, timeout: float | None = None) -> RequestOutput:
         """`sync` for asyncio."""
-        async with asyncio.timeout(timeout):
-            while True:
-                with self._lock:
-                    self._check()
-                    if self._over:
-                        return self._whole()
-                    waiter = self._add_waiter()
-                await self._wait(waiter)
+        if timeout is not None:
+            async with asyncio.timeout(timeout):
+                return await self.async_sync()
+        while True:
+            with self._lock:
+                self._check()
+                if self._over:
+                    return self._whole()
+                waiter = self._add_waiter()
+            await self._wait(waiter)
 
     def stop(self) -> None:
         """Cancel. The engine frees what it holds in its next step; what was generated stays
@@ -350,10 +354,11 @@ class RequestHandle:
     async def _wait(self, waiter: _Waiter) -> None:
         try:
             await waiter[1]
-        finally:
+        except BaseException:
             with self._lock:
                 if waiter in self._waiters:  # cancelled before anything came
                     self._waiters.remove(waiter)
+            raise
 
 
 def _set(future: "asyncio.Future[None]") -> None:

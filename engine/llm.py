@@ -90,15 +90,9 @@ class LLM:
         finish_reason "error". Raises InvalidRequest, EngineDead.
         """
         many = _as_list(prompts)
-        return self._run(
-            [
-                (prompt if isinstance(prompt, str) else None, self._session.encode(prompt))
-                for prompt in many
-            ],
-            params,
-            detokenize,
-            progress,
-        )
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
+        every = self._session.encode_all(many)
+        return self._run(list(zip(texts, every, strict=True)), params, detokenize, progress)
 
     def chat(
         self,

@@ -76,6 +76,16 @@ class Session:
         self._check(ids)
         return ids
 
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """`encode` for many; texts on all cores."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) < len(prompts) or len(texts) < 2:
+            return [self.encode(prompt) for prompt in prompts]
+        every = self._text_tokenizer().encode_batch(texts, add_special_tokens=True)
+        for ids in every:
+            self._check(ids)
+        return every
+
     def encode_chat(self, messages: Messages, options: Mapping[str, Any]) -> list[int]:
         """The same for a chat; options as in `Tokenizer.encode_chat`."""
         ids = self._text_tokenizer().encode_chat(messages, **options)

@@ -110,6 +110,11 @@ class EngineProcess:
             except zmq.Again:
                 raise EngineDead("the engine process is gone") from None
 
+    def hide(self) -> None:
+        """Remove the sockets' folder: once connected nobody needs to find it, and what is gone cannot
+        be left behind by a process that is killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def kill(self) -> None:
         """SIGKILL; legal at any time."""
         if self._process is not None:

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from engine.chat_template import ChatTemplate, map_strings
-from engine.detokenizer import TextStream, token_bytes
+from engine.detokenizer import Tables, TextStream
 from engine.errors import ConfigError, InvalidRequest
 
 
@@ -58,6 +58,7 @@ class Tokenizer:
             )
             or "(?!)"
         )
+        self.tables = Tables(self)  # for TextStream
         self._plain_splitter = _without_first_prefix(backend.pre_tokenizer)
 
     @classmethod
@@ -98,7 +99,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a text. add_special_tokens: what tokenizer.json puts around a text (e.g. a BOS)."""
+        """Ids of a text. add_special_tokens: with what tokenizer.json puts around it, e.g. a BOS."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -146,12 +147,11 @@ class Tokenizer:
         nobody can end a turn or start another role by writing ``<|im_end|>``. Raises as
         `render_chat`.
         """
-        typed: list[str] = []
+        typed: dict[str, str] = {}  # control token -> the mark that stands for it
         nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
 
         def mark(match: re.Match[str]) -> str:
-            typed.append(match.group())
-            return f"{nonce}{len(typed) - 1:06d}"
+            return typed.setdefault(match.group(), f"{nonce}{len(typed):06d}")
 
         def neutral(text: str) -> str:
             return self._special_text.sub(mark, text)
@@ -161,13 +161,15 @@ class Tokenizer:
         text = self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
         )
-        return self._encode_marked(text, nonce, typed) if typed else self.encode(text)
+        if not typed:
+            return self.encode(text)
+        return self._encode_marked(text, nonce, {mark: token for token, mark in typed.items()})
 
-    def _encode_marked(self, text: str, nonce: str, typed: list[str]) -> list[int]:
+    def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
         """Encode as usual, but the stretches that hold marks (between two control tokens of the
         template) plainly.
         """
-        marker = re.compile(nonce + r"(\d{6})")
+        marker = re.compile(nonce + r"\d{6}")
         ids: list[int] = []
         start = 0  # of what is not encoded yet
         end = 0  # of the last control token seen
@@ -176,7 +178,7 @@ class Tokenizer:
             stretch = text[end:left]
             if nonce in stretch:
                 ids += self.encode(text[start:end]) if end > start else []
-                ids += self.encode_plain(marker.sub(lambda m: typed[int(m.group(1))], stretch))
+                ids += self.encode_plain(marker.sub(lambda m: typed[m.group()], stretch))
                 start = left
             end = right
         return ids + (self.encode(text[start:]) if start < len(text) else [])
@@ -188,11 +190,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not (for logprobs)."""
-        return token_bytes(self, token_id)
+        return self.tables.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
         """The same as text; bytes that are no whole character become U+FFFD."""
-        return token_bytes(self, token_id).decode("utf-8", "replace")
+        return self.tables.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _named(name: str, value: Any) -> str | None:
-    """The text of a named special token ("bos_token": "<s>" or {"content": "<s>", ...}), or None."""
+    """The text of a special token ("bos_token": "<s>" or {"content": "<s>", ...}), or None."""
     if not name.endswith("_token"):
         return None
     if isinstance(value, Mapping):

@@ -200,10 +200,16 @@ def test_blocking_client_leaves_nothing_and_tells_of_death() -> None:
 def test_socket_folder_is_private() -> None:
     """Another user of the machine reads prompts or injects requests."""
     client = BlockingEngineClient(print)
-    before = set(Path(tempfile.gettempdir()).glob("manta-*"))
-    client.start(FAKE)
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("manta-*"))
+    modes: list[int] = []
+
+    def look(phase: str, fraction: float) -> None:
+        modes.extend(p.stat().st_mode & 0o777 for p in set(temporary.glob("manta-*")) - before)
+
+    client.start(FAKE, progress=look)
     try:
-        (folder,) = set(Path(tempfile.gettempdir()).glob("manta-*")) - before
-        assert folder.stat().st_mode & 0o777 == 0o700
+        assert 0o700 in modes and set(modes) == {0o700}
+        assert set(temporary.glob("manta-*")) <= before  # a killed parent leaves no files either
     finally:
         client.close()
