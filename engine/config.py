@@ -18,27 +18,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: hub revision; None = the default branch.
     device: "auto" takes CUDA where there is one.
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
-    load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json
-    alone (benchmarks).
+    load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
+        (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = the model's, or less if KV
-    memory is less.
+        memory is less.
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
-    saturates the device
-        while a step stays short), 512 on the CPU (about half a second of prefill on two cores).
+        saturates the device while a step stays short), 512 on the CPU (about half a second of
+        prefill on two cores).
     max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
-    the smaller of
-        2 GiB and a quarter of the free memory. num_blocks (> 0) fixes the count instead; tests use
-        it.
+        the smaller of 2 GiB and a quarter of the free memory.
+    num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
     prefix_caching: reuse KV blocks of equal prefixes.
     async_scheduling: launch step n+1 before the tokens of n are known to the host.
     cuda_graphs: capture decode steps.
     graph_sizes: batch sizes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, of 32 up
-    to max_num_seqs.
-    admission: which waiting requests may start ("optimistic": when their prompt fits,
-    preempting if it goes wrong).
+        to max_num_seqs.
+    admission: which waiting requests may start ("optimistic": when their prompt fits, preempting
+        if it goes wrong).
+    deterministic: the same numbers whatever else is in the batch, where a faster way would differ.
     num_threads: CPU threads of the step; 0 = the process's share of cores.
     seed: of the dummy weights and of seeds drawn for requests that give none.
     """
