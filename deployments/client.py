@@ -5,7 +5,8 @@
     for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
 
 Fields are those of the HTTP API, and so are the errors, as exceptions of `engine.errors`. A
-job without Manta installed uses `serve.get_app_handle("manta")` with plain dicts; see docs/python.md.
+job without Manta installed uses `serve.get_app_handle("manta")` with plain dicts; see
+docs/python.md.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence

@@ -135,7 +135,7 @@ class RouterConfig(_Section):
         "longer.",
     )
     losses: int = Field(
-        2,
+        1,
         ge=0,
         le=100,
         description="Replicas that a request may lose without one new token before it fails: it "

@@ -33,7 +33,7 @@ class DispatchLimits:
     wait_seconds: float = 30.0
     in_flight: int = 4096
     waiting: int = 1024
-    losses: int = 2
+    losses: int = 1
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
@@ -151,6 +151,7 @@ class Dispatcher:
         assert link.connection is not None
         for choice in choices:
             choice.place = replica
+            choice.progressed = False
             link.choices[choice.id] = choice
             link.book(tokens)
             link.connection.send(Submit(choice.as_request(), request.request_id))
@@ -245,7 +246,7 @@ class Dispatcher:
         for choice in lost:
             if choice.done:
                 continue  # its entry failed with another choice of this loop
-            choice.losses += 1
+            choice.losses = 0 if choice.progressed else choice.losses + 1
             if choice.losses > self._limits.losses:
                 message = f"lost {choice.losses} replicas in a row without a token from any"
                 choice.entry.fail(EngineDead(message))

@@ -23,11 +23,21 @@ class Choice:
     """One choice in flight.
 
     emitted: output token ids so far. place: the replica that has it, "" while none has.
-    losses: replicas lost since the last token came; a request that kills its replicas is given up
-    by this.
+    losses: replicas lost in a row before a token came from them; a request that kills its replicas
+    is given up by this.
     """
 
-    __slots__ = ("done", "emitted", "entry", "id", "index", "last", "losses", "place")
+    __slots__ = (
+        "done",
+        "emitted",
+        "entry",
+        "id",
+        "index",
+        "last",
+        "losses",
+        "place",
+        "progressed",
+    )
 
     def __init__(self, entry: "Entry", index: int, id: int) -> None:
         self.entry = entry
@@ -36,6 +46,7 @@ class Choice:
         self.emitted: list[int] = []
         self.place = ""
         self.losses = 0
+        self.progressed = False  # a token has come from the replica that has it
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
 
@@ -125,7 +136,7 @@ class Entry:
             choice.last = now
         if tokens:
             choice.emitted += delta.token_ids
-            choice.losses = 0
+            choice.progressed = True
             metrics.output_tokens.values[()] += tokens
         self._items.append((choice.index, delta))
         if delta.finish:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.channel import ChannelLimits, RouterEnd
 from deployments.ledger import Choice
-from deployments.routing import Snapshot
+from deployments.routing import Snapshot, StepModel
 from engine.messages import EngineStats, Failed, StepFrame
 
 logger = logging.getLogger("manta.router")
@@ -73,7 +73,7 @@ class Link:
         self._booked: deque[tuple[float, int]] = deque()  # (when sent, prompt tokens)
         self._booked_tokens = 0
         self._prompt_rate = _UNMEASURED_RATE
-        self._step_seconds = 0.0
+        self._steps = StepModel()
         self._seen = 0.0  # monotonic seconds of the last frame
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
@@ -84,6 +84,7 @@ class Link:
 
     def snapshot(self) -> Snapshot:
         stats = self.stats
+        base, per_sequence = self._steps.fit()
         return Snapshot(
             replica=self.replica,
             waiting_tokens=stats.waiting_tokens,
@@ -92,7 +93,8 @@ class Link:
             booked_sequences=len(self._booked),
             free_tokens=stats.free_blocks * stats.block_size if stats.total_blocks else 2**62,
             prompt_rate=self._prompt_rate,
-            step_seconds=self._step_seconds,
+            base_seconds=base,
+            sequence_seconds=per_sequence,
             available=self.available,
         )
 
@@ -110,10 +112,10 @@ class Link:
             self._prompt_rate += _SMOOTHING * (computed / seconds - self._prompt_rate)
         steps = stats.step - last.step
         if steps > 0 and last.running:  # it was busy from that frame to this
-            self._step_seconds += _SMOOTHING * (seconds / steps - self._step_seconds)
+            self._steps.observe(last.running, seconds / steps)
         self.stats = stats
         self._seen = now
-        settled = now - max(0.02, 2 * self._step_seconds)
+        settled = now - max(0.02, 2 * stats.step_seconds)
         while self._booked and self._booked[0][0] < settled:
             self._booked_tokens -= self._booked.popleft()[1]
 
@@ -147,7 +149,8 @@ class Link:
                         self._protocol, self.endpoint.host, self.endpoint.port
                     )
             except (OSError, TimeoutError) as error:
-                logger.warning("replica %s: cannot connect: %s", self.replica, error)
+                if delay == _RETRY[0]:  # once; Serve will take it out or bring it back
+                    logger.warning("replica %s: cannot connect: %s", self.replica, error)
             else:
                 started = time.monotonic()
                 await self._ended.wait()

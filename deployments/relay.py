@@ -83,6 +83,7 @@ class Relay:
         if self._server is not None:
             self._server.close()
         for connection in [*self._strangers, *self._routers.values()]:
+            connection.live.clear()  # the engine ends as a whole
             connection.close("the replica has stopped")
         await self._engine.close()
 

@@ -1,0 +1,205 @@
+"""Fleet: replicas and a router's dispatcher in one event loop, over real sockets on loopback, with
+engines that count instead of thinking."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+
+from deployments.backend import GenerationRequest, ModelCard
+from deployments.channel import ChannelLimits
+from deployments.dispatcher import Dispatcher, DispatchLimits
+from deployments.ledger import Entry
+from deployments.relay import Relay
+from engine import fake
+from engine.config import EngineConfig
+from engine.errors import EngineDead, MantaError
+from engine.messages import Delta, EngineRequest, Ready, StepFrame
+from engine.sampling_params import SamplingParams
+
+FAST = ChannelLimits(handshake=0.3, heartbeat=0.1, timeout=0.5)
+FIRST, VOCAB = 32, 1000  # of fake.FakeOptions
+PROMPT = [5] * 10
+
+_frame = msgspec.msgpack.Decoder(StepFrame)
+
+
+def text(begin: int, count: int) -> list[int]:
+    """What the fake engine says from position begin on: any gap or repeat shows."""
+    return [FIRST + position % (VOCAB - FIRST) for position in range(begin, begin + count)]
+
+
+class LocalEngine:
+    """engine.fake's core, stepped by the event loop: EngineClient without a process.
+
+    lethal: an engine that is given this token dies before it says anything.
+    """
+
+    pace = 0.002  # seconds a step
+
+    def __init__(
+        self, on_frame: Callable[[StepFrame], None], on_death: Callable[[MantaError], None]
+    ) -> None:
+        self.requests: list[EngineRequest] = []
+        self.alive = False
+        self.stuck = False
+        self.lethal = -1
+        self._on_frame = on_frame
+        self._on_death = on_death
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, config: EngineConfig) -> Ready:
+        self.core, ready = fake.build(config)
+        self.alive = True
+        return ready
+
+    def submit(self, request: EngineRequest) -> None:
+        self._check()
+        self.requests.append(msgspec.structs.replace(request, token_ids=list(request.token_ids)))
+        self.core.add(request)
+        self._wake()
+
+    def abort(self, ids: list[int]) -> None:
+        self._check()
+        self.core.abort(ids)
+        self._wake()
+
+    def control(self, what: str) -> None:
+        self._check()
+        if what == "stats" and not self.stuck:
+            self._send([])
+
+    async def close(self) -> None:
+        self.alive = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def die(self) -> None:
+        """As after SIGKILL."""
+        self.alive = False
+        self._on_death(EngineDead("killed"))
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise EngineDead("the engine is closed")
+
+    def _wake(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.pace, self._step)
+
+    def _step(self) -> None:
+        self._timer = None
+        if not self.alive or self.stuck:
+            return
+        if any(self.lethal in request.token_ids for request in self.core._requests.values()):
+            self.die()
+            return
+        self._send(self.core.step())
+        if self.core.has_work():
+            self._wake()
+
+    def _send(self, deltas: list[Delta]) -> None:
+        frame = StepFrame(self.core.stats(), deltas)
+        self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
+
+
+class Fleet:
+    """`async with Fleet(2) as fleet`: replicas r0, r1 and a dispatcher connected to them."""
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        limits: DispatchLimits | None = None,
+        options: str = "",
+        stall_seconds: float = 30.0,
+    ) -> None:
+        self.relays: dict[str, Relay] = {}
+        self.engines: dict[str, LocalEngine] = {}
+        self._count = count
+        self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
+        self._options = options
+        self._stall = stall_seconds
+
+    async def __aenter__(self) -> Self:
+        card = ModelCard("m", 4096, VOCAB, (2,), 0)
+        tokenizer: Any = None
+        self.dispatcher = Dispatcher(card, tokenizer, self._limits, "router")
+        for number in range(self._count):
+            await self.add(f"r{number}")
+        self.publish()
+        if self._count:
+            await until(lambda: self.connected() == self._count)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.dispatcher.close()
+        for relay in self.relays.values():
+            await relay.stop()
+        await asyncio.sleep(0)
+
+    async def add(self, name: str) -> Relay:
+        relay = Relay(FAST, self._stall, self._engine(name))
+        await relay.start(EngineConfig(model=f"fake:{self._options}"), "127.0.0.1")
+        self.relays[name] = relay
+        return relay
+
+    def _engine(self, name: str) -> Callable[..., LocalEngine]:
+        def make(*callbacks: Any) -> LocalEngine:
+            self.engines[name] = LocalEngine(*callbacks)
+            return self.engines[name]
+
+        return make
+
+    def publish(self, *names: str) -> None:
+        """Tell the dispatcher of these replicas, or of all."""
+        self.dispatcher.set_replicas(
+            {
+                name: {
+                    "host": "127.0.0.1",
+                    "port": self.relays[name].port,
+                    "secret": self.relays[name].secret.hex(),
+                    "max_model_len": 4096,
+                    "vocab_size": VOCAB,
+                    "eos_token_ids": [2],
+                }
+                for name in names or self.relays
+            }
+        )
+
+    def connected(self) -> int:
+        return sum(relay.num_routers for relay in self.relays.values())
+
+    def load(self) -> dict[str, int]:
+        return {name: relay.in_flight for name, relay in self.relays.items()}
+
+    def generate(
+        self, *, n: int = 1, max_tokens: int = 50, prompt: list[int] | None = None, **more: Any
+    ) -> Entry:
+        deadline = more.pop("deadline", None)
+        params = SamplingParams(n=n, max_tokens=max_tokens, **more)
+        request = GenerationRequest(
+            "q", "m", list(prompt or PROMPT), params, seed=7, deadline=deadline
+        )
+        return self.dispatcher.generate(request)
+
+
+async def read(entry: Entry) -> dict[int, list[int]]:
+    """All token ids of each choice, and a check that each ends once."""
+    tokens: dict[int, list[int]] = {choice.index: [] for choice in entry.choices}
+    ended: set[int] = set()
+    while items := await entry.next():
+        for index, delta in items:
+            assert index not in ended, "a delta after the end"
+            tokens[index] += delta.token_ids
+            if delta.finish:
+                ended.add(index)
+    return tokens
+
+
+async def until(condition: Callable[[], bool], seconds: float = 3.0) -> None:
+    """Wait for something that the other side does."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,224 @@
+"""The relay of an engine replica: routers kept apart, nothing left running, faults told."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from deployments.channel import RouterEnd, Submit
+from deployments.relay import Relay
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDead
+from engine.messages import Abort, EngineRequest, Failed, StepFrame
+from engine.sampling_params import SamplingParams
+from tests.deployments.fleet import FAST, PROMPT, Fleet, text, until
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+class Router:
+    """A router's end by hand."""
+
+    def __init__(self) -> None:
+        self.frames: list[StepFrame] = []
+        self.failed: Failed | None = None
+        self.closed = ""
+
+    async def connect(self, relay: Relay) -> "Router":
+        opened = asyncio.get_running_loop().create_future()
+        _, self.end = await asyncio.get_running_loop().create_connection(
+            lambda: RouterEnd(
+                relay.secret,
+                FAST,
+                "test",
+                on_open=opened.set_result,
+                on_frame=self._take,
+                on_close=self._close,
+            ),
+            "127.0.0.1",
+            relay.port,
+        )
+        await opened
+        return self
+
+    def _take(self, _, message) -> None:
+        if isinstance(message, Failed):
+            self.failed = message
+        else:
+            self.frames.append(message)
+
+    def _close(self, _, reason: str) -> None:
+        self.closed = reason
+
+    def submit(self, id: int, max_tokens: int = 30, prompt: int = len(PROMPT)) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        self.end.send(Submit(EngineRequest(id, [5] * prompt, prompt, params, seed=1)))
+
+    def tokens(self, id: int) -> list[int]:
+        deltas = [delta for frame in self.frames for delta in frame.deltas if delta.id == id]
+        return [token for delta in deltas for token in delta.token_ids]
+
+    def finish(self, id: int) -> str:
+        ends = [d.finish for f in self.frames for d in f.deltas if d.id == id and d.finish]
+        assert len(ends) <= 1
+        return ends[0] if ends else ""
+
+
+def test_two_routers_with_the_same_numbers_never_meet():
+    """One user's tokens in another user's answer."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            one, two = await Router().connect(relay), await Router().connect(relay)
+            for id in range(5):
+                one.submit(id, prompt=10)
+                two.submit(id, prompt=20)
+            await until(lambda: all(r.finish(id) for r in (one, two) for id in range(5)))
+            for id in range(5):
+                assert one.tokens(id) == text(10, 30)
+                assert two.tokens(id) == text(20, 30)
+
+    run(case())
+
+
+def test_a_router_that_goes_takes_only_its_own_requests_along():
+    """Requests of a dead router that run on for nobody, or the neighbours' killed with them."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            one, two = await Router().connect(relay), await Router().connect(relay)
+            for id in range(4):
+                one.submit(id, max_tokens=4000)
+                two.submit(id, max_tokens=300)
+            await until(lambda: relay.in_flight == 8)
+            one.end.close("test")
+            await until(lambda: relay.in_flight == 4 and relay.stats.running == 4)
+            await until(lambda: all(two.finish(id) == "length" for id in range(4)))
+            assert two.tokens(3) == text(10, 300)
+            assert not fleet.engines["r0"].core.has_work()
+
+    run(case())
+
+
+def test_numbers_that_are_wrong_end_the_connection_alone():
+    """A confused or hostile router that overwrites a running request."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            good = await Router().connect(relay)
+            good.submit(1, max_tokens=200)
+            for id in (-1, 2**40, 7):
+                bad = await Router().connect(relay)
+                bad.submit(id, max_tokens=4000)
+                bad.submit(id, max_tokens=4000)
+                await until(lambda bad=bad: bool(bad.closed))
+            bad = await Router().connect(relay)
+            bad.end.send(Abort([1, -5, 2**50]))  # not its own: ignored
+            await until(lambda: good.finish(1) == "length")
+            await until(lambda: relay.in_flight == 0)
+
+    run(case())
+
+
+def test_an_idle_router_hears_of_the_load_that_others_make():
+    """A second router that sees an empty replica for a second and sends everything there."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            one, two = await Router().connect(relay), await Router().connect(relay)
+            one.submit(1, max_tokens=4000)
+            await until(lambda: any(f.stats.running for f in two.frames), seconds=0.5)
+            assert not any(frame.deltas for frame in two.frames)
+
+    run(case())
+
+
+def test_death_of_the_engine_is_told_and_nobody_else_is_let_in():
+    """Routers that wait for tokens of a dead engine until a heartbeat runs out."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            router = await Router().connect(relay)
+            router.submit(1, max_tokens=4000)
+            await until(lambda: bool(router.tokens(1)))
+            relay.check_health()
+            fleet.engines["r0"].die()
+            await until(lambda: router.failed is not None, seconds=0.2)
+            with pytest.raises(EngineDead):
+                relay.check_health()
+            with pytest.raises(OSError):
+                await Router().connect(relay)
+
+    run(case())
+
+
+def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
+    """A hung engine that passes health checks for ever; a quiet night that restarts replicas."""
+
+    async def case():
+        async with Fleet(0, stall_seconds=0.2) as fleet:
+            relay = await fleet.add("r0")
+            router = await Router().connect(relay)
+            await asyncio.sleep(0.3)
+            relay.check_health()  # idle for longer than the limit
+            router.submit(1, max_tokens=400)
+            await until(lambda: router.finish(1) == "length")
+            relay.check_health()
+            await asyncio.sleep(0.3)
+            router.submit(2, max_tokens=4000)
+            await until(lambda: bool(router.tokens(2)))
+            relay.check_health()
+            fleet.engines["r0"].stuck = True
+            began = time.monotonic()
+            with pytest.raises(EngineDead) as caught:
+                while time.monotonic() - began < 2:
+                    relay.check_health()
+                    await asyncio.sleep(0.02)
+            assert caught.value.code == "engine_stalled"
+            await until(lambda: router.failed is not None)
+
+    run(case())
+
+
+def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
+    """A relay that only works with the tests' engine; a killed process that nobody notices."""
+
+    async def case():
+        relay = Relay(FAST, 30.0)
+        await relay.start(EngineConfig(model="fake:step_seconds=0.002"), "127.0.0.1")
+        try:
+            router = await Router().connect(relay)
+            router.submit(1)
+            await until(lambda: router.finish(1) == "length")
+            assert router.tokens(1) == text(10, 30)
+            router.submit(2, max_tokens=4000)
+            await until(lambda: bool(router.tokens(2)))
+            began = time.monotonic()
+            os.kill(relay._engine.pid, signal.SIGKILL)
+            await until(lambda: router.failed is not None)
+            assert time.monotonic() - began < 0.5
+        finally:
+            await relay.stop()
+
+    run(case())
+
+
+def test_a_start_that_fails_says_why():
+    """A replica that is up without an engine, or an error without its cause."""
+
+    async def case():
+        relay = Relay(FAST, 30.0)
+        with pytest.raises(ConfigError, match="told not to start"):
+            await relay.start(EngineConfig(model="fake:fail_start=true"), "127.0.0.1")
+        await relay.stop()
+
+    run(case())

@@ -1,0 +1,324 @@
+"""The dispatcher: requests spread, survive the loss of replicas, and always end."""
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from deployments.channel import ChannelLimits
+from deployments.dispatcher import DispatchLimits
+from engine.errors import EngineDead, MantaError, Overloaded
+from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text, until
+
+WHOLE = {0: text(len(PROMPT), 50)}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_two_replicas_share_the_load_and_every_choice_gets_its_own_tokens():
+    """A router that keeps sending to one replica, or mixes up the choices of two requests."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entries = [fleet.generate(n=2) for _ in range(10)]
+            await until(lambda: min(fleet.load().values()) >= 8)
+            for tokens in await asyncio.gather(*map(read, entries)):
+                assert tokens == {0: WHOLE[0], 1: WHOLE[0]}
+            assert fleet.load() == {"r0": 0, "r1": 0}
+            assert fleet.dispatcher.state().in_flight == 0
+
+    run(case())
+
+
+@pytest.mark.parametrize("how", ["engine dies", "connection breaks", "replica stops"])
+def test_a_lost_replica_is_a_pause_not_an_error(how):
+    """Lost, repeated or different tokens after a failover; a stream that just ends."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entries = [fleet.generate(n=2) for _ in range(8)]
+            await until(lambda: all(entry.choices[1].emitted for entry in entries))
+            if how == "engine dies":
+                fleet.engines["r0"].die()
+            elif how == "connection breaks":
+                next(iter(fleet.relays["r0"]._routers.values())).close("test")
+            else:
+                await fleet.relays["r0"].stop()
+            for tokens in await asyncio.gather(*map(read, entries)):
+                assert tokens == {0: WHOLE[0], 1: WHOLE[0]}
+            assert fleet.dispatcher.metrics.migrations.values[()] > 0
+            resumed = [
+                request
+                for request in fleet.engines["r1"].requests
+                if len(request.token_ids) > request.num_prompt_tokens
+            ]
+            assert resumed, "nothing was resumed in the middle"
+            assert all(r.seed == 7 and r.num_prompt_tokens == len(PROMPT) for r in resumed)
+
+    run(case())
+
+
+def test_the_only_replica_is_lost_and_comes_back():
+    """Requests that fail although a replica returns within the time to wait."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            entry = fleet.generate()
+            await until(lambda: len(entry.choices[0].emitted) > 5)
+            await fleet.relays["r0"].stop()
+            await until(lambda: not fleet.dispatcher.ready())
+            late = fleet.generate()
+            await fleet.add("r1")
+            fleet.publish("r1")
+            assert await read(entry) == WHOLE
+            assert await read(late) == WHOLE
+
+    run(case())
+
+
+def test_without_a_replica_a_request_waits_a_bounded_time():
+    """A request that hangs for ever, or fails at once while the first replica is still loading."""
+
+    async def case():
+        limits = DispatchLimits(wait_seconds=0.2, waiting=2, channel=FAST)
+        async with Fleet(0, limits=limits) as fleet:
+            began = time.monotonic()
+            entries = [fleet.generate(), fleet.generate(n=2)]
+            for entry in entries:
+                with pytest.raises(Overloaded) as caught:
+                    await entry.next()
+                assert caught.value.code == "no_replica"
+                assert caught.value.retry_after >= 1
+            assert 0.15 < time.monotonic() - began < 1.0
+            assert fleet.dispatcher.state().in_flight == 0
+            entry = fleet.generate(n=2)
+            with pytest.raises(Overloaded):  # two choices wait already
+                fleet.generate()
+            entry.abort()
+            assert await entry.next() == []
+
+    run(case())
+
+
+def test_abort_frees_the_replica_and_ends_the_stream():
+    """Leaked requests on the engine, or a next() that waits for ever after abort."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            entry = fleet.generate(n=2, max_tokens=4000)
+            await entry.next()
+            entry.abort(0)
+            await until(lambda: fleet.load() == {"r0": 1})
+            reader = asyncio.create_task(read(entry))
+            await asyncio.sleep(0.05)
+            entry.abort()
+            entry.abort()
+            await asyncio.wait_for(reader, 1)
+            await until(lambda: not fleet.engines["r0"].core.has_work())
+            assert fleet.load() == {"r0": 0}
+            assert fleet.dispatcher.state().in_flight == 0
+            assert not fleet.dispatcher._links["r0"].choices
+            assert fleet.dispatcher.metrics.finished.values[("abort",)] == 2
+
+    run(case())
+
+
+def test_a_request_that_kills_its_replicas_is_given_up_and_the_others_go_on():
+    """One poisonous request that takes down replica after replica, and everybody else's with it."""
+
+    async def case():
+        limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
+        async with Fleet(3, limits=limits) as fleet:
+            for engine in fleet.engines.values():
+                engine.lethal = 999
+            others = [fleet.generate() for _ in range(6)]
+            await until(lambda: all(entry.choices[0].emitted for entry in others))
+            poison = fleet.generate(prompt=[*PROMPT[1:], 999])
+            with pytest.raises(EngineDead):
+                await poison.next()
+            assert sum(engine.alive for engine in fleet.engines.values()) == 1
+            assert [await read(entry) for entry in others] == [WHOLE] * 6
+
+    run(case())
+
+
+def test_what_came_before_a_failure_is_handed_out_first():
+    """Tokens that were generated and paid for but swallowed by the exception behind them."""
+
+    async def case():
+        limits = DispatchLimits(wait_seconds=0.1, channel=FAST)
+        async with Fleet(1, limits=limits) as fleet:
+            entry = fleet.generate()
+            await until(lambda: len(entry.choices[0].emitted) > 3)
+            fleet.engines["r0"].die()
+            await until(lambda: fleet.dispatcher.state().in_flight == 0)
+            assert len(await entry.next()) > 3
+            with pytest.raises(Overloaded):
+                await entry.next()
+
+    run(case())
+
+
+def test_a_reader_that_lags_gets_everything_in_one_call():
+    """One wake-up a token, which is what makes other servers slow; or an unbounded task list."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            entry = fleet.generate()
+            await until(lambda: fleet.dispatcher.state().in_flight == 0)
+            items = await entry.next()
+            assert [token for _, delta in items for token in delta.token_ids] == WHOLE[0]
+            assert items[-1][1].finish == "length"
+            assert items[0][1].cached == 0 and {d.cached for _, d in items[1:]} == {-1}
+            assert await entry.next() == []
+
+    run(case())
+
+
+def test_prompt_logprobs_and_cached_tokens_come_once_over_a_failover():
+    """Usage that counts cached tokens twice; a prompt's logprobs computed and sent again."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entry = fleet.generate(prompt_logprobs=1)
+            await until(lambda: len(entry.choices[0].emitted) > 3)
+            first = entry.choices[0].place
+            other = "r1" if first == "r0" else "r0"
+            fleet.engines[first].die()
+            await until(lambda: fleet.dispatcher.state().in_flight == 0)
+            items = await entry.next()
+            assert [delta.cached >= 0 for _, delta in items].count(True) == 1
+            assert fleet.engines[first].requests[0].params.prompt_logprobs == 1
+            assert fleet.engines[other].requests[0].params.prompt_logprobs is None
+
+    run(case())
+
+
+def test_limits_and_deadlines():
+    """A router without bounds; a deadline that only the caller keeps."""
+
+    async def case():
+        limits = DispatchLimits(in_flight=2, channel=FAST)
+        async with Fleet(1, limits=limits) as fleet:
+            entries = [fleet.generate(max_tokens=4000) for _ in range(2)]
+            with pytest.raises(Overloaded):
+                fleet.generate()
+            entries[0].abort()
+            hurried = fleet.generate(max_tokens=4000, deadline=time.monotonic() + 0.1)
+            with pytest.raises(MantaError) as caught:
+                await read(hurried)
+            assert caught.value.code == "deadline_exceeded"
+            await until(lambda: fleet.load() == {"r0": 1})
+
+    run(case())
+
+
+def test_a_draining_replica_gets_nothing_new_and_hands_over_what_does_not_end():
+    """Requests cut off by a scale-down, or sent to a replica that is about to leave."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            long = [fleet.generate(max_tokens=1000) for _ in range(4)]
+            await until(lambda: min(fleet.load().values()) == 2)
+            drain = asyncio.create_task(fleet.relays["r0"].drain(0.3))
+            await until(lambda: fleet.dispatcher._links["r0"].stats.draining)
+            seen = len(fleet.engines["r0"].requests)
+            short = [fleet.generate() for _ in range(6)]
+            assert await asyncio.gather(*map(read, short)) == [WHOLE] * 6
+            assert len(fleet.engines["r0"].requests) == seen
+            await drain
+            fleet.publish("r1")
+            await fleet.relays["r0"].stop()
+            assert await asyncio.gather(*map(read, long)) == [{0: text(len(PROMPT), 1000)}] * 4
+
+    run(case())
+
+
+def test_a_replica_that_serve_takes_out_finishes_and_is_left():
+    """Connections kept to replicas that are gone: file handles and memory that only grow."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entries = [fleet.generate() for _ in range(4)]
+            await until(lambda: min(fleet.load().values()) == 2)
+            fleet.publish("r1")
+            assert fleet.relays["r0"].num_routers == 1, "cut off with requests in flight"
+            assert await asyncio.gather(*map(read, entries)) == [WHOLE] * 4
+            await until(lambda: fleet.relays["r0"].num_routers == 0)
+            assert fleet.dispatcher.metrics.migrations.values[()] == 0
+            assert not fleet.dispatcher._closing
+
+    run(case())
+
+
+def test_a_silent_replica_is_noticed_by_the_missing_beats():
+    """A machine that has lost power: nothing breaks, nothing comes, and Ray needs 13 s to tell."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entries = [fleet.generate(max_tokens=500) for _ in range(4)]
+            await until(lambda: min(fleet.load().values()) == 2)
+            fleet.engines["r0"].stuck = True
+            for end in fleet.relays["r0"]._routers.values():
+                end.send = lambda message: None  # type: ignore[method-assign]
+            began = time.monotonic()
+            await asyncio.gather(*map(read, entries))
+            assert time.monotonic() - began < 3
+
+    run(case())
+
+
+def test_random_requests_aborts_and_losses_leave_nothing_behind():
+    """Any leak in ledger, links or relays; any request that never ends."""
+
+    async def case():
+        dice = random.Random(3)
+        limits = DispatchLimits(wait_seconds=5, losses=50, channel=FAST)
+        async with Fleet(3, limits=limits) as fleet:
+
+            async def one() -> None:
+                entry = fleet.generate(n=dice.choice([1, 1, 3]), max_tokens=dice.randrange(1, 60))
+                if dice.random() < 0.4:
+                    await asyncio.sleep(dice.random() * 0.05)
+                    entry.abort()
+                elif dice.random() < 0.5:
+                    entry.abort(0)
+                count = entry.request.params.max_tokens
+                for index, tokens in (await read(entry)).items():
+                    whole = text(len(PROMPT), count)
+                    assert tokens == whole[: len(tokens)]
+                    assert len(tokens) == count or entry.choices[index].done
+
+            tasks = []
+            for number in range(400):
+                tasks.append(asyncio.create_task(one()))
+                if number % 100 == 50:
+                    end = dice.choice(list(fleet.relays.values()))
+                    for connection in list(end._routers.values()):
+                        connection.close("test")
+                await asyncio.sleep(0.002)
+            await asyncio.gather(*tasks)
+            await until(lambda: fleet.load() == dict.fromkeys(fleet.relays, 0))
+            await until(lambda: not any(e.core.has_work() for e in fleet.engines.values()))
+            assert not fleet.dispatcher._entries and not fleet.dispatcher._waiting
+            assert not any(link.choices for link in fleet.dispatcher._links.values())
+            loop = asyncio.get_running_loop()
+            timers = [t for t in getattr(loop, "_scheduled", []) if not t.cancelled()]
+            assert len(timers) < 20, "timers of requests that ended"
+
+    run(case())
+
+
+def test_channel_limits_are_the_configured_ones():
+    """A configured heartbeat that never reaches the connection."""
+
+    async def case():
+        limits = DispatchLimits(channel=ChannelLimits(heartbeat=0.05, timeout=0.2))
+        async with Fleet(1, limits=limits) as fleet:
+            connection = fleet.dispatcher._links["r0"].connection
+            assert connection is not None and connection._limits.heartbeat == 0.05
+
+    run(case())
