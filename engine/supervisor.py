@@ -111,8 +111,8 @@ class EngineProcess:
                 raise EngineDead("the engine process is gone") from None
 
     def hide(self) -> None:
-        """Remove the sockets' folder: once connected nobody needs to find it, and what is gone cannot
-        be left behind by a process that is killed."""
+        """Remove the sockets' folder: once connected nobody needs to find it, and what is gone
+        cannot be left behind by a process that is killed."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:

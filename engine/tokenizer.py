@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from engine.chat_template import ChatTemplate, map_strings
-from engine.detokenizer import Tables, TextStream
 from engine.errors import ConfigError, InvalidRequest
+from engine.text_stream import Tables, TextStream
 
 
 class Tokenizer:
@@ -99,7 +99,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a text. add_special_tokens: with what tokenizer.json puts around it, e.g. a BOS."""
+        """Ids of a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

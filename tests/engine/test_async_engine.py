@@ -64,6 +64,18 @@ def test_stream_and_generate_agree() -> None:
     with_engine(body)
 
 
+def test_without_a_tokenizer_there_are_only_ids() -> None:
+    """An engine with random weights and no tokenizer cannot be benchmarked."""
+
+    async def body(engine: AsyncEngine) -> None:
+        out = await engine.generate([5], SamplingParams(max_tokens=3))
+        assert (out.outputs[0].token_ids, out.outputs[0].text) == (want(1, 3), "")
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            engine.add("text")
+
+    with_engine(body, text=False)
+
+
 def test_leaving_a_stream_cancels_it() -> None:
     """A client that goes away keeps its blocks until max_tokens."""
 

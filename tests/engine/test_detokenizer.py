@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import ChoiceDecoder, TextStream
+from engine.detokenizer import ChoiceDecoder
 from engine.sampling_params import SamplingParams
+from engine.text_stream import TextStream
 from engine.tokenizer import Tokenizer
 from tests.engine import small_tokenizers
 
