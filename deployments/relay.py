@@ -191,7 +191,7 @@ class Relay:
             stats=lambda: self.stats,
         )
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._loop.call_soon(connection.close, "too many connections without a handshake")
+            connection.close("too many connections without a handshake")
         self._strangers.add(connection)
         return connection
 
