@@ -1,11 +1,13 @@
 """The CUDA back end: every function of `kernels.dispatch.Kernels`, in Triton where that beats the library."""
 
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear as cublas_linear
 
 from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention_decode import attention_decode, plan
 from kernels.attention_prefill import attention_prefill
+from kernels.gemm_small_m import one_row, takes_one_row
+from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
 from kernels.metadata import AttentionMeta
 from kernels.norm import add_rms_norm, rms_norm
@@ -15,11 +17,42 @@ __all__ = [
     "attention",
     "gelu_tanh_mul",
     "linear",
+    "linear_add",
+    "norm_gated_linear",
+    "norm_linear",
     "prepare",
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
 ]
+
+GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return gemv(x, weight, bias) if fits(x) else cublas_linear(x, weight, bias)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if fits(x):
+        return gemv(x, weight, bias, norm=norm, eps=eps)
+    return cublas_linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_gated_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: str
+) -> Tensor:
+    if fits(x):
+        return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
+    return GATES[gate](cublas_linear(rms_norm(x, norm, eps), weight, bias))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    if fits(x):
+        return gemv(x, weight, bias, residual=residual)
+    if bias is not None:
+        residual += bias
+    return residual.addmm_(x, weight.t())
 
 
 def prepare(
@@ -61,3 +94,10 @@ def attention(
             first_entry=meta.num_decodes,
         )
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias: our kernel for one token, the library's otherwise."""
+    if x.shape[0] == 1 and takes_one_row(x, weight):
+        return one_row(x, weight, bias)
+    return _library_linear(x, weight, bias)

@@ -1,6 +1,7 @@
 """device -> implementation: one table. Layers hold the Kernels they were built with; nobody asks
 again at run time."""
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,8 @@ class Kernels(Protocol):
     All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens,
     hidden].
     """
+
+    GATES: Mapping[str, Callable[[Tensor], Tensor]]  # hidden_act of config.json -> gated activation
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
         """Once a step, before the layers: fill meta.plan with what all layers share (it may do
@@ -74,6 +77,30 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x @ weight.T + bias; weight is [out, in]."""
+        ...
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """linear(rms_norm(x)): what stands before attention."""
+        ...
+
+    def norm_gated_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,  # [2 * out, in]: the gate's rows, then the up's
+        bias: Tensor | None,
+        gate: str,  # a key of GATES
+    ) -> Tensor:
+        """gate(linear(rms_norm(x))) -> [num_tokens, out]: the first half of an MLP."""
+        ...
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """residual + linear(x), written over residual."""
         ...
 
 

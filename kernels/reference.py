@@ -30,6 +30,9 @@ __all__ = [
     "attention",
     "gelu_tanh_mul",
     "linear",
+    "linear_add",
+    "norm_gated_linear",
+    "norm_linear",
     "prepare",
     "rms_norm",
     "rope_kv_write",
@@ -63,6 +66,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
+
+
+GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_gated_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: str
+) -> Tensor:
+    return GATES[gate](linear(rms_norm(x, norm, eps), weight, bias))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return residual.add_(linear(x, weight, bias))
 
 
 def rope_kv_write(
@@ -271,7 +291,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [num_tokens, heads, head_dim] float32; only the first rotary_dim of each head turn."""
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim]
-    swapped = part.unflatten(-1, (2, rotary_dim // 2)).flip(-2).flatten(-2)
+    swapped = part.roll(rotary_dim // 2, -1)
     turned = torch.mul(part, cos).addcmul_(swapped, sin)
     if rotary_dim == x.shape[-1]:
         return turned

@@ -23,6 +23,14 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.method.apply(self.state, x)
 
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """self(rms_norm(x))."""
+        return self.method.apply_norm(self.state, x, norm, eps)
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
+        """gate(self(rms_norm(x))) -> [n, out / 2]; the gate's rows come before the up's."""
+        return self.method.apply_norm_gated(self.state, x, norm, eps, gate)
+
     def finish(self) -> None:
         """Call once all parameters are filled."""
         self.state = self.method.finish(self.state)
@@ -38,6 +46,12 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.method.apply(self.state, x))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x), written over residual."""
+        if self.group.size == 1:
+            return self.method.apply_add(self.state, x, residual)
+        return residual.add_(self(x))
 
 
 class LinearFactory:
@@ -81,7 +95,7 @@ class LinearFactory:
 
     def row(
         self, name: str, source: str, out_features: int, in_features: int, *, bias: bool = False
-    ) -> Linear:
+    ) -> RowParallelLinear:
         """Input features are divided among the ranks."""
         columns = self.group.part(in_features, f"{source} columns")
         part = Part(source, out_features, in_features, (0, out_features), columns)

@@ -62,9 +62,7 @@ class LlamaLayer:
         self.eps = config.rms_eps
         self.scale = dim**-0.5
         self.kernels = kernels
-        self.activation = {"silu": kernels.silu_mul, "gelu_pytorch_tanh": kernels.gelu_tanh_mul}[
-            config.hidden_act
-        ]
+        self.gate = config.hidden_act
         self.cos_sin = cos_sin
         rows = (config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim)
         self.qkv = linears.column(
@@ -105,14 +103,11 @@ class LlamaLayer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMeta
-    ) -> tuple[Tensor, Tensor]:
-        """x [n, hidden] is normed for attention. Returns (output to add, residual)."""
-        kernels = self.kernels
+    def __call__(self, residual: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMeta) -> Tensor:
+        """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
         k_cache, v_cache = kv
-        q = kernels.rope_kv_write(
-            self.qkv(x),
+        q = self.kernels.rope_kv_write(
+            self.qkv.after_norm(residual, self.attention_norm, self.eps),
             self.cos_sin,
             self.q_norm,
             self.k_norm,
@@ -122,9 +117,10 @@ class LlamaLayer:
             self.num_heads,
             meta,
         )
-        x = self.out(kernels.attention(q, k_cache, v_cache, self.scale, meta))
-        x, residual = kernels.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        return self.down(self.activation(self.gate_up(x))), residual
+        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta)
+        residual = self.out.add(attended, residual)
+        gated = self.gate_up.gated_after_norm(residual, self.mlp_norm, self.eps, self.gate)
+        return self.down.add(gated, residual)
 
 
 class Llama:
@@ -169,16 +165,10 @@ class Llama:
     def forward(
         self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        kernels = self.kernels
-        eps = self.config.rms_eps
         residual = embedding(token_ids, self.embedding).to(self.activation_dtype)
-        x = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, kv[index], meta)
-            norm = self.norm if index == last else self.layers[index + 1].attention_norm
-            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
-        return x
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            residual = layer(residual, layer_kv, meta)
+        return self.kernels.rms_norm(residual, self.norm, self.config.rms_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.head is None:

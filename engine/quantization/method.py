@@ -67,6 +67,20 @@ class LinearMethod(Protocol):
         """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
         ...
 
+    def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """apply(rms_norm(x))."""
+        ...
+
+    def apply_norm_gated(
+        self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        """gate(apply(rms_norm(x))) -> [n, out / 2]. gate: a key of kernels.*.GATES."""
+        ...
+
+    def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + apply(x), written over residual."""
+        ...
+
 
 @dataclass(slots=True)
 class DenseState:
@@ -85,7 +99,7 @@ class Unquantized:
     name = "none"
 
     def __init__(self, kernels: Kernels) -> None:
-        self.linear = kernels.linear
+        self.kernels = kernels
 
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         weight = torch.empty(
@@ -115,7 +129,18 @@ class Unquantized:
         return state
 
     def apply(self, state: DenseState, x: Tensor) -> Tensor:
-        return self.linear(x, state.weight, state.bias)
+        return self.kernels.linear(x, state.weight, state.bias)
+
+    def apply_norm(self, state: DenseState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self.kernels.norm_linear(x, norm, eps, state.weight, state.bias)
+
+    def apply_norm_gated(
+        self, state: DenseState, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        return self.kernels.norm_gated_linear(x, norm, eps, state.weight, state.bias, gate)
+
+    def apply_add(self, state: DenseState, x: Tensor, residual: Tensor) -> Tensor:
+        return self.kernels.linear_add(x, state.weight, state.bias, residual)
 
 
 class UnquantizedCpu(Unquantized):
@@ -128,7 +153,21 @@ class UnquantizedCpu(Unquantized):
     def apply(self, state: DenseState | PackedState, x: Tensor) -> Tensor:
         if isinstance(state, PackedState):
             return state.multiply(x)
-        return self.linear(x.to(state.weight.dtype), state.weight, state.bias).to(x.dtype)
+        y = self.kernels.linear(x.to(state.weight.dtype), state.weight, state.bias)
+        return y.to(x.dtype)
+
+    def apply_norm(
+        self, state: DenseState | PackedState, x: Tensor, norm: Tensor, eps: float
+    ) -> Tensor:
+        return self.apply(state, self.kernels.rms_norm(x, norm, eps))
+
+    def apply_norm_gated(
+        self, state: DenseState | PackedState, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
+
+    def apply_add(self, state: DenseState | PackedState, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(self.apply(state, x))
 
 
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {

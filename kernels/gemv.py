@@ -1,0 +1,174 @@
+"""The matrix products of one lone token: the weights are streamed once, at the speed of memory, and what stands
+around a product in a decoder layer (RMS norm before, gate or residual after) rides along for free.
+
+    y = W x                         plain
+    y = W (x / rms(x) * w)          NORM: 1 / rms(x) leaves the sum, so the squares are gathered on the same pass
+    y = act(Wg x) * (Wu x)          GATED: W holds the gate's rows, then the up's
+    y = W x + r                     ADD
+
+A program owns a few outputs and walks all columns: no second kernel merges anything. Under programmatic dependent
+launch its first weights are on their way before the previous kernel has finished; only x waits for that.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+@triton.jit
+def _gemv_kernel(
+    x,  # [columns]
+    weight,  # [rows, columns]; GATED: [2 * rows, columns]
+    bias,
+    norm,  # [columns]
+    residual,  # [rows]
+    out,  # [rows]
+    eps,
+    rows,
+    columns,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of W a program owns; GATED: gate and up rows alternate
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,  # no row and no column sticks out
+    PDL: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    if GATED:
+        mine = tl.program_id(0) * (ROWS // 2) + index // 2
+        source = mine + (index % 2) * rows
+    else:
+        mine = tl.program_id(0) * ROWS + index
+        source = mine
+    row_mask = mine < rows
+    column = tl.arange(0, COLUMNS)
+    at = weight + source.to(tl.int64)[:, None] * columns + column[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+
+    # The first tile of weights depends on nobody: ask for it before waiting for the previous kernel.
+    if EVEN:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        first_mask = row_mask[:, None] & (column < columns)[None, :]
+        w = tl.load(at, mask=first_mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, columns, COLUMNS):
+        here = start + column
+        if EVEN:
+            value = tl.load(x + here).to(tl.float32)
+        else:
+            value = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
+        if NORM:
+            squares += value * value
+            if EVEN:
+                value *= tl.load(norm + here).to(tl.float32)
+            else:
+                value *= tl.load(norm + here, mask=here < columns, other=0.0).to(tl.float32)
+        at += COLUMNS
+        if EVEN:
+            ahead = tl.load(at, mask=start + COLUMNS < columns, eviction_policy="evict_first")
+        else:
+            ahead_mask = row_mask[:, None] & (here + COLUMNS < columns)[None, :]
+            ahead = tl.load(at, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * value[None, :]
+        w = ahead
+
+    y = tl.sum(acc, axis=1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / columns + eps)
+    if BIAS:
+        y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
+        if GELU:
+            # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+            gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        else:
+            gate *= tl.sigmoid(gate)
+        y = gate * up
+        outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        outs = mine
+    out_mask = outs < rows
+    if ADD:
+        y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
+    tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
+
+
+# (ROWS, COLUMNS, warps) by (rows of W, columns): the best of a sweep on one H200; others take the nearest in kind.
+TILES = {
+    (6144, 4096): (16, 512, 4),
+    (4096, 4096): (2, 1024, 1),
+    (28672, 4096): (8, 256, 2),
+    (4096, 14336): (2, 1024, 1),
+    (128256, 4096): (2, 2048, 4),
+    (4096, 1024): (2, 512, 1),
+    (1024, 2048): (4, 2048, 4),
+    (6144, 1024): (4, 512, 1),
+    (1024, 3072): (2, 2048, 2),
+    (151936, 1024): (4, 512, 1),
+}
+
+
+def tile(rows: int, columns: int) -> tuple[int, int, int]:
+    found = TILES.get((rows, columns))
+    if found is not None:
+        return found
+    if rows < 4096:
+        return 2, 2048, 4
+    return (2, 1024, 1) if columns >= 2048 else (4, 512, 1)
+
+
+def gemv(
+    x: Tensor,  # [1, in]
+    weight: Tensor,  # [out, in]; with a gate [2 * out, in]
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,  # [in]
+    eps: float = 0.0,
+    gate: str | None = None,  # "silu" or "gelu_pytorch_tanh"
+    residual: Tensor | None = None,  # [1, out]
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """One pass over the weights; see the module. Returns [1, out] in x's dtype, accumulated in float32."""
+    rows, columns = weight.shape
+    num_rows, num_columns, warps = config or tile(rows, columns)
+    outs = rows // 2 if gate else rows
+    per_program = num_rows // 2 if gate else num_rows
+    out = x.new_empty((1, outs))
+    _gemv_kernel[(triton.cdiv(outs, per_program),)](
+        x,
+        weight,
+        bias,
+        norm,
+        residual,
+        out,
+        eps,
+        outs,
+        columns,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        GELU=gate == "gelu_pytorch_tanh",
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        ROWS=num_rows,
+        COLUMNS=num_columns,
+        EVEN=columns % num_columns == 0 and outs % per_program == 0,
+        num_warps=warps,
+        **pdl(x.device),
+    )
+    return out
+
+
+def fits(x: Tensor) -> bool:
+    """One token, in a 16-bit type: where this beats the library."""
+    return x.shape[0] == 1 and x.dtype in (torch.bfloat16, torch.float16)
