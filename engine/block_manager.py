@@ -41,10 +41,10 @@ class BlockManager:
         """Take `count` <= num_free blocks, evicting if it must. Their contents are undefined."""
         while len(self._free) < count:
             self.evict()
-        refs, free = self._refs, self._free
-        blocks = [free.pop() for _ in range(count)]
+        free, refs = self._free, self._refs
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - count :]
         for block in blocks:
-            assert refs[block] == 0
             refs[block] = 1
         return blocks
 
@@ -114,9 +114,10 @@ class BlockManager:
         count = min(num_computed, len(request.token_ids)) // self.block_size
         if count <= request.num_registered or not request.cacheable:
             return
-        hashes = self.hash_prefix(request, count)
+        hashes, blocks = request.hashes, request.blocks
+        extend_hashes(hashes, request.root, request.token_ids, self.block_size, count)
         for index in range(request.num_registered, count):
-            self._register(hashes[index], request.blocks[index])
+            self._register(hashes[index], blocks[index])
         request.num_registered = count
 
     def reset(self) -> None:

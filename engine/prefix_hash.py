@@ -4,15 +4,15 @@
     hashes[0] = blake2b(root + tokens[0 : block_size])
     hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
 
-128 bits, over int32 bytes, keyed: nobody can search for a collision without the key. The engine
-keys its blocks by them and the router, with the same key, names the blocks of a prompt before it
-has chosen a replica. Two requests share blocks only if model, adapter and salt agree.
+128 bits, over little-endian int32 bytes, keyed: nobody can search for a collision without the key.
+The engine keys its blocks by them and the router, with the same key, names the blocks of a prompt
+before it has chosen a replica. Two requests share blocks only if model, adapter and salt agree.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
+from struct import Struct
 from typing import Any
 
 DIGEST_SIZE = 16
@@ -43,16 +43,19 @@ def extend_hashes(
     first = len(hashes)
     if num_blocks <= first:
         return
-    data = array("i", token_ids[first * block_size : num_blocks * block_size]).tobytes()
-    size = 4 * block_size
-    assert len(data) == (num_blocks - first) * size, "hashing tokens that are not known yet"
-    keyed = _keyed(key)
+    assert num_blocks * block_size <= len(token_ids), "hashing tokens that are not known yet"
+    keyed, pack = _keyed(key), _packer(block_size)
     previous = hashes[-1] if hashes else root
-    for at in range(0, len(data), size):
+    for at in range(first * block_size, num_blocks * block_size, block_size):
         state = keyed.copy()
-        state.update(previous + data[at : at + size])
+        state.update(previous + pack(*token_ids[at : at + block_size]))
         previous = state.digest()
         hashes.append(previous)
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return Struct(f"<{count}i").pack
 
 
 @cache

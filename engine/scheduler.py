@@ -19,63 +19,15 @@ lets the first of them in. Order of service is (priority, arrival).
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from engine.admission import POLICIES, Footprint, Memory, fits_now
 from engine.batch import Batch, NewRow, StepResult
 from engine.block_manager import BlockManager
 from engine.core_config import CoreConfig
 from engine.decode_group import DecodeGroup
+from engine.flight import Counters, Draft, Flight, Release
 from engine.messages import Delta
 from engine.request import Phase, Request
-
-
-@dataclass(slots=True)
-class Flight:
-    """A launched step. Lists are in batch order: entries that sample, then those that do not."""
-
-    step: int
-    requests: list[Request]  # [num_entries]
-    starts: list[int]  # [num_entries]
-    ids: list[int]  # [num_samples]
-    token_lists: list[list[int]]  # [num_samples] where the tokens go
-    firsts: list[int]  # entries that may bring their request's first delta
-    closing: list[int]  # entries after which their request ends, whatever is sampled
-    some_ended: bool = False  # a request has ended since the launch
-
-
-@dataclass(slots=True)
-class Release:
-    """A row and blocks to give back when `step` is done."""
-
-    step: int
-    row: int
-    blocks: list[int]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since start."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    finished: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The step being made."""
-
-    batch: Batch
-    joined: list[Request] = field(default_factory=list)  # became members of the decode group
-    sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
-    silent: list[tuple[Request, int]] = field(default_factory=list)  # chunks that do not sample
-    chunk_tokens: int = 0
-    preempted: bool = False
-    owed: int = 0  # of the blocks that will come back, how many somebody already waits for
 
 
 class Scheduler:
@@ -140,7 +92,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched. None if nothing can run now."""
-        draft = _Draft(Batch(self.step + 1))
+        draft = Draft(Batch(self.step + 1))
         self._grow_decodes(draft)
         if self.filling:
             self._fill(draft)
@@ -150,7 +102,7 @@ class Scheduler:
             return None
         return self._build(draft)
 
-    def _grow_decodes(self, draft: _Draft) -> None:
+    def _grow_decodes(self, draft: Draft) -> None:
         """A block for each decode that begins one. If there are not enough, all who need one step
         out and line up in `filling`, so that the order of service decides who gets them."""
         step = draft.batch.step
@@ -170,25 +122,25 @@ class Scheduler:
             self.decoding.add_block(request, block)
             self.blocks.hash_blocks(request, request.base + step)
 
-    def _fill(self, draft: _Draft) -> None:
+    def _fill(self, draft: Draft) -> None:
         """Running requests outside the decode group: those one token short first."""
         for request in sorted(self.filling, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not Phase.FILLING:
                 continue  # preempted by one before it
             self._draft_chunk(request, draft)
 
-    def _draft_chunk(self, request: Request, draft: _Draft) -> None:
+    def _draft_chunk(self, request: Request, draft: Draft) -> None:
         """As many of its tokens as budget and blocks allow, perhaps none."""
         budget = self._budget(draft)
         length = self._give_blocks(request, budget, draft) if budget > 0 else 0
         if length > 0:
             self._draft(request, length, draft)
 
-    def _budget(self, draft: _Draft) -> int:
+    def _budget(self, draft: Draft) -> int:
         """Tokens that this step can still take."""
         return self.config.max_num_batched_tokens - len(self.decoding) - draft.chunk_tokens
 
-    def _give_blocks(self, request: Request, budget: int, draft: _Draft) -> int:
+    def _give_blocks(self, request: Request, budget: int, draft: Draft) -> int:
         """Blocks for up to `budget` of its tokens; how many it can compute now."""
         size, manager = self.config.block_size, self.blocks
         length = min(request.remaining, budget)
@@ -203,7 +155,7 @@ class Scheduler:
                 request.blocks.append(block)
         return length
 
-    def _make_room(self, request: Request, draft: _Draft) -> None:
+    def _make_room(self, request: Request, draft: Draft) -> None:
         """Preempt who comes last in the order of service, until a block is free or on its way.
 
         Nobody is preempted for one who comes after him: the last request waits for its block.
@@ -224,7 +176,7 @@ class Scheduler:
                 return
             self._preempt(victim, draft)
 
-    def _preempt(self, victim: Request, draft: _Draft) -> None:
+    def _preempt(self, victim: Request, draft: Draft) -> None:
         """Back to the queue without row and blocks; what is cached of them it may find again."""
         self.counters.preemptions += 1
         draft.preempted = True
@@ -237,7 +189,7 @@ class Scheduler:
         victim.num_computed = 0
         self._enqueue(victim)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Waiting requests, in order, while there are tokens, rows and memory for the first."""
         memory = None
         while self.waiting and self._free_rows and self._budget(draft) > 0:
@@ -252,7 +204,7 @@ class Scheduler:
                 return
             self._draft_chunk(request, draft)
 
-    def _start(self, request: Request, memory: Memory, draft: _Draft) -> bool:
+    def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
         """Give the first in the queue a row and the blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
@@ -341,7 +293,7 @@ class Scheduler:
             now = max(request.num_computed, len(request.token_ids))
         return Footprint(now, max(now, request.limit - 1), len(request.blocks))
 
-    def _draft(self, request: Request, length: int, draft: _Draft) -> None:
+    def _draft(self, request: Request, length: int, draft: Draft) -> None:
         """Put `length` tokens of it into the step; their blocks are there."""
         reaches_end = length == request.remaining
         samples = reaches_end and request.num_tokens < request.limit
@@ -355,7 +307,7 @@ class Scheduler:
         # Now, so that a request that is admitted in this very step can share these blocks.
         self.blocks.hash_blocks(request, request.num_computed + length)
 
-    def _build(self, draft: _Draft) -> Batch:
+    def _build(self, draft: Draft) -> Batch:
         """Write the batch, and move every request to where the next step finds it."""
         batch, group = draft.batch, self.decoding
         step = self.step = batch.step

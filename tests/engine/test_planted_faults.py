@@ -30,6 +30,9 @@ def fault(plant: Plant) -> Plant:
 
 
 def suite() -> None:
+    for seed in range(6):
+        changes: dict[str, Any] = {"max_num_batched_tokens": 7} if seed % 3 == 2 else {}
+        random_run(seed, num_blocks=34, **changes)
     test_block_manager.test_least_recently_used_goes_first_and_tails_before_heads()
     test_block_manager.test_sharing_makes_recently_used()
     test_scheduler.test_the_latest_of_the_lowest_priority_is_preempted(True)
@@ -45,9 +48,6 @@ def suite() -> None:
         test_scheduler.test_what_fits_alone_always_starts(policy)
     test_core.test_a_reset_cache_is_not_read()
     test_core.test_a_resumed_request_goes_on_as_if_nothing_had_happened()
-    for seed in range(6):
-        changes: dict[str, Any] = {"max_num_batched_tokens": 7} if seed % 3 == 2 else {}
-        random_run(seed, num_blocks=34, **changes)
 
 
 def test_the_suite_passes_without_a_fault() -> None:
