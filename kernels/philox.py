@@ -1,23 +1,25 @@
-"""The noise of sampling: standard Gumbel variables that are a function of (seed, choice, position, token id) alone.
+"""The noise of sampling: standard Gumbel variables that are a function of (seed, choice, position,
+token id) alone.
 
-Philox4x32-10 (Salmon et al. 2011), key = the seed's two words, counter = (index, position, choice, stream). Drawing
-them one token at a time would cost more than reading the logits, so they come in two levels. Tokens are dealt
-into groups of 64; with E ~ Exp(1) independent for each token, by the exponential's lack of memory:
+Philox4x32-10 (Salmon et al. 2011), key = the seed's two words, counter = (index, position, choice,
+stream). Drawing them one token at a time would cost more than reading the logits, so they come in
+two levels. Tokens are dealt into groups of 64; with E ~ Exp(1) independent for each token, by the
+exponential's lack of memory:
 
-    the smallest of a group's 64 variables is Exp(1) / 64 and belongs to each lane with equal chance,
-    the others are that plus an Exp(1) each;                        gumbel(token) = -log(E(token)).
+    the smallest of a group's 64 variables is Exp(1) / 64, and each lane is as likely to have it;
+    the others are that plus an Exp(1) each; gumbel(token) = -log(E(token)).
 
-So one word a group (stream 1) bounds the noise of 64 tokens, and only groups that can win need a word a token
-(stream 0): the CPU skips nearly all of them. It is the joint distribution of independent variables, not an
-approximation of it.
+So one word a group (stream 1) bounds the noise of 64 tokens, and only groups that can win need a
+word a token (stream 0): the CPU skips nearly all of them. It is the joint distribution of
+independent variables, not an approximation of it.
 
     token   = block * 4096 + word * 1024 + q * 64 + col       word < 4, q < 16, col < 64
     group   = block * 64 + col                                lane in the group = word * 16 + q
     stream 0: counter index = block * 1024 + q * 64 + col     output word = word
     stream 1: counter index = group // 4                      output word = group % 4
 
-A group's word gives the lane in its low 6 bits and the uniform in the other 26. The smallest E is 2**-33, so
-gumbel <= 22.9; ties between tokens are as rare as with 32 bits for each.
+A group's word gives the lane in its low 6 bits and the uniform in the other 26. The smallest E is
+2**-33, so gumbel <= 22.9; ties between tokens are as rare as with 32 bits for each.
 This file is the NumPy form: the CPU path and the oracle of the Triton form in `kernels.sampling`.
 """
 
@@ -44,7 +46,8 @@ I64 = NDArray[np.int64]
 
 
 def philox4x32(seeds: I64, c0: Any, c1: Any, c2: Any, c3: int) -> tuple[U64, U64, U64, U64]:
-    """Ten rounds. All arguments broadcast; counters below 2**32. Returns four words, each in uint64."""
+    """Ten rounds. All arguments broadcast; counters below 2**32. Returns four words, each in
+    uint64."""
     key = np.asarray(seeds, np.int64).view(np.uint64)
     k0, k1 = key & _LOW, key >> _32
     shape = np.broadcast_shapes(key.shape, np.shape(c0), np.shape(c1), np.shape(c2))
@@ -78,7 +81,8 @@ def group_minimum(words: U64) -> tuple[F32, I64]:
 
 
 def exponential(v: F32) -> F32:
-    """-log(1 - v), accurate near 0 with a plain logarithm: the rare large Gumbel values come from there."""
+    """-log(1 - v), accurate near 0 with a plain logarithm: the rare large Gumbel values come from
+    there."""
     series = np.float32(1 / 6)
     for n in (5, 4, 3, 2, 1):
         series = series * v + np.float32(1 / n)
@@ -91,7 +95,8 @@ def token_exponential(words: U64) -> F32:
 
 
 def group_noise(seeds: I64, choices: I64, positions: I64, num_blocks: int) -> tuple[F32, I64]:
-    """Smallest variable and its lane of every group: both [num_rows, num_blocks * 64]. Arguments are [num_rows]."""
+    """Smallest variable and its lane of every group: both [num_rows, num_blocks * 64]. Arguments
+    are [num_rows]."""
     index = np.arange(num_blocks * GROUPS_PER_BLOCK // 4)
     words = philox4x32(seeds[:, None], index, positions[:, None], choices[:, None], 1)
     return group_minimum(np.stack(words, -1).reshape(len(seeds), -1))

@@ -1,7 +1,8 @@
 """Sampling on the CPU, in NumPy: exact, and skipping whatever cannot change the result.
 
-Logits are float32 [num_samples, vocab]; the parameters of sample s are those of row rows[s] in a `ParameterRows`.
-NumPy because its reductions over a vocabulary are vectorised where torch's argmax and sort are not.
+Logits are float32 [num_samples, vocab]; the parameters of sample s are those of row rows[s] in a
+`ParameterRows`. NumPy because its reductions over a vocabulary are vectorised where torch's argmax
+and sort are not.
 """
 
 import numpy as np
@@ -19,14 +20,16 @@ FIRST_GROUPS = 4
 
 
 def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -> None:
-    """Apply a row's bias, penalties and bans to its logits x [vocab], in place. history [position] int32."""
+    """Apply a row's bias, penalties and bans to its logits x [vocab], in place. history [position]
+    int32."""
     words, floats, needs = params.words[row], params.floats[row], params.needs[row]
     num_prompt = int(words[word.NUM_PROMPT])
     if needs & BIASED:
         n = words[word.NUM_BIAS]
         x[words[word.BIAS_IDS :][:n]] += floats[word.BIAS_VALUES :][:n]
     if needs & PENALISED:
-        # Assignments through repeated indices write the same value twice: each token is penalised once.
+        # Assignments through repeated indices write the same value twice: each token is penalised
+        # once.
         repetition = floats[word.REPETITION]
         if repetition != 1:
             seen = x[history]
@@ -40,7 +43,8 @@ def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -
 def choose(
     x: F32, params: ParameterRows, rows: list[int], positions: I64
 ) -> tuple[I64, NDArray[np.bool_]]:
-    """Edited logits -> (tokens [num_samples], bad [num_samples]: the row has no valid token, its token is 0).
+    """Edited logits -> (tokens [num_samples], bad [num_samples]: the row has no valid token, its
+    token is 0).
 
     Overwrites the logits of rows with filters.
     """
@@ -92,10 +96,11 @@ def _group_max(x: F32) -> F32:
 
 
 def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: I64) -> I64:
-    """argmax over tokens of logit / temperature + gumbel: [n] token ids, of the rows source [n] of x.
+    """argmax over tokens of logit / temperature + gumbel: [n] token ids, of the rows source [n] of
+    x.
 
-    A group's best logit with its smallest exponential bounds its scores. Groups with good bounds are computed
-    first; then only those whose bound is not below what these gave.
+    A group's best logit with its smallest exponential bounds its scores. Groups with good bounds
+    are computed first; then only those whose bound is not below what these gave.
     """
     count, num_groups = group_best.shape
     floats = words.view(np.float32)
@@ -180,7 +185,8 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
 
 
 def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
-    """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities of the top k)."""
+    """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities
+    of the top k)."""
     best = x.max()
     total = best + np.log(np.exp(x - best).sum(dtype=np.float64))
     ids = top(x, k) if k else np.zeros(0, np.int64)

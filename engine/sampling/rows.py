@@ -1,4 +1,5 @@
-"""ParameterRows: what each request row asks of the sampler, packed into int32 words, host and device."""
+"""ParameterRows: what each request row asks of the sampler, packed into int32 words, host and
+device."""
 
 import math
 from typing import Any
@@ -14,7 +15,8 @@ from kernels import sampling_layout as word
 # What a row needs beyond the argmax, as bits.
 SAMPLED, FILTERED, BIASED, PENALISED, BANNED = 1, 2, 4, 8, 16
 
-# Below this temperature a scaled gap of one float32 step exceeds any noise: greedy, without the overflow.
+# Below this temperature a scaled gap of one float32 step exceeds any noise: greedy, without the
+# overflow.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -94,7 +96,8 @@ class ParameterRows:
             if any(self.needs[row] & (BIASED | BANNED) for row in changed)
             else word.NUM_SCALARS
         )
-        # The pinned block comes from torch's caching allocator, which reuses it only once this copy is done.
+        # The pinned block comes from torch's caching allocator, which reuses it only once this copy
+        # is done.
         staged: Any = torch.from_numpy(self.words[changed, :width]).pin_memory()
         staged = staged.to(self._device, non_blocking=True)
         self.device_words[:, :width].index_copy_(0, staged[:, word.ROW].long(), staged)

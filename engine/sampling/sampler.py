@@ -1,4 +1,5 @@
-"""Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is `SamplingParams`'."""
+"""Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is
+`SamplingParams`'."""
 
 from dataclasses import dataclass
 
@@ -50,8 +51,8 @@ class SamplePlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """tokens of bad rows are 0. The log-probability tensors are None unless the plan has them; rows that did not
-    ask hold values of no meaning. k is the plan's."""
+    """tokens of bad rows are 0. The log-probability tensors are None unless the plan has them; rows
+    that did not ask hold values of no meaning. k is the plan's."""
 
     tokens: Tensor  # [S] int64
     bad: Tensor  # [S] bool: NaN, +inf or nothing but -inf; the row has no valid token
@@ -77,7 +78,8 @@ class Sampler:
         self._rows.set(new)
 
     def flush(self) -> None:
-        """Upload staged rows, asynchronously. `sample` does it too; call it before replaying a captured `sample`."""
+        """Upload staged rows, asynchronously. `sample` does it too; call it before replaying a
+        captured `sample`."""
         self._rows.flush()
 
     def plan(self, rows: list[int]) -> SamplePlan:
@@ -106,8 +108,8 @@ class Sampler:
         """Choose a token for each entry.
 
         logits: [S, vocab], float32, bfloat16 or float16; may be overwritten.
-        rows: [S] int64, the row of each entry. positions: [S] int64, where its new token will stand, that is, how
-            many tokens its request has. Both on the logits' device.
+        rows: [S] int64, the row of each entry. positions: [S] int64, where its new token will
+            stand, that is, how many tokens its request has. Both on the logits' device.
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
         plan: of these rows, or one that has more.
         """
@@ -119,7 +121,11 @@ class Sampler:
     def _sample_on_device(
         self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
     ) -> Sampled:
-        from kernels import sampling as kernels  # Triton is needed on CUDA alone
+        # Here because Triton is needed on CUDA alone.
+        from kernels.sampling import choose
+        from kernels.sampling_edits import add_bias, ban, penalise
+        from kernels.sampling_filters import filter_thresholds
+        from kernels.sampling_logprobs import logprobs
 
         words = self._rows.device_words
         assert words is not None and self._scratch is not None
@@ -127,18 +133,16 @@ class Sampler:
         if plan.edits and plan.logprobs >= 0:
             logits = logits.clone()
         if plan.biased:
-            kernels.add_bias(logits, rows, words)
+            add_bias(logits, rows, words)
         if plan.penalised:
-            kernels.penalise(logits, rows, positions, words, tokens, self._scratch)
+            penalise(logits, rows, positions, words, tokens, self._scratch)
         if plan.banned:
-            kernels.ban(logits, rows, positions, words)
-        filters = kernels.filter_thresholds(logits, rows, words) if plan.filtered else None
-        chosen, bad = kernels.choose(
-            logits, rows, positions, words, sampled=plan.sampled, filters=filters
-        )
+            ban(logits, rows, positions, words)
+        filters = filter_thresholds(logits, rows, words) if plan.filtered else None
+        chosen, bad = choose(logits, rows, positions, words, sampled=plan.sampled, filters=filters)
         sampled = Sampled(chosen, bad)
         if plan.logprobs >= 0:
-            parts = kernels.logprobs(raw, chosen, plan.logprobs, rows, words)
+            parts = logprobs(raw, chosen, plan.logprobs, rows, words)
             sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs = parts
         return sampled
 
@@ -164,12 +168,13 @@ class Sampler:
     def prompt_logprobs(
         self, logits: Tensor, targets: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T] float32, rank [T]
-        int64, ids of the k most likely [T, k] int64, their log-probabilities [T, k] float32)."""
+        """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T]
+        float32, rank [T] int64, ids of the k most likely [T, k] int64, their log-probabilities [T,
+        k] float32)."""
         if self._rows.device_words is not None:
-            from kernels import sampling as kernels
+            from kernels.sampling_logprobs import logprobs
 
-            return kernels.logprobs(logits, targets, k)
+            return logprobs(logits, targets, k)
         return _host_logprobs(logits.float().numpy(), targets.tolist(), [k] * len(targets), k)
 
 
