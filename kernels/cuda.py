@@ -1,4 +1,4 @@
-"""The CUDA back end: every function of `kernels.dispatch.Kernels`, in Triton where that beats the library."""
+"""The CUDA back end: `kernels.dispatch.Kernels`, in Triton where that beats the library."""
 
 from torch import Tensor
 from torch.nn.functional import linear as cublas_linear
@@ -6,7 +6,6 @@ from torch.nn.functional import linear as cublas_linear
 from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention_decode import attention_decode, plan
 from kernels.attention_prefill import attention_prefill
-from kernels.gemm_small_m import one_row, takes_one_row
 from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
 from kernels.metadata import AttentionMeta
@@ -58,7 +57,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 def prepare(
     meta: AttentionMeta, num_heads: int, k_cache: Tensor, deterministic: bool = False
 ) -> None:
-    """Plan the step's decodes (`attention_decode.plan`) into meta.plan; nothing where there are none."""
+    """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
     if meta.num_decodes:
         _, num_kv_heads, _, head_dim = k_cache.shape
         meta.plan = plan(
@@ -74,7 +73,7 @@ def prepare(
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
 ) -> Tensor:
-    """See `kernels.dispatch.Kernels.attention`: leading decodes and the rest each have their kernel."""
+    """Leading decodes and the rest each have their kernel."""
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty((num_tokens, num_heads * head_dim))
     if meta.num_decodes:
@@ -94,10 +93,3 @@ def attention(
             first_entry=meta.num_decodes,
         )
     return out
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias: our kernel for one token, the library's otherwise."""
-    if x.shape[0] == 1 and takes_one_row(x, weight):
-        return one_row(x, weight, bias)
-    return _library_linear(x, weight, bias)

@@ -1,13 +1,14 @@
-"""The matrix products of one lone token: the weights are streamed once, at the speed of memory, and what stands
-around a product in a decoder layer (RMS norm before, gate or residual after) rides along for free.
+"""The matrix products of one lone token: the weights are streamed once, at the speed of memory, and
+what stands around a product in a decoder layer rides along for free.
 
-    y = W x                         plain
-    y = W (x / rms(x) * w)          NORM: 1 / rms(x) leaves the sum, so the squares are gathered on the same pass
-    y = act(Wg x) * (Wu x)          GATED: W holds the gate's rows, then the up's
-    y = W x + r                     ADD
+    y = W x                      plain
+    y = W (x / rms(x) * w)       NORM: 1 / rms(x) leaves the sum; the squares are summed on the way
+    y = act(Wg x) * (Wu x)       GATED: W holds the gate's rows, then the up's
+    y = W x + r                  ADD
 
-A program owns a few outputs and walks all columns: no second kernel merges anything. Under programmatic dependent
-launch its first weights are on their way before the previous kernel has finished; only x waits for that.
+A program owns a few outputs and walks all columns: no second kernel merges anything. Under
+programmatic dependent launch its first weights are on their way before the previous kernel has
+finished; only x waits for that.
 """
 
 import torch
@@ -52,7 +53,7 @@ def _gemv_kernel(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
 
-    # The first tile of weights depends on nobody: ask for it before waiting for the previous kernel.
+    # The first tile of weights depends on nobody: ask for it before waiting.
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:
@@ -104,7 +105,7 @@ def _gemv_kernel(
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
 
-# (ROWS, COLUMNS, warps) by (rows of W, columns): the best of a sweep on one H200; others take the nearest in kind.
+# (ROWS, COLUMNS, warps) by (rows of W, columns): the best of a sweep on one H200.
 TILES = {
     (6144, 4096): (16, 512, 4),
     (4096, 4096): (2, 1024, 1),
@@ -139,7 +140,7 @@ def gemv(
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """One pass over the weights; see the module. Returns [1, out] in x's dtype, accumulated in float32."""
+    """One pass over the weights. Returns [1, out] in x's dtype, accumulated in float32."""
     rows, columns = weight.shape
     num_rows, num_columns, warps = config or tile(rows, columns)
     outs = rows // 2 if gate else rows
