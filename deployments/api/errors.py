@@ -7,12 +7,13 @@ templates, never from a foreign exception, because those carry paths, addresses 
 people's input.
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 import msgspec
 
-from engine.errors import MantaError
+from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 
 INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
@@ -23,20 +24,21 @@ SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
 
-# code -> (status, type) of the errors that the backend may raise; all others of its codes are 400
-# or 500 by class.
+# code -> (status, type) where the class of a backend's error does not say it.
 _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "model_not_found": (404, NOT_FOUND),
     "adapter_invalid": (422, INVALID),
     "adapter_incompatible": (422, INVALID),
     "rate_limit_exceeded": (429, RATE_LIMIT),
-    "overloaded": (503, OVERLOADED),
-    "draining": (503, OVERLOADED),
-    "no_replica": (503, OVERLOADED),
-    "engine_dead": (503, SERVER),
     "deadline_exceeded": (408, INVALID),
     "cancelled": (499, INVALID),
 }
+_BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
+    (InvalidRequest, (400, INVALID)),
+    (Overloaded, (503, OVERLOADED)),
+    (EngineDead, (503, SERVER)),
+    (MantaError, (500, SERVER)),
+)
 
 
 class ApiError(Exception):
@@ -91,15 +93,13 @@ def internal() -> ApiError:
 
 def from_backend(error: MantaError) -> ApiError:
     """The answer for an error of the router or the engine. Their messages are our own templates."""
-    found = _BACKEND_CODES.get(error.code)
-    if found is None:
-        # InvalidRequest is a ValueError: the caller's fault. The rest failed on our side.
-        found = (400, INVALID) if isinstance(error, ValueError) else (500, SERVER)
-    status, kind = found
+    status, kind = _BACKEND_CODES.get(error.code) or next(
+        answer for cls, answer in _BACKEND_CLASSES if isinstance(error, cls)
+    )
     headers: Headers = ()
     if status in (429, 503):
-        seconds = getattr(error, "retry_after", None)
-        headers = (("retry-after", str(max(1, round(seconds if seconds is not None else 1)))),)
+        seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
+        headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
     return ApiError(
         status, error.code, error.message, param=error.param, kind=kind, headers=headers
     )

@@ -236,7 +236,7 @@ class UntilGone:
         self._abort()
         if self._gone:
             assert self._owner is not None
-            # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may also have
+            # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may have
             # been swallowed, or overtaken by what the abort made the block raise.
             if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
                 raise ClientGone from None

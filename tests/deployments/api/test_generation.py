@@ -8,7 +8,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from engine.errors import EngineDead, Overloaded
+from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from engine.messages import Delta
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
 from tests.deployments.fake_backend import FakeBackend
@@ -294,8 +294,15 @@ def test_concurrent_requests_do_not_mix(client: Client) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (Overloaded("the queue is full", retry_after=3), 503, "overloaded"),
+        (Overloaded("the queue is full", retry_after=2.2), 503, "overloaded"),
         (EngineDead("the engine is gone"), 503, "engine_dead"),
+        (EngineDead("no frame for 10 s", code="engine_stalled"), 503, "engine_stalled"),
+        (
+            InvalidRequest("too long", code="context_length_exceeded"),
+            400,
+            "context_length_exceeded",
+        ),
+        (MantaError("too late", code="deadline_exceeded"), 408, "deadline_exceeded"),
         (RuntimeError("/secret/path 0xdeadbeef"), 500, "internal_error"),
     ],
 )

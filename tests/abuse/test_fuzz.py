@@ -1,0 +1,108 @@
+"""Random values in every field of every route: an answer of a known shape, never a 500."""
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deployments.api.app import _ROUTES, build_asgi
+from deployments.api.fields import CHAT as CHAT_FIELDS
+from deployments.api.fields import COMPLETION as COMPLETION_FIELDS
+from deployments.api.options import ApiOptions
+from tests.deployments.api.asgi import CHAT, COMPLETION, Client
+from tests.deployments.fake_backend import FakeBackend
+
+EDGES = [-1, 0, -0.0, 1, 1.5, 255, 256, 511, 512, 513, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30]
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from(EDGES)
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["tiny", "none", "auto", "user", "text", "function", "required"])
+)
+KEYS = st.text(max_size=4) | st.sampled_from(
+    [
+        "role",
+        "content",
+        "type",
+        "text",
+        "function",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "schema",
+        "json_schema",
+        "regex",
+        "json",
+        "include_usage",
+        "parameters",
+        "$ref",
+        "enum",
+        "arguments",
+        "0",
+        "5",
+        "512",
+        "enable_thinking",
+    ]
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+ROUTES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("/v1/chat/completions", CHAT, sorted(CHAT_FIELDS)),
+    ("/v1/completions", COMPLETION, sorted(COMPLETION_FIELDS)),
+    ("/tokenize", {"prompt": "a"}, ["model", "prompt", "messages", "tools", "return_token_strs"]),
+    ("/detokenize", {"tokens": [5]}, ["model", "tokens", "skip_special_tokens"]),
+]
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_value_in_any_field(data: st.DataObject) -> None:
+    """A type that a check did not think of: an exception, and in the worst case a value that
+    reaches the device.
+    """
+    path, fields, names = data.draw(st.sampled_from(ROUTES))
+    changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
+    backend = FakeBackend()
+    app = build_asgi(backend)
+    body = json.dumps({**fields, **changes}).encode()
+    reply = asyncio.run(Client(app).request("POST", path, body))
+    if reply.status != 200:
+        assert reply.status in (400, 404), reply.body
+        error = reply.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 800
+    for request in backend.requests:
+        assert all(type(t) is int and 0 <= t < 512 for t in request.token_ids)
+        assert len(request.token_ids) + (request.params.max_tokens or 1) <= 256
+        assert -(2**63) <= request.seed < 2**63
+    assert not backend.live and app.in_flight == 0
+
+
+@given(st.binary(max_size=64) | st.text(alphabet='{}[]",:\\u0123truefalsn', max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_body(body: bytes | str) -> None:
+    """A body that the JSON layer does not expect."""
+    raw = body.encode() if isinstance(body, str) else body
+    reply = asyncio.run(Client(build_asgi(FakeBackend())).request("POST", "/tokenize", raw))
+    assert reply.status == 400 and reply.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "FOO"])
+def test_every_route_needs_a_key(method: str) -> None:
+    """A route added without authentication: all are closed but /health and /ready."""
+    keys = frozenset({hashlib.sha256(b"secret").digest()})
+    client = Client(build_asgi(FakeBackend(), ApiOptions(api_keys=keys)))
+    for path in [*_ROUTES, "/v1/models/tiny", "/", "/nothing", "/health/", "//health", "/Health"]:
+        reply = asyncio.run(client.request(method, path))
+        expected = {200, 405} if path in ("/health", "/ready") else {401}
+        assert reply.status in expected, path
