@@ -1,0 +1,286 @@
+"""The configuration: every fault named with its place, before anything heavy is touched."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deployments import yaml_lines
+from deployments.config import (
+    MantaConfig,
+    environment_names,
+    load_config,
+    parse_config,
+    read_api_keys,
+)
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "manta.yaml"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def faults(folder: Path, text: str) -> list[str]:
+    """The problems of a file, without the path in front."""
+    path = write(folder, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+    return [line.removeprefix(f"{path}:") for line in caught.value.message.splitlines()]
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    """A demo that needs a page of settings."""
+    assert load_config(write(tmp_path, ""), {}) == MantaConfig() == parse_config(environment={})
+    assert MantaConfig().http.host == "127.0.0.1"
+
+
+def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
+    """One error a try; a misspelt key that is silently ignored."""
+    found = faults(
+        tmp_path,
+        """\
+        modle: default
+        engine:
+          blok_size: 3
+          block_size: "16"
+          dtype: float8
+        router:
+          replicas: two
+        http: {prot: 8000, port: 99999}
+        pools:
+          gpuu: {}
+          cpu: {replica: 2, engine: {num_bloks: 1}}
+        zzz: 1
+        """,
+    )
+    assert found == [
+        "1: modle: unknown key; did you mean model?",
+        "3: engine.blok_size: unknown key; did you mean block_size?",
+        "4: engine.block_size: must be a valid integer, got '16'",
+        "5: engine.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'float8'",
+        "7: router.replicas: must be a valid integer, got 'two'",
+        "8: http.port: must be less than or equal to 65535, got 99999",
+        "8: http.prot: unknown key; did you mean port?",
+        "10: pools.gpuu: unknown key; did you mean gpu?",
+        "11: pools.cpu.engine.num_bloks: unknown key; did you mean num_blocks?",
+        "11: pools.cpu.replica: unknown key; did you mean replicas?",
+        "12: zzz: unknown key; known keys: " + ", ".join(MantaConfig.model_fields),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "part"),
+    [
+        ("engine: {memory_fraction: 2}", 1, "engine.memory_fraction: memory_fraction must be in"),
+        ("\nengine:\n  block_size: 0", 3, "engine.block_size"),
+        ("replicas: 0", 0, "nothing would ever answer"),
+        ("replicas: 2\npools: {cpu: {}}", 0, "replicas and pools are both set"),
+        ("pools: {cpu: {replicas: 0}}", 0, "nothing would ever answer"),
+        ("router:\n  silence_seconds: 1", 1, "heartbeat_seconds"),
+        ("replicas: -1", 1, "replicas"),
+        ("replicas: 1.5", 1, "replicas"),
+        ("replicas: yes", 1, "got 'yes'"),
+        ("http:\n  strict: 1", 2, "http.strict"),
+        ("engine: []", 1, "engine"),
+        ("served_name: ../x", 1, "served_name"),
+        ("model: 5", 1, "model"),
+        ("- a\n- b", 0, "must be a mapping"),
+        ("just text", 0, "must be a mapping"),
+    ],
+)
+def test_bad_values_name_line_and_key(tmp_path, text, line, part):
+    """A message that leaves the reader to search the file."""
+    (found,) = faults(tmp_path, text)
+    assert part in found
+    if line:
+        assert found.startswith(f"{line}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "part"),
+    [
+        ("a: &x [1]\nb: *x", 1, "anchor"),
+        ("model: *x", 1, "alias"),
+        ("model: !!python/object/apply:os.system ['true']", 1, "tag"),
+        ("model: !ruby/object {}", 1, "tag"),
+        ("model: default\n---\nmodel: default", 2, "second document"),
+        ("engine:\n\tblock_size: 16", 2, "a tab"),
+        ("replicas: 1\nreplicas: 2", 2, "a second time; first in line 1"),
+        ("replicas: .inf", 1, "finite"),
+        ("replicas: 1" + "0" * 5000, 1, "digits"),
+        ("model: " + "[" * 5000, 1, "deep"),
+        ("model: [1, 2", 1, "expected"),
+        ("? [a]\n: 1", 1, "plain word"),
+        ("model: \x07", 0, ""),
+    ],
+)
+def test_yaml_that_bites(tmp_path, text, line, part):
+    """Bombs, objects and ambiguities of YAML; a traceback instead of a message."""
+    (found,) = faults(tmp_path, text)
+    assert part in found
+    if line:
+        assert found.startswith(f"{line}: ")
+
+
+def test_files_that_are_no_configuration(tmp_path):
+    """Fifty megabytes parsed for a minute; a traceback for a folder."""
+    for content, part in (
+        (b"a: 1\n" * 10**7, "more than"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"\xef\xbb\xbfreplicas: 0", "ever answer"),  # a byte order mark is no fault
+    ):
+        path = tmp_path / "x.yaml"
+        path.write_bytes(content)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=part):
+            load_config(path, {})
+        assert time.monotonic() - began < 1
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=str(path)):
+            load_config(path, {})
+
+
+def test_every_value_of_the_core_schema():
+    """`no` as False, `010` as 8, `1_000` as a number: YAML 1.1 surprises."""
+    text = "[1, -2, 0x10, 1.5, 1e3, .5, true, null, ~, '1', no, 010, 1_000, 12:30, a b]"
+    values = [1, -2, "0x10", 1.5, 1000.0, 0.5, True, None, None, "1", "no", 10, "1_000", "12:30"]
+    assert yaml_lines.parse(text).data == [*values, "a b"]
+
+
+def model_folder(folder: Path, **config) -> Path:
+    folder.mkdir()
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "model_type": "llama",
+    }
+    (folder / "config.json").write_text(json.dumps({**values, **config}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_the_model_folder_is_checked_first(tmp_path):
+    """A typo in a path that shows after minutes, in a replica's log, as a restart loop."""
+    assert "no such folder" in faults(tmp_path, "model: ./absent")[0]
+    (tmp_path / "empty").mkdir()
+    (found,) = faults(tmp_path, "replicas: 1\nmodel: empty")
+    assert found.startswith("2: model: ") and "config.json" in found
+    model_folder(tmp_path / "odd", architectures=["MambaForCausalLM"])
+    (found,) = faults(tmp_path, "model: odd")
+    assert "MambaForCausalLM" in found and "LlamaForCausalLM" in found
+    good = model_folder(tmp_path / "good")
+    config = load_config(write(tmp_path, "model: good"), {})
+    assert config.model == str(good), "relative to the file"
+    assert config.name() == "good"
+
+
+def test_faults_show_quickly_and_touch_nothing_heavy(tmp_path):
+    """Two seconds of imports, or a GPU taken, before the message about a typo."""
+    path = write(tmp_path, "modle: default")
+    code = (
+        "import sys\nfrom deployments.config import load_config\n"
+        "from engine.errors import ConfigError\n"
+        f"try: load_config({str(path)!r})\nexcept ConfigError as error: print(error)\n"
+        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    )
+    began = time.process_time(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    assert done.stdout.splitlines() == [
+        f"{path}:1: modle: unknown key; did you mean model?",
+        "[]",
+    ]
+    assert time.monotonic() - began[1] < 4, "under two seconds on a machine that does nothing else"
+
+
+def test_environment_overrides_single_values_and_typos_are_told(tmp_path, caplog):
+    """MANTA_HTTP_PRT=80 that does nothing, silently; a secret second configuration."""
+    path = write(tmp_path, "http: {port: 9000}")
+    variables = {
+        "MANTA_HTTP_PORT": "9001",
+        "MANTA_ENGINE_BLOCK_SIZE": "8",
+        "MANTA_REPLICAS": "2",
+        "MANTA_HTTP_PRT": "80",
+        "MANTA_CACHE": "/x",
+        "HOME": "/",
+    }
+    config = load_config(path, variables)
+    assert (config.http.port, config.engine, config.replicas) == (9001, {"block_size": 8}, 2)
+    assert [record.message for record in caplog.records] == [
+        "environment variable MANTA_HTTP_PRT means nothing to Manta; did you mean MANTA_HTTP_PORT?"
+    ]
+    with pytest.raises(ConfigError, match="replicas"):
+        load_config(path, {"MANTA_REPLICAS": "many"})
+    assert len(environment_names()) > 40
+
+
+def test_key_files_of_others_are_refused(tmp_path):
+    """API keys that every user of the machine can read; an empty file that lets everybody in."""
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_api_keys(path)
+    path.write_text("# comment\n\n")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="no key"):
+        read_api_keys(path)
+    path.write_text("# comment\nabc\n  def  \n")
+    assert read_api_keys(path) == ("abc", "def")
+    path.chmod(0o644)
+    (found,) = faults(tmp_path, "http:\n  api_keys_file: keys")
+    assert found.startswith("2: http.api_keys_file: ") and "chmod 600" in found
+
+
+def test_every_engine_option_can_be_set_and_every_knob_says_why():
+    """A new field of EngineConfig that the file cannot reach; a default without its reason."""
+    for field in msgspec.structs.fields(EngineConfig):
+        if field.name in ("model", "revision"):
+            continue
+        value = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert parse_config({"engine": {field.name: value}}, {}).engine == {field.name: value}
+
+    def check(section, name):
+        for key, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and hasattr(kind, "model_fields"):
+                check(kind, f"{name}.{key}")
+            else:
+                assert field.description and len(field.description) > 12, f"{name}.{key}"
+
+    check(MantaConfig, "")
+
+
+def test_a_configuration_survives_a_round_trip():
+    """A Serve config file whose arguments build something else than the file they came from."""
+    data = {
+        "model": "default",
+        "engine": {"block_size": 8, "graph_sizes": [1, 2]},
+        "pools": {"cpu": {"replicas": 2, "num_cpus": 0.5, "labels": {"pool": "cpu"}}},
+        "http": {"port": 9000},
+    }
+    config = parse_config(data, {})
+    again = parse_config(json.loads(json.dumps(config.model_dump(exclude_unset=True))), {})
+    assert again == config
+
+
+def test_os_environ_is_the_default(monkeypatch):
+    """An override that works in tests only."""
+    monkeypatch.setitem(os.environ, "MANTA_HTTP_PORT", "9876")
+    assert parse_config({}).http.port == 9876
