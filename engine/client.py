@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import zmq
@@ -192,7 +191,11 @@ class EngineClient(_Client):
     def _dead(self, status: int) -> None:
         if self._fd < 0:
             return  # closed meanwhile
-        self._readable()
+        assert self._loop is not None and self._engine is not None
+        if self._engine.frames.poll(0):  # what it said before it ended comes first
+            self._loop.call_soon(self._dead, status)
+            self._readable()
+            return
         self._stop_reading()
         error = self._error = self._death(status)
         assert self._started is not None
@@ -267,7 +270,21 @@ class BlockingEngineClient(_Client):
 
     def _read(self) -> None:
         assert self._engine is not None
-        frames = self._engine.frames
+        try:
+            self._read_until_end(self._engine.frames)
+        except (
+            BaseException
+        ) as error:  # a callback failed: without a reader every request would hang
+            self._end_with(EngineDead(f"the reader of the engine's frames failed: {error!r}"))
+            raise
+
+    def _end_with(self, error: MantaError) -> None:
+        self._error = error
+        if self._changed.is_set() and self._on_death is not None:
+            self._on_death(error)
+        self._changed.set()
+
+    def _read_until_end(self, frames: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         poller.register(frames, zmq.POLLIN)
         poller.register(self._wake[0], zmq.POLLIN)
@@ -279,15 +296,12 @@ class BlockingEngineClient(_Client):
             if self._status is not None:
                 while frames.poll(int(LAST_FRAMES_SECONDS * 1000)):
                     self._take_all(frames)
-                self._error = self._death(self._status)
-                if self._changed.is_set() and self._on_death is not None:
-                    self._on_death(self._error)
-                self._changed.set()
+                self._end_with(self._death(self._status))
                 return
             if self.ready is not None and not self._changed.is_set():
                 self._changed.set()
 
-    def _take_all(self, frames: Any) -> None:
+    def _take_all(self, frames: "zmq.Socket[bytes]") -> None:
         try:
             while not self._closing:
                 self._take(frames.recv(zmq.NOBLOCK))

@@ -34,6 +34,7 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(edges)]
 
 
+@settings(deadline=None)
 @given(kinds, texts, st.lists(st.integers(0, 40), max_size=8))
 def test_stream_is_the_reference_decode(kind: str, text: str, cuts: list[int]) -> None:
     """A character lost, doubled or broken where its bytes are in two tokens or two calls."""
@@ -44,6 +45,7 @@ def test_stream_is_the_reference_decode(kind: str, text: str, cuts: list[int]) -
     assert got == tokenizer.backend.decode(ids) == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
 @given(
     kinds, st.lists(st.integers(0, 420), max_size=30), st.lists(st.integers(0, 30)), st.booleans()
 )
@@ -111,7 +113,7 @@ def reference(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, st
     return text, None
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     kinds,
     st.text(st.sampled_from("ab 😀é"), max_size=40),
@@ -184,6 +186,7 @@ def test_end_token_is_counted_but_not_shown(include: bool, skip: bool) -> None:
     assert ChoiceDecoder(tokenizer, params).feed([5, 260], "stop", 260).stop_reason == 260
 
 
+@settings(deadline=None)
 @given(kinds, texts, st.lists(st.integers(0, 40), max_size=8))
 def test_offsets_are_where_each_token_begins(kind: str, text: str, cuts: list[int]) -> None:
     """logprobs.text_offset points into the middle of another token's text."""
