@@ -21,7 +21,14 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from deployments.channel import ChannelLimits
-from deployments.config import MantaConfig, PoolConfig, load_config, parse_config, read_api_keys
+from deployments.config import (
+    MantaConfig,
+    PoolConfig,
+    RouterConfig,
+    load_config,
+    parse_config,
+    read_api_keys,
+)
 from deployments.dispatcher import DispatchLimits
 from deployments.models import resolve_model
 from deployments.replica import EngineReplica, ReplicaSettings
@@ -214,9 +221,9 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
     """
     config = as_config(config)
     resolved = pools(config, Machine.here())
-    args = config.model_dump(
-        exclude_unset=True, exclude={"replicas": True, "pools": True, "router": {"replicas"}}
-    )
+    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
+    counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
+    args = counted.model_dump(exclude_defaults=True)
     args["pools"] = {
         name: pool.model_copy(update={"replicas": 1}).model_dump()
         for name, pool in resolved.items()

@@ -31,6 +31,9 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
 
+    @property
+    def pid(self) -> int: ...
+
     async def start(self, config: EngineConfig) -> Ready: ...
 
     def submit(self, request: EngineRequest) -> None: ...
@@ -102,6 +105,10 @@ class Relay:
     @property
     def in_flight(self) -> int:
         return sum(len(router.live) for router in self._routers.values())
+
+    @property
+    def engine_pid(self) -> int:
+        return self._engine.pid
 
     @property
     def num_routers(self) -> int:

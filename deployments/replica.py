@@ -84,6 +84,7 @@ class EngineReplica:
         relay = self._relay
         return {
             **msgspec.structs.asdict(relay.stats),
+            "engine_pid": relay.engine_pid,
             "routers": relay.num_routers,
             "in_flight": relay.in_flight,
         }

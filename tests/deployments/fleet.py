@@ -36,6 +36,7 @@ class LocalEngine:
     lethal: an engine that is given this token dies before it says anything.
     """
 
+    pid = 0
     pace = 0.002  # seconds a step
 
     def __init__(

@@ -1,0 +1,126 @@
+"""A private Ray with Serve for tests: loopback only, own ports and folder, gone afterwards."""
+
+import contextlib
+import json
+import shutil
+import socket
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.replica import ReplicaSettings
+from engine.config import EngineConfig
+from tests.deployments.fake_backend import tiny_tokenizer
+
+# Every token id of the fake engine is one that the tiny tokenizer can write.
+FAKE = "fake:vocab_size=250,max_model_len=256,step_seconds=0.02"
+
+
+def fake_engine(settings: ReplicaSettings) -> EngineConfig:
+    """What the replicas run instead of a model."""
+    return EngineConfig(model=FAKE)
+
+
+def tiny_model(folder: Path) -> Path:
+    """A folder with tokenizer and config.json, but no weights that matter."""
+    folder.mkdir()
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "vocab_size": 512,
+                "max_position_embeddings": 256,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+            }
+        )
+    )
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Cluster:
+    """address: for other drivers. port: Serve's HTTP."""
+
+    address: str
+    port: int
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return answer.read().decode()
+
+    def open(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        try:
+            return urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            return error
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        with self.open(path, body) as answer:
+            return json.loads(answer.read())
+
+    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        with self.open(path, {**body, "stream": True}) as answer:
+            ended = False
+            for line in answer:
+                if line.startswith(b"data: [DONE]"):
+                    ended = True
+                elif line.startswith(b"data: "):
+                    yield json.loads(line.removeprefix(b"data: "))
+            assert ended, "the stream was cut"
+
+
+@contextlib.contextmanager
+def ray_and_serve(cpus: int = 2) -> Iterator[Cluster]:
+    """Start both, and stop them whatever happens."""
+    import ray
+    from ray import serve
+
+    folder = tempfile.mkdtemp(prefix="r")  # short: Ray puts sockets in it
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield Cluster(context.address_info["gcs_address"], port)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,249 @@
+"""The application on a real Ray and Serve: two replicas, the router's choice, losses, redeploys."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from deployments.app import Machine, as_config, assemble, build, pools, serve_config
+from deployments.config import MantaConfig, parse_config
+from engine.errors import ConfigError
+from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
+
+
+def wait(condition, seconds: float = 30.0):
+    """Wait until it gives something true; return that."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+    return found
+
+
+# -- no cluster
+
+
+def test_pools_take_what_the_machine_has():
+    """Two CPU replicas with all cores each, which then wait for one another."""
+    small = Machine(cores=2, gpus=0)
+    config = parse_config({"replicas": 2}, {})
+    (pool,) = pools(config, small).values()
+    assert (pool.num_cpus, pool.num_gpus, pool.engine) == (
+        1.0,
+        0.0,
+        {"device": "cpu", "num_threads": 1},
+    )
+    assert list(pools(config, Machine(cores=32, gpus=4))) == ["gpu"]
+    assert list(pools(parse_config({"engine": {"device": "cpu"}}, {}), Machine(32, 4))) == ["cpu"]
+    both = parse_config({"pools": {"gpu": {"replicas": 3}, "cpu": {"num_cpus": 4.0}}}, {})
+    resolved = pools(both, Machine(32, 4))
+    assert (resolved["gpu"].num_cpus, resolved["gpu"].num_gpus) == (1.0, 1.0)
+    assert resolved["cpu"].engine["num_threads"] == 4
+    assert resolved["gpu"].engine == {"device": "cuda"}
+    one = parse_config({"engine": {"num_threads": 3}}, {})
+    (pool,) = pools(one, small).values()
+    assert {**one.engine, **pool.engine}["num_threads"] == 3
+
+
+def test_the_serve_config_is_one_that_serve_takes_and_builds_the_same(tmp_path):
+    """A file that Serve refuses, or whose counts are arguments, so that scaling restarts all."""
+    from ray.serve.schema import ServeDeploySchema
+
+    config = parse_config(
+        {"model": str(tiny_model(tmp_path / "tiny")), "replicas": 2, "http": {"port": 8123}}, {}
+    )
+    schema = serve_config(config)
+    ServeDeploySchema.model_validate(schema)
+    (app,) = schema["applications"]
+    counts = {entry["name"]: entry["num_replicas"] for entry in app["deployments"]}
+    assert counts == {"engine-cpu": 2, "router": 2} or list(counts) == ["engine-gpu", "router"]
+    again = as_config(json.loads(json.dumps(app["args"])))
+    assert isinstance(again, MantaConfig)
+    assert again.model == config.model and again.http.port == 8123
+    more = serve_config(
+        config.model_copy(update={"router": config.router.model_copy(update={"replicas": 5})})
+    )
+    assert more["applications"][0]["args"] == app["args"]
+
+
+def test_build_takes_a_path_a_mapping_and_serves_arguments(tmp_path):
+    """`serve run deployments.app:build config=...` that only the documentation knows."""
+    model = str(tiny_model(tmp_path / "tiny"))
+    path = tmp_path / "manta.yaml"
+    path.write_text(f"model: {model}\n")
+    for config in (
+        str(path),
+        {"model": model},
+        {"config": str(path)},
+        {"config": {"model": model}},
+    ):
+        assert as_config(config).model == model
+        build(config)
+    with pytest.raises(ConfigError, match="did you mean model"):
+        build({"config": {"modle": "x"}})
+
+
+# -- on Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_and_serve() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def fake(cluster: Cluster, tmp_path_factory):
+    """Application "manta": two fake engines, one router."""
+    from ray import serve
+
+    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = parse_config(
+        {
+            "model": str(model),
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+            "router": {"replicas": 1},
+            "limits": {"drain_seconds": 5.0},
+        },
+        {},
+    )
+    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/fake")
+    handle = serve.get_app_handle("manta")
+    wait(lambda: len(handle.state.remote().result()["replicas"]) == 2)
+    return handle
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}
+
+
+def text_of(chunks) -> str:
+    return "".join(c["delta"].get("content") or "" for x in chunks for c in x["choices"])
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_http_streams_and_both_replicas_work(cluster, fake):
+    """An application that answers from one replica while the other idles."""
+    whole = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=30)
+    expected = whole["choices"][0]["message"]["content"]
+    assert whole["usage"]["completion_tokens"] == 30
+    streams = [cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=30) for _ in range(6)]
+    firsts = [next(stream) for stream in streams]  # all six run at once
+    assert len(firsts) == 6
+    replicas = fake.state.remote().result()["replicas"]
+    assert sorted(one["running"] > 0 for one in replicas.values()) == [True, True]
+    for first, stream in zip(firsts, streams, strict=True):
+        assert text_of([first, *stream]) == expected
+    assert json.loads(cluster.get("/fake/ready"))["status"] == "ready"
+    metrics = cluster.get("/fake/metrics")
+    assert 'manta_request_success_total{model_name="tiny",finished_reason="length"} 7' in metrics
+    assert metrics.count("manta_num_requests_running{") == 2
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_errors_have_the_shape_of_the_api(cluster, fake):
+    """Serve's own plain-text errors in front of ours."""
+    answer = cluster.post("/fake/v1/chat/completions", model="none", messages=CHAT["messages"])
+    assert answer["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_killed_engine_costs_a_pause_and_the_replica_comes_back(cluster, fake):
+    """A stream that ends in the middle; a dead replica that stays dead."""
+    from ray import serve
+
+    expected = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=100)
+    streams = [
+        cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=100) for _ in range(4)
+    ]
+    firsts = [next(stream) for stream in streams]
+    engines = serve.get_deployment_handle("engine-cpu", "manta")
+    victim = engines.stats.remote().result()
+    before = set(fake.state.remote().result()["replicas"])
+    os.kill(victim["engine_pid"], signal.SIGKILL)
+    for first, stream in zip(firsts, streams, strict=True):
+        assert text_of([first, *stream]) == expected["choices"][0]["message"]["content"]
+
+    def renewed() -> bool:
+        now = set(fake.state.remote().result()["replicas"])
+        return len(now) == 2 and now != before
+
+    wait(renewed)
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_client_that_leaves_frees_the_engine(cluster, fake):
+    """Tokens generated for nobody."""
+    stream = cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=200)
+    next(stream)
+
+    def running() -> int:
+        state = fake.state.remote().result()
+        return sum(one["running"] for one in state["replicas"].values())
+
+    wait(lambda: running() == 1, 2)
+    stream.close()
+    wait(lambda: running() == 0, 2)
+    assert fake.state.remote().result()["in_flight"] == 0
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_the_default_model_on_two_replicas_by_config_file_and_again(cluster, fake, default_model):
+    """The whole way with a real model; and a redeploy without a change that restarts replicas."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    serve.delete("manta")
+    config = parse_config(
+        {
+            "model": str(default_model),
+            "served_name": "default",
+            "app_name": "real",
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 1.0}},
+            "router": {"replicas": 1},
+            "engine": {"num_blocks": 200},
+            "limits": {"drain_seconds": 5.0},
+        },
+        {},
+    )
+
+    def deploy(config: MantaConfig) -> None:
+        schema = ServeDeploySchema.model_validate(serve_config(config))
+        _get_global_client().deploy_apps(schema)
+        wait(lambda: serve.status().applications["real"].status == "RUNNING", 120)
+
+    deploy(config)
+    handle = serve.get_app_handle("real")
+    replicas = wait(
+        lambda: len(found := handle.state.remote().result()["replicas"]) == 2 and set(found)
+    )
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    whole = cluster.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert "Paris" in whole
+    streams = [cluster.stream("/v1/chat/completions", **body) for _ in range(4)]
+    firsts = [next(stream) for stream in streams]
+    for first, stream in zip(firsts, streams, strict=True):
+        assert text_of([first, *stream]) == whole
+    used = handle.state.remote().result()["replicas"]
+    assert all(one["finished"] > 0 for one in used.values())
+    deploy(config)
+    time.sleep(1)
+    assert set(handle.state.remote().result()["replicas"]) == replicas
+    fewer = {"cpu": config.pools["cpu"].model_copy(update={"replicas": 1})}
+    deploy(config.model_copy(update={"pools": fewer}))
+    left = wait(
+        lambda: len(found := handle.state.remote().result()["replicas"]) == 1 and set(found)
+    )
+    assert left < replicas, "scaling down replaced the replica that stays"
