@@ -22,6 +22,11 @@ def auth_token_source() -> str | None:
     return str(default) if default.exists() else None
 
 
+def asks_for_token() -> bool:
+    """Whether Ray's processes started from here check it; a local Ray decides that as it starts."""
+    return os.environ.get("RAY_AUTH_MODE") == "token"
+
+
 def api_key() -> str | None:
     """The key for an OpenAI-compatible server."""
     return os.environ.get("OPENAI_API_KEY")

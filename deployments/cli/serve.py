@@ -17,6 +17,7 @@ from deployments.cli.console import Status, err, model_progress, out
 from deployments.cli.ports import why_not_bindable
 from deployments.cli.target import read_target
 from deployments.config import MantaConfig
+from deployments.environment import asks_for_token
 from deployments.models import resolve_model
 from engine.errors import ConfigError, MantaError
 
@@ -179,6 +180,11 @@ def _announce(config: MantaConfig) -> str:
         markup=False,
     )
     out.print(f"  manta chat {url}", markup=False)
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    token = "RAY_AUTH_MODE=token " if asks_for_token() else ""
+    out.print(f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md", markup=False)
     return url
 
 

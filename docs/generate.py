@@ -1,0 +1,126 @@
+"""Writes docs/configuration.md from the configuration models: `python docs/generate.py`."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from deployments.config import MantaConfig, PoolConfig
+from engine.config import EngineConfig
+
+TARGET = Path(__file__).with_name("configuration.md")
+
+HEAD = """# Configuration
+
+One YAML file describes one served model. `manta serve manta.yaml` runs it, `manta plan manta.yaml`
+tells what it takes, and both check it first: a misspelt key, a wrong value or a missing model
+folder ends with exit code 2, the file, the line and the nearest right name, before Ray or a model
+is touched.
+
+```yaml
+model: default            # a folder, a .gguf file, a hub name, or a small model out of a package
+replicas: 2
+engine:
+  max_model_len: 4096
+http:
+  port: 8000
+```
+
+All keys are optional; `{}` serves the default model. Single values can be overridden by the
+environment: `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, section, key).
+`MANTA_CACHE` is the folder of converted models, by default `~/.cache/manta`. A variable that starts
+with `MANTA_` and means nothing is warned about.
+
+This page is written by `python docs/generate.py` from `deployments/config.py` and
+`engine/config.py`.
+"""
+
+
+def render() -> str:
+    """The page's text."""
+    parts = [HEAD, "## Top level\n", _table(MantaConfig)]
+    for name, field in MantaConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            parts += [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section)]
+    parts += [
+        "## `pools.gpu` and `pools.cpu`\n",
+        f"{inspect.getdoc(PoolConfig)}\n",
+        _table(PoolConfig),
+        "## `engine`\n",
+        "For all pools at the top level, for one under `pools.<kind>.engine`.\n",
+        _engine_table(),
+    ]
+    return "\n".join(parts)
+
+
+def _table(section: type[BaseModel]) -> str:
+    rows = [
+        (name, _kind(field), _default(field), field.description or _summary(field))
+        for name, field in section.model_fields.items()
+    ]
+    return _markdown(rows)
+
+
+def _summary(field: FieldInfo) -> str:
+    return f"{(inspect.getdoc(field.annotation) or '').splitlines()[0]} See below."
+
+
+def _kind(field: FieldInfo) -> str:
+    section = field.annotation
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return "section"
+    text = _type(section)
+    limits = {kind: getattr(item, kind) for item in field.metadata for kind in ("ge", "gt", "le")
+              if hasattr(item, kind)}  # fmt: skip
+    low = f"> {limits['gt']}" if "gt" in limits else f">= {limits['ge']}" if "ge" in limits else ""
+    high = f"<= {limits['le']}" if "le" in limits else ""
+    return " ".join(filter(None, (text, ", ".join(filter(None, (low, high))))))
+
+
+def _type(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    text = str(annotation).replace("typing.", "").replace("deployments.config.", "")
+    text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
+    return "mapping" if text.startswith(("dict", "Annotated")) else text
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return ""
+    return "" if field.default is None else str(field.default)
+
+
+def _engine_table() -> str:
+    """From the fields and the docstring, where each is `name: text` up to the next one."""
+    text = inspect.getdoc(EngineConfig) or ""
+    parts = re.split(r"^(\w+): ", text, flags=re.MULTILINE)
+    told = {
+        name: " ".join(meaning.split())
+        for name, meaning in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    hints = get_type_hints(EngineConfig)
+    rows = []
+    for field in msgspec.structs.fields(EngineConfig):
+        if field.name in ("model", "revision"):
+            continue
+        default = "" if field.default in (None, msgspec.NODEFAULT, ()) else str(field.default)
+        rows.append((field.name, _type(hints[field.name]), default, told.get(field.name, "")))
+    return _markdown(rows)
+
+
+def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for key, kind, default, meaning in rows:
+        cells = (f"`{key}`", kind, f"`{default}`" if default else "", meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), "utf-8")

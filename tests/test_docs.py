@@ -1,0 +1,180 @@
+"""The documentation says what the code does, and its examples run."""
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def examples(page: str) -> list[str]:
+    """The python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+def run(code: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_configuration_page_is_current() -> None:
+    """A knob that the page does not know is a knob nobody finds."""
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "configuration.md").read_text("utf-8") == module.render(), (
+        "run: python docs/generate.py"
+    )
+    undocumented = re.findall(r"^\| `(\w+)` .*\|  \|$", module.render(), re.MULTILINE)
+    assert not undocumented
+
+
+def test_http_page_names_every_field() -> None:
+    """A field that is accepted and nowhere written is accepted for nobody."""
+    from deployments.api.fields import CHAT, COMPLETION
+
+    page = (DOCS / "http.md").read_text("utf-8")
+    missing = [name for name in sorted(CHAT | COMPLETION) if f"`{name}`" not in page]
+    assert not missing
+
+
+def test_links_lead_somewhere() -> None:
+    """Pages move; links stay."""
+    broken = []
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert not broken
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """Each dependency is a thing that can break, be slow or be taken over; it needs a reason."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [re.split(r"[\[><=;]", line)[0] for line in project["dependencies"]]
+    core = {"torch", "ray", "transformers", "triton", "numpy", "pydantic"}
+    page = (DOCS / "dependencies.md").read_text("utf-8")
+    others = [name for name in names if name not in core]
+    assert all(f"| {name} |" in page for name in others)
+    assert f"**{len(others)}**" in page
+    pinned = (ROOT / "constraints.txt").read_text("utf-8").lower().replace("_", "-")
+    extras = itertools.chain(*project["optional-dependencies"].values())
+    for line in (*names, *extras):
+        name = re.split(r"[\[><=;]", line)[0].lower().replace("_", "-")
+        assert f"\n{name}==" in pinned, f"{name} is not in constraints.txt"
+
+
+def test_shipped_configuration_is_valid() -> None:
+    """The file that `make demo` serves is the first that people copy."""
+    from deployments.config import load_config
+    from deployments.demo import CONFIG
+
+    assert load_config(CONFIG, environment={}).model == "default"
+
+
+def test_library_example(default_model: Path) -> None:
+    """The first lines of Python that a new user types."""
+    assert len(run(examples("python.md")[0]).strip().splitlines()) >= 2
+
+
+# -- cluster.yaml
+
+
+def cluster() -> dict[str, Any]:
+    import yaml  # Ray's own, with anchors, which our configuration refuses
+
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text("utf-8"))
+    return loaded
+
+
+def test_cluster_file_passes_rays_schema() -> None:
+    """`ray up` finds a misspelt key only after it has asked AWS for an hour of your time."""
+    from ray._private.label_utils import validate_node_label_syntax
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(cluster())
+    validate_config(config)
+    for kind in config["available_node_types"].values():
+        assert not validate_node_label_syntax(kind["labels"])
+    pools = {kind["labels"]["pool"] for kind in config["available_node_types"].values()}
+    assert pools == {"head", "gpu", "cpu"}
+
+
+def test_cluster_file_sets_what_the_application_needs() -> None:
+    """Ray's processes read these at their start; one left out is a slow or a cut stream."""
+    from deployments.app import cluster_environment
+    from deployments.config import parse_config
+
+    wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), "folder")
+    config = cluster()
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        given = dict(re.findall(r"\b(RAY_\w+)=(\S+)", commands[-1]))
+        assert given.pop("RAY_AUTH_MODE") == "token"
+        assert given == {k: v for k, v in wanted.items() if not v.startswith("folder")}
+    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
+
+
+# -- examples that need a server
+
+
+@pytest.fixture(scope="module")
+def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """`manta serve` in its own cluster: its port, and the variables it tells other jobs to set."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deployments.cli.main", "serve", "default", "--port", str(port)]
+        + ["--address", "local"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    output = ""
+    try:
+        while (found := re.search(r"Other Ray jobs: (.*?), ", output)) is None:
+            line = process.stdout.readline()
+            assert line, output
+            output += line
+        yield port, dict(re.findall(r"(\w+)=(\S+)", found[1]))
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
+    """HTTP by the openai client, a Ray job with Manta installed, and one without."""
+    port, environment = served
+    [http] = examples("http.md")
+    assert run(http.replace("8000", str(port)), **environment).strip()
+    _, installed, plain, _ = examples("python.md")
+    for code in (installed, plain):
+        assert len(run(code, **environment).strip()) > 10
