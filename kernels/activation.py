@@ -4,12 +4,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
 
 @triton.jit
-def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     gate = tl.load(gate_up + token * 2 * size + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + cols, mask=mask, other=0.0).to(tl.float32)
     if GELU:
@@ -28,7 +33,13 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
         block = min(1024, triton.next_power_of_2(size))
         grid = (tokens, triton.cdiv(size, block))
         _gated_kernel[grid](
-            gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=max(1, block // 256)
+            gate_up,
+            out,
+            size,
+            GELU=gelu,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+            **pdl(out.device),
         )
     return out
 

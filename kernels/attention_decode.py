@@ -7,7 +7,6 @@ in the order of the keys, so that there is no second launch and results do not d
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 128  # keys; below it the merge costs more than the parallelism brings
-MAX_SPLIT = 512  # keys; above it the last splits to finish leave the device idle
+MAX_SPLIT = 2048  # keys; above it the last splits to finish leave the device idle
 MAX_SPLITS = (
     1024  # splits beyond one for each entry; bounds the workspace, longer totals get longer splits
 )
@@ -29,13 +30,14 @@ class _Shape(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # programs on a multiprocessor
+    merge: int = 4096  # elements of the tile that merges splits
 
 
 def _shape(dims: int, element_size: int) -> _Shape:
     """Decision rule from `python -m kernels.bench`; dims is the padded head size."""
     if dims > 128 or element_size > 2:
         return _Shape(32, 4, 2, 2)
-    return _Shape(64, 4, 3, 3)
+    return _Shape(32, 4, 3, 4)
 
 
 @dataclass(slots=True)
@@ -44,9 +46,13 @@ class DecodePlan:
 
     count: Tensor  # [1] int32: splits listed
     items: Tensor  # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item
+    entries: Tensor  # [num_entries, 2] int32: first item, splits
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
     partial: Tensor  # [max splits, num_heads, head_dim] float32: outputs before the merge
     partial_lse: Tensor  # [max splits, num_heads] float32: log2 of the sum of exponentials
+    # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
+    # grid. A deterministic plan has one way, because the two add in different order.
+    last_merges: bool
 
 
 @triton.jit(
@@ -56,11 +62,13 @@ def _plan_kernel(
     kv_len,
     count,
     items,
+    entries,
     arrived,
     num_entries,
     fill,
     most,
     fixed,
+    ends,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -95,15 +103,82 @@ def _plan_kernel(
         tl.store(target + 2, tl.minimum((split + 1) * even, own_length), mask=mask)
         tl.store(target + 3, mine, mask=mask)
         tl.store(target + 4, first, mask=mask)
+    tl.store(entries + entry * 2, first)
+    tl.store(entries + entry * 2 + 1, mine)
     heads = tl.arange(0, HEADS)
     tl.store(arrived + entry * NUM_KV_HEADS + heads, 0, mask=heads < NUM_KV_HEADS)
     if entry == num_entries - 1:
         tl.store(count, first + mine)
+        for start in range(0, ends, WRITE):  # what follows the last split: nothing to do
+            stop = start + tl.arange(0, WRITE)
+            tl.store(items + (first + mine + stop) * 8, -1, mask=stop < ends)
+
+
+@triton.jit
+def _merge(
+    out, partial, partial_lse, entry, first, splits, head,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[entry, head * GROUP ...] = the splits first .. first + splits - 1, each weighed by its share."""
+    rows = tl.arange(0, MERGE_ROWS)
+    dims = tl.arange(0, DIMS)
+    chunk = tl.arange(0, MERGE)
+    row_mask = rows < GROUP
+    dim_mask = dims < HEAD_DIM
+    best = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    merged = tl.zeros([MERGE_ROWS, DIMS], tl.float32)
+    for start in range(0, splits, MERGE):
+        at = ((first + start + chunk) * NUM_HEADS + head * GROUP)[:, None] + rows[None, :]
+        there = (start + chunk < splits)[:, None] & row_mask[None, :]
+        part = tl.load(
+            partial + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=there[:, :, None] & dim_mask[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        lse = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        # Rows of padding stay at -inf; a finite stand-in keeps inf - inf out of the exponent.
+        new_best = tl.maximum(best, tl.max(lse, axis=0))
+        base = tl.where(new_best > float("-inf"), new_best, 0.0)
+        share = tl.exp2(lse - base[None, :])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(share, axis=0)
+        merged = merged * keep[:, None] + tl.sum(part * share[:, :, None], axis=0)
+        best = new_best
+    merged = merged / total[:, None]
+    target = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+    tl.store(
+        out + target[:, None] + dims[None, :],
+        merged.to(out.dtype.element_ty),
+        mask=row_mask[:, None] & dim_mask[None, :],
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["entries"])
+def _merge_kernel(
+    out, partial, partial_lse, entries,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MERGE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one (entry, query head), where there are several."""
+    entry = tl.program_id(0).to(tl.int64)
+    first = tl.load(entries + entry * 2).to(tl.int64)
+    splits = tl.load(entries + entry * 2 + 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if splits > 1:
+        _merge(
+            out, partial, partial_lse, entry, first, splits, tl.program_id(1),
+            NUM_HEADS, 1, HEAD_DIM, DIMS, MERGE, 1,
+        )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["block_table", "items", "count", "arrived"],
+    do_not_specialize_on_alignment=["block_table", "items", "arrived"],
 )
 def _decode_kernel(
     q,
@@ -111,7 +186,6 @@ def _decode_kernel(
     v_cache,
     out,
     block_table,
-    count,
     items,
     arrived,
     partial,
@@ -127,6 +201,8 @@ def _decode_kernel(
     KEYS: tl.constexpr,  # keys a tile
     MERGE: tl.constexpr,  # splits merged at a time
     MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
+    LAST_MERGES: tl.constexpr,  # else _merge_kernel does
+    PDL: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -136,16 +212,20 @@ def _decode_kernel(
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    total = tl.load(count) * NUM_KV_HEADS
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        head = work % NUM_KV_HEADS
-        item = work // NUM_KV_HEADS
-        entry = tl.load(items + item * 8).to(tl.int64)
-        begin = tl.load(items + item * 8 + 1)
-        end = tl.load(items + item * 8 + 2)
-        splits = tl.load(items + item * 8 + 3)
+    work = tl.program_id(0)
+    head = work % NUM_KV_HEADS
+    item = work // NUM_KV_HEADS
+    entry = tl.load(items + item * 8).to(tl.int64)
+    begin = tl.load(items + item * 8 + 1)
+    end = tl.load(items + item * 8 + 2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while entry >= 0:
         table = block_table + entry * table_stride
         head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+        splits = tl.load(items + item * 8 + 3)
+        first = tl.load(items + item * 8 + 4).to(tl.int64)
         query = tl.load(q + head_rows[:, None] + dims[None, :], mask=tile_mask, other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
@@ -183,53 +263,23 @@ def _decode_kernel(
             at = item.to(tl.int64) * NUM_HEADS + head * GROUP + rows
             tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
-            tl.debug_barrier()  # every thread's stores come before the arrival
-            before = tl.atomic_add(arrived + entry * NUM_KV_HEADS + head, 1, sem="acq_rel")
-            if before == splits - 1:
-                tl.store(arrived + entry * NUM_KV_HEADS + head, 0)
-                first = tl.load(items + item * 8 + 4).to(tl.int64)
-                merge_rows = tl.arange(0, MERGE_ROWS)
-                chunk = tl.arange(0, MERGE)
-                merge_mask = merge_rows < GROUP
-                best = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-                total_weight = tl.zeros([MERGE_ROWS], tl.float32)
-                merged = tl.zeros([MERGE_ROWS, DIMS], tl.float32)
-                for step in range(0, splits, MERGE):
-                    slot = (first + step + chunk) * NUM_HEADS + head * GROUP
-                    there = (step + chunk < splits)[:, None] & merge_mask[None, :]
-                    slot = slot[:, None] + merge_rows[None, :]
-                    lse = tl.load(
-                        partial_lse + slot, mask=there, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    part = tl.load(
-                        partial + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
-                        mask=there[:, :, None] & dim_mask[None, None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    # Rows of padding stay slot -inf; a finite stand-in keeps inf - inf out of the exponent.
-                    new_best = tl.maximum(best, tl.max(lse, axis=0))
-                    base = tl.where(new_best > float("-inf"), new_best, 0.0)
-                    share = tl.exp2(lse - base[None, :])
-                    keep = tl.exp2(best - base)
-                    total_weight = total_weight * keep + tl.sum(share, axis=0)
-                    merged = merged * keep[:, None] + tl.sum(part * share[:, :, None], axis=0)
-                    best = new_best
-                merged = merged / total_weight[:, None]
-                target = (entry * NUM_HEADS + head * GROUP + merge_rows) * HEAD_DIM
-                tl.store(
-                    out + target[:, None] + dims[None, :],
-                    merged.to(out.dtype.element_ty),
-                    mask=merge_mask[:, None] & dim_mask[None, :],
-                )
-
-
-@lru_cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; a small stand-in where kernels are interpreted on the CPU."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+            if LAST_MERGES:
+                tl.debug_barrier()  # every thread's stores come before the arrival
+                arrivals = arrived + entry * NUM_KV_HEADS + head
+                before = tl.atomic_add(arrivals, 1, sem="release")
+                if before == splits - 1:
+                    tl.atomic_xchg(arrivals, 0, sem="acquire")
+                    tl.debug_barrier()
+                    _merge(
+                        out, partial, partial_lse, entry, first, splits, head,
+                        NUM_HEADS, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                    )  # fmt: skip
+        work += tl.num_programs(0)
+        head = work % NUM_KV_HEADS
+        item = work // NUM_KV_HEADS
+        entry = tl.load(items + item * 8).to(tl.int64)
+        begin = tl.load(items + item * 8 + 1)
+        end = tl.load(items + item * 8 + 2)
 
 
 def plan(
@@ -249,22 +299,28 @@ def plan(
         most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, 2 * MIN_SPLIT))
     else:
         most = min(MAX_SPLITS, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
+    # A program that finds -1 stops; each looks at most one round past the last split.
+    ends = triton.cdiv(num_sms(device) * per_sm, num_kv_heads) + 1
     result = DecodePlan(
         count=torch.empty(1, dtype=torch.int32, device=device),
-        items=torch.empty((most, 8), dtype=torch.int32, device=device),
+        items=torch.empty((most + ends, 8), dtype=torch.int32, device=device),
+        entries=torch.empty((num_entries, 2), dtype=torch.int32, device=device),
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
+        last_merges=not deterministic and 2 * num_entries * num_kv_heads > num_sms(device) * per_sm,
     )
     _plan_kernel[(num_entries,)](
         kv_len,
         result.count,
         result.items,
+        result.entries,
         result.arrived,
         num_entries,
         fill,
         MAX_SPLITS,
         FIXED_SPLITS,
+        ends,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,
         MIN_SPLIT=MIN_SPLIT,
@@ -295,13 +351,13 @@ def attention_decode(
     merge_rows = triton.next_power_of_2(group)
     shape = _shape(dims, k_cache.element_size())
     programs = num_sms(q.device) * shape.per_sm
+    num_entries = plan.entries.shape[0]
     _decode_kernel[(programs,)](
         q,
         k_cache,
         v_cache,
         out,
         block_table,
-        plan.count,
         plan.items,
         plan.arrived,
         plan.partial,
@@ -315,8 +371,23 @@ def attention_decode(
         ROWS=max(16, triton.next_power_of_2(group)),
         DIMS=dims,
         KEYS=shape.keys,
-        MERGE=max(2, 4096 // (merge_rows * dims)),
+        MERGE=max(2, shape.merge // (merge_rows * dims)),
         MERGE_ROWS=merge_rows,
+        LAST_MERGES=plan.last_merges,
+        **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+    if not plan.last_merges:
+        _merge_kernel[(num_entries, num_heads)](
+            out,
+            plan.partial,
+            plan.partial_lse,
+            plan.entries,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            DIMS=dims,
+            MERGE=max(2, 8192 // dims),
+            num_warps=4,
+            **pdl(q.device),
+        )

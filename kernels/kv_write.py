@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
 from kernels.metadata import AttentionMeta
 
 
@@ -42,6 +44,7 @@ def _rope_kv_write_kernel(
     HALF: tl.constexpr,  # power of two >= ROTARY_DIM / 2
     REST: tl.constexpr,  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
     FULL: tl.constexpr,  # power of two >= HEAD_DIM
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -50,6 +53,10 @@ def _rope_kv_write_kernel(
     HAS_REST: tl.constexpr = REST > 0
     row = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     slot = tl.load(slots + token)
+    position = tl.load(positions + token).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
 
@@ -69,7 +76,7 @@ def _rope_kv_write_kernel(
         dims = tl.arange(0, HALF)
         half: tl.constexpr = ROTARY_DIM // 2
         valid = dims < half
-        angle = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY_DIM
+        angle = cos_sin + position * ROTARY_DIM
         cos = tl.load(angle + dims, mask=valid, other=0.0)[None, :]
         sin = tl.load(angle + half + dims, mask=valid, other=0.0)[None, :]
         is_query = group < Q_GROUPS
@@ -174,6 +181,7 @@ def rope_kv_write(
         HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
         FULL=triton.next_power_of_2(head_dim),
+        **pdl(q.device),
         num_warps=1 if num_tokens <= 512 else 2,
     )
     return q

@@ -5,13 +5,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, out, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * size
     cols = tl.arange(0, BLOCK)
     mask = cols < size
     scale = tl.load(weight + cols, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row + cols, mask=mask, other=0.0)
     if ADD:
         old = tl.load(residual + row + cols, mask=mask, other=0.0)
@@ -37,7 +44,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows:
         block = triton.next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
-            x, x, weight, out, eps, size, ADD=False, BLOCK=block, num_warps=_num_warps(block)
+            x,
+            x,
+            weight,
+            out,
+            eps,
+            size,
+            ADD=False,
+            BLOCK=block,
+            num_warps=_num_warps(block),
+            **pdl(x.device),
         )
     return out
 
@@ -49,6 +65,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if rows:
         block = triton.next_power_of_2(size)
         _rms_norm_kernel[(rows,)](
-            x, residual, weight, x, eps, size, ADD=True, BLOCK=block, num_warps=_num_warps(block)
+            x,
+            residual,
+            weight,
+            x,
+            eps,
+            size,
+            ADD=True,
+            BLOCK=block,
+            num_warps=_num_warps(block),
+            **pdl(x.device),
         )
     return x, residual

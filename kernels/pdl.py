@@ -9,11 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl", "prefetch_l2"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
 
 
 @lru_cache
@@ -30,16 +28,3 @@ def pdl(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
-
-
-@triton.jit
-def prefetch_l2(address, BYTES: tl.constexpr):
-    """Ask for BYTES contiguous bytes (a multiple of 16) at each address to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
