@@ -144,9 +144,9 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """`manta serve` in its own cluster: its port, and the variables it tells other jobs to set."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    command = [sys.executable, "-m", "deployments.cli.main", "serve", "default"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "deployments.cli.main", "serve", "default", "--port", str(port)]
-        + ["--address", "local"],
+        [*command, "--port", str(port), "--address", "local"],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
