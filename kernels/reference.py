@@ -165,6 +165,9 @@ class _Decodes:
 
     tokens: Tensor  # [n] int64: their tokens
     gather: _Gather  # of n * num_kv_heads * blocks rows
+    # Which of the n * num_kv_heads * blocks * block_size gathered keys are past the entry's last.
+    # A block's earlier owner may have left a NaN there, and weight 0 times NaN is NaN.
+    unused: Tensor  # int64
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
 
 
@@ -215,18 +218,23 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
         longest = max(kv_lens[e] for e in entries)
         blocks = -(-longest // block_size)
         index = torch.tensor(entries, device=slots.device)
-        rows = _block_rows(meta.block_table.index_select(0, index), blocks, num_kv_heads)
-        position = torch.arange(blocks * block_size, device=slots.device)
-        outside = position >= meta.kv_len.index_select(0, index)[:, None]
+        kv_len = meta.kv_len.index_select(0, index).clamp_(min=1)[:, None]
+        table = meta.block_table.index_select(0, index)[:, :blocks]
+        # What stands in a table behind the entry's own blocks means nothing.
+        own = torch.arange(blocks, device=slots.device) * block_size < kv_len
+        rows = _block_rows(torch.where(own, table, table[:, :1]), num_kv_heads)
+        outside = torch.arange(blocks * block_size, device=slots.device) >= kv_len
         mask = torch.zeros(outside.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(outside, float("-inf"))
-        plan.decodes.append(_Decodes(index, _buffers(rows, cache), mask[:, None, None]))
+        unused = outside[:, None].expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
+        gather = _buffers(rows, cache)
+        plan.decodes.append(_Decodes(index, gather, unused, mask[:, None, None]))
     if len(groups) == 1 and len(groups[0]) == len(meta.slots):
         plan.whole = plan.decodes[0]
     for entry in range(meta.num_decodes, len(kv_lens)):
         begin, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
         blocks = -(-kv_len // block_size)
-        rows = _block_rows(meta.block_table[entry : entry + 1], blocks, num_kv_heads)
+        rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], num_kv_heads)
         mask = None
         if kv_len > end - begin > 1:
             mask = torch.full(
@@ -253,10 +261,10 @@ def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
     return groups
 
 
-def _block_rows(table: Tensor, blocks: int, num_kv_heads: int) -> Tensor:
-    """[n, >= blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
+def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
+    """[n, blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
     head = torch.arange(num_kv_heads, device=table.device)[:, None]
-    return (table[:, None, :blocks].long().clamp_(min=0) * num_kv_heads + head).flatten()
+    return (table[:, None].long() * num_kv_heads + head).flatten()
 
 
 def _buffers(rows: Tensor, cache: Tensor) -> _Gather:
@@ -276,6 +284,8 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float, part: _Decode
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     num, num_kv_heads, _, head_dim = q.shape
     key, value = _gather(keys, values, part.gather, (num, num_kv_heads, -1, head_dim))
+    for gathered in (key, value):
+        gathered.view(-1, head_dim).index_fill_(0, part.unused, 0.0)
     return scaled_dot_product_attention(
         q, key, value, attn_mask=part.mask, scale=scale
     ).contiguous()
