@@ -95,10 +95,16 @@ class BlockManager:
                 else:
                     self._evictable[block] = None
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody may match these used blocks from now on."""
-        for block in blocks:
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Nobody may match the blocks of these names from now on, used or not."""
+        for digest in hashes:
+            block = self._resident.get(digest)
+            if block is None:
+                continue
             self._forget(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._free.append(block)
 
     def hash_prefix(self, request: Request, count: int) -> list[bytes]:
         """The hashes of its first `count` blocks, whose tokens must be known."""

@@ -153,4 +153,7 @@ def validate(message: EngineRequest, config: CoreConfig) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
+    max_tokens = message.params.max_tokens
+    if max_tokens is not None and len(token_ids) - num_prompt > max_tokens:
+        raise InvalidRequest("token_ids has more output than max_tokens", param="max_tokens")
     message.params.check_vocabulary(config.vocab_size)

@@ -463,7 +463,7 @@ class Scheduler:
     def _distrust(self, request: Request) -> None:
         """Its keys may be wrong: nobody shall find them."""
         request.cacheable = False
-        self.blocks.forget(request.blocks)
+        self.blocks.forget(request.hashes)
 
     def _release(self, request: Request) -> None:
         """Give back its row and blocks, now or when the steps that use them are done."""

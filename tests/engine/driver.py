@@ -49,7 +49,8 @@ class Driver:
         return message.id
 
     def _expect(self, message: EngineRequest) -> tuple[list[int], str]:
-        if message.num_prompt_tokens >= self.core.config.max_model_len:
+        room = self.core.config.max_model_len - (message.params.max_tokens != 0)
+        if message.num_prompt_tokens > room:
             self.refused.add(message.id)
             return [], "error"
         if message.seed in self.runner.fail and message.params.max_tokens != 0:

@@ -149,11 +149,13 @@ def test_forgotten_and_reset_blocks_are_not_found() -> None:
     bad, good = make(list(range(2, 10)), 1), make(list(range(20, 28)), 2)
     fill(manager, bad)
     fill(manager, good)
-    manager.forget(bad.blocks)
+    manager.forget(bad.hashes)
     assert not found(manager, bad) and found(manager, good)
     manager.free(good.blocks)
-    manager.reset()
+    manager.forget(good.hashes[:1])
+    manager.check_integrity([bad.blocks])
     assert not found(manager, good)
+    manager.reset()
     manager.check_integrity([bad.blocks])
     assert manager.num_free == 6
 

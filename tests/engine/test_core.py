@@ -138,6 +138,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened() -> None:
         (make_request(1, []), "invalid_value"),
         (make_request(1, 8, num_prompt_tokens=9), "invalid_value"),
         (make_request(1, 8, num_prompt_tokens=0), "invalid_value"),
+        (make_request(1, 8, num_prompt_tokens=2, max_tokens=3), "invalid_value"),
         (make_request(1, [3, VOCAB]), "token_out_of_range"),
         (make_request(1, [3, -1]), "token_out_of_range"),
         (make_request(1, 8, logit_bias={VOCAB: 1.0}), "token_out_of_range"),

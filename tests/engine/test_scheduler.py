@@ -214,6 +214,20 @@ def test_one_failing_entry_ends_one_request() -> None:
     assert hand.go()[3].cached == 0
 
 
+def test_a_failure_that_comes_after_the_preemption() -> None:
+    """Bug: the request that fails is back in the queue, and its blocks stay in the cache."""
+    hand = Hand(num_blocks=6, max_model_len=24)
+    hand.add(1, 8, max_tokens=12)
+    failing = hand.add(2, list(range(2, 16)), max_tokens=3)
+    hand.schedule()
+    hand.schedule()
+    assert failing.phase is Phase.WAITING and hand.scheduler.counters.preemptions == 1
+    deltas = hand.update(errors={2: "numerical_error: x"})
+    assert deltas[2].finish == "error" and failing.phase is Phase.ENDED
+    hashes = hand.scheduler.blocks.hash_prefix(failing, 3)
+    assert len(hashes) == 3 and not hand.scheduler.blocks.match_prefix(hashes)
+
+
 def lp(token: int) -> TokenLogprobs:
     return TokenLogprobs(token, -1.0, 1, [], [])
 
