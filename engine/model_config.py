@@ -219,7 +219,7 @@ def _rope(config: _Reader, max_positions: int) -> Rope:
     if not isinstance(values, dict):
         raise config.error(key, f"must be an object, got {values!r}")
     read = _Reader(values, f"{config.path}: {key}")
-    if "type" in values and "rope_type" not in values:
+    if read.get("rope_type") is None and read.get("type") is not None:
         read.values = {**values, "rope_type": values["type"]}
     kind = read.one_of("rope_type", ROPE_TYPES, "default")
     for reader in (config, read):

@@ -1,0 +1,70 @@
+"""Tiny random checkpoints, saved by transformers as users' are, and our model over them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.model_config import ModelConfig
+from engine.models.registry import Model, build_model
+from engine.weights import load_weights
+from kernels.dispatch import kernels_for
+from tests.kernels.layout import lay_out
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,  # not hidden_size / heads
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,  # large enough that a wrong attention shows in the logits
+}
+
+
+def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> PreTrainedModel:
+    """A random float32 model of SIZES with changes; returned, and saved to the folder."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # made as ones and zeros, which hide mistakes
+            torch.nn.init.normal_(parameter, 0.7, 0.3)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    model = build_model(ModelConfig.from_folder(folder), dtype, "cpu", kernels_for("cpu"))
+    load_weights(model, folder)
+    return model
+
+
+class Paged:
+    """Our model with a KV cache of its own: `run` steps give logits of every token."""
+
+    def __init__(self, model: Model, num_blocks: int = 32, block_size: int = 4) -> None:
+        self.model = model
+        self.kernels = kernels_for("cpu")
+        self.block_size = block_size
+        config = model.config
+        shape = (2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        stores = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_layers)]
+        self.kv = [(keys, values) for keys, values in stores]
+
+    @torch.inference_mode()
+    def run(self, *entries: tuple[Tensor, list[int], int]) -> list[Tensor]:
+        """entries: (all token ids, block ids, start); computes from start to the end of each."""
+        meta = lay_out(
+            [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
+        )
+        self.kernels.prepare(meta, self.model.config.num_heads, self.kv[0][0])
+        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int()
+        logits = self.model.logits(self.model.forward(token_ids, meta, self.kv))
+        return list(logits.split([len(ids) - start for ids, _, start in entries]))
