@@ -220,7 +220,7 @@ def test_a_failure_that_comes_after_the_preemption() -> None:
     hand.add(1, 8, max_tokens=12)
     failing = hand.add(2, list(range(2, 16)), max_tokens=3)
     hand.schedule()
-    hand.schedule()
+    assert hand.scheduler.schedule() is None, "the blocks come back with the step in flight"
     assert failing.phase is Phase.WAITING and hand.scheduler.counters.preemptions == 1
     deltas = hand.update(errors={2: "numerical_error: x"})
     assert deltas[2].finish == "error" and failing.phase is Phase.ENDED
