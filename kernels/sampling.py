@@ -31,7 +31,7 @@ _NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _float(pointer):
+def load_float(pointer):
     """A word that holds the bits of a float32."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
@@ -113,7 +113,7 @@ def _best_of_block_kernel(
     is_wrong = tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0)
 
     if SAMPLED:
-        scale = _float(words + _INV_TEMPERATURE)
+        scale = load_float(words + _INV_TEMPERATURE)
         if scale > 0:
             if FILTERED:
                 threshold = tl.load(thresholds + s)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import sampling_layout as layout
+from kernels.sampling import load_float
 
 _REPETITION = tl.constexpr(layout.REPETITION)
 _PRESENCE = tl.constexpr(layout.PRESENCE)
@@ -22,12 +23,6 @@ _BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
 _STOP_IDS = tl.constexpr(layout.STOP_IDS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _PROMPT = tl.constexpr(1 << 30)  # flag beside the output count in penalise's scratch
-
-
-@triton.jit
-def _float(pointer):
-    """A word that holds the bits of a float32."""
-    return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -96,9 +91,9 @@ def _penalty_kernel(
     s = tl.program_id(1)
     row = tl.load(rows + s)
     words += row * _NUM_WORDS
-    repetition = _float(words + _REPETITION)
-    presence = _float(words + _PRESENCE)
-    frequency = _float(words + _FREQUENCY)
+    repetition = load_float(words + _REPETITION)
+    presence = load_float(words + _PRESENCE)
+    frequency = load_float(words + _FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
         length = tl.load(positions + s)
         start = tl.program_id(0) * BLOCK

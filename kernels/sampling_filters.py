@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import sampling_layout as layout
+from kernels.sampling import load_float
 
 _INV_TEMPERATURE = tl.constexpr(layout.INV_TEMPERATURE)
 _TOP_K = tl.constexpr(layout.TOP_K)
@@ -19,12 +20,6 @@ _LOG_MIN_P = tl.constexpr(layout.LOG_MIN_P)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _NO_ID = tl.constexpr(2**31 - 1)
 _VALUE_PASSES = tl.constexpr(6)
-
-
-@triton.jit
-def _float(pointer):
-    """A word that holds the bits of a float32."""
-    return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -144,10 +139,10 @@ def _filter_kernel(
 ):
     s = tl.program_id(0)
     words += tl.load(rows + s) * _NUM_WORDS
-    scale = _float(words + _INV_TEMPERATURE)
+    scale = load_float(words + _INV_TEMPERATURE)
     top_k = tl.load(words + _TOP_K)
-    top_p = _float(words + _TOP_P)
-    log_min_p = _float(words + _LOG_MIN_P)
+    top_p = load_float(words + _TOP_P)
+    log_min_p = load_float(words + _LOG_MIN_P)
     tl.store(thresholds + s, float("-inf"))
     tl.store(cuts + s, _NO_ID)
     if (scale > 0) & ((top_k > 0) | (top_p < 1) | (log_min_p > float("-inf"))):

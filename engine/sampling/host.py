@@ -69,9 +69,10 @@ def choose(
                 group_best[i] = -np.inf
                 np.maximum.at(group_best[i], philox.group_of(ids), kept)
         finite = np.flatnonzero(np.isfinite(best[sampled]))
-        which = np.array(sampled)[finite]
-        words = params.words[[rows[s] for s in which]]
-        tokens[which] = _gumbel_argmax(x, which, group_best[finite], words, positions[which])
+        if len(finite):
+            which = np.array(sampled)[finite]
+            words = params.words[[rows[s] for s in which]]
+            tokens[which] = _gumbel_argmax(x, which, group_best[finite], words, positions[which])
     bad = ~np.isfinite(best)  # NaN and +inf show up in the maximum, nothing but -inf too
     tokens[bad] = 0
     return tokens, bad
@@ -159,29 +160,44 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
     top_k = int(words[word.TOP_K])
     best = group_best.max()
     if top_k:
-        ids = top(x, top_k, group_best)
+        ids: I64 = top(x, top_k, group_best)
         ids = ids[(x[ids] - best) * scale >= log_min_p]
         if top_p < 1:
             mass = np.cumsum(np.exp((x[ids] - best) * scale), dtype=np.float64)
             ids = ids[: np.searchsorted(mass, top_p * mass[-1]) + 1]
-    else:
-        gap = (x - best) * scale
-        if top_p < 1:
-            weight = np.exp(gap)
-            weight[gap < log_min_p] = 0
-            needed = top_p * weight.sum(dtype=np.float64)
-            depth = np.float32(4)
-            while True:  # sort no more than the nucleus needs
-                ids = np.flatnonzero(gap >= max(-depth, log_min_p))
-                if len(ids) == x.size or weight[ids].sum(dtype=np.float64) >= needed:
-                    break
-                depth *= 2
-            ids = ids[np.argsort(-x[ids], kind="stable")]
-            mass = np.cumsum(weight[ids], dtype=np.float64)
-            ids = ids[: np.searchsorted(mass, needed) + 1]
+        return ids
+    gap = (x - best) * scale
+    if top_p < 1:
+        return _nucleus(x, gap, float(top_p), float(log_min_p))
+    return np.flatnonzero(gap >= log_min_p)
+
+
+def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
+    """Ids of the most likely tokens that hold top_p of the mass from log_min_p up, equal ones by
+    id. gap [vocab]: how far each log-probability is from the largest, in the order of x [vocab].
+
+    Sorting a flat distribution would cost more than all the rest: halve the range of gaps that the
+    last token can be in, until few tokens are left to sort.
+    """
+    weight = np.exp(gap)
+    low = max(log_min_p, -30.0)  # a million tokens from here down hold less than 1e-7 of the mass
+    ids = np.flatnonzero(gap >= low)
+    needed = top_p * weight[ids].sum(dtype=np.float64)
+    kept: list[I64] = []
+    mass, high = 0.0, 0.0
+    while len(ids) > 256 and high - low > 1e-6:
+        middle = (low + high) / 2
+        above = gap[ids] >= middle
+        upper = ids[above]
+        more = weight[upper].sum(dtype=np.float64)
+        if mass + more >= needed:
+            ids, low = upper, middle
         else:
-            ids = np.flatnonzero(gap >= log_min_p)
-    return ids
+            ids, high, mass = ids[~above], middle, mass + more
+            kept.append(upper)
+    ids = ids[np.argsort(-x[ids], kind="stable")]
+    last = np.searchsorted(mass + np.cumsum(weight[ids], dtype=np.float64), needed)
+    return np.concatenate([*kept, ids[: last + 1]])
 
 
 def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
