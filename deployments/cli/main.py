@@ -42,9 +42,9 @@ _Address = Annotated[
 )
 def serve(spec: _Spec, host: _Host = None, port: _Port = None, address: _Address = None) -> None:
     """Deploy a model and serve it until Ctrl-C (a second Ctrl-C ends at once)."""
-    from deployments.cli import serve as command
+    from deployments.cli.serve import run
 
-    raise typer.Exit(command.run(spec, host=host, port=port, address=address))
+    raise typer.Exit(run(spec, host=host, port=port, address=address))
 
 
 @cli.command(
@@ -64,10 +64,10 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with any OpenAI-compatible server, streamed."""
-    from deployments.cli import chat as command
+    from deployments.cli.chat import Options, run
 
-    options = command.Options(model, system, max_tokens, temperature)
-    raise typer.Exit(command.run(url, once, options, key))
+    options = Options(model, system, max_tokens, temperature)
+    raise typer.Exit(run(url, once, options, key))
 
 
 @cli.command(
@@ -88,17 +88,17 @@ def plan(
     ] = None,
 ) -> None:
     """Weights, KV blocks, activations and replicas of a configuration, without loading it."""
-    from deployments.cli import plan as command
+    from deployments.cli.plan import run
 
-    raise typer.Exit(command.run(spec, gpu, gpus, memory))
+    raise typer.Exit(run(spec, gpu, gpus, memory))
 
 
 @cli.command(epilog="Example:  manta doctor && manta serve default")
 def doctor() -> None:
     """What this machine can run and what is missing; exit 1 if something needed is."""
-    from deployments.cli import doctor as command
+    from deployments.cli.doctor import run
 
-    raise typer.Exit(command.run())
+    raise typer.Exit(run())
 
 
 @cli.command(epilog="Example:  manta version")

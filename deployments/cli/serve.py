@@ -94,7 +94,9 @@ def _start(cluster: Cluster, config: MantaConfig) -> None:
         serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
         # What `serve deploy` does, without the dashboard that it needs: deploying a changed
         # configuration again restarts only what changed.
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
+        client = _get_global_client()
+        assert client is not None  # it was started in the line above
+        client.deploy_apps(ServeDeploySchema.model_validate(schema))
     with Status("Starting the replicas") as status:
         _wait_running(config.app_name, status)
         _wait_ready(config, status)
@@ -103,6 +105,7 @@ def _start(cluster: Cluster, config: MantaConfig) -> None:
 def _wait_running(app_name: str, status: Status) -> None:
     """Raises ServeError with the reason when it will not come up."""
     from ray import serve
+    from ray.serve._private.common import ReplicaState
 
     while True:
         app = serve.status().applications.get(app_name)
@@ -113,7 +116,7 @@ def _wait_running(app_name: str, status: Status) -> None:
                 raise ServeError(f"the deployment failed: {_reason(app)}")
             counts = []
             for name, deployment in app.deployments.items():
-                running = deployment.replica_states.get("RUNNING", 0)
+                running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
                 counts.append(f"{name} {running}/{total}")
             status.update(f"Starting the replicas: {', '.join(counts) or 'placing them'}")
