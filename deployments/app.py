@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from deployments.models import resolve_model
 from deployments.replica import EngineReplica, ReplicaSettings
 from deployments.router import Router, RouterSettings, digest
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 
 logger = logging.getLogger("manta.app")
 
@@ -45,6 +47,7 @@ _HEALTH_TIMEOUT = 10.0
 _DRAIN_POLL = (
     0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
 )
+_MAX_HAPROXY_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
 _KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
 
 _deployment = cast(Callable[[Any], Deployment], serve.deployment)
@@ -84,6 +87,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             engine=config.engine_options(pool),
             stall_seconds=config.limits.stall_seconds,
             drain_seconds=config.limits.drain_seconds,
+            loopback=config.http.host in ("localhost", "::1") or config.http.host[:4] == "127.",
             channel=channel,
         )
         engine = _deployment(EngineReplica).options(
@@ -272,7 +276,8 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
     """Variables that every Ray process of the cluster must have from its start, and client drivers
     must not.
 
-    folder: for haproxy's sockets and files, private to this cluster.
+    folder: for haproxy's sockets and files, private to this cluster. Its ports for statistics are
+    on all interfaces, read only: Serve does not let one choose.
     """
     same_loop = {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -283,6 +288,12 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
     if proxy(config) == "serve":
         return same_loop
     folder = Path(folder)
+    if len(str(folder)) > _MAX_HAPROXY_FOLDER:
+        raise ConfigError(
+            f"{folder}: haproxy's sockets need a folder of at most {_MAX_HAPROXY_FOLDER} "
+            "characters; set TMPDIR, or http.proxy: serve",
+            param="http.proxy",
+        )
     longest = config.http.max_stream_seconds
     return {
         **same_loop,
@@ -291,12 +302,22 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
         "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(longest),
+        # How long a router that is to stop stays reachable; haproxy hears of it within a second.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _has_haproxy() -> bool:

@@ -166,8 +166,8 @@ class HttpConfig(_Section):
         "127.0.0.1",
         min_length=1,
         max_length=255,
-        description="Address to listen on. Loopback: nothing is open to the network until you say "
-        "so.",
+        description="Address to listen on. Loopback: nothing is open to the network until you "
+        "say so; on a single machine the engines' channels then stay on loopback too.",
     )
     port: int = Field(
         8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."

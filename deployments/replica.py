@@ -20,11 +20,15 @@ logger = logging.getLogger("manta.replica")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds."""
+    """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds.
+
+    loopback: the service is for this machine only, if the cluster is this machine only.
+    """
 
     engine: dict[str, Any]
     stall_seconds: float = 30.0
     drain_seconds: float = 60.0
+    loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
@@ -44,7 +48,7 @@ class EngineReplica:
         self._relay = Relay(settings.channel, settings.stall_seconds)
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
-        host = str(cast(Any, ray.util).get_node_ip_address())
+        host = _address(settings.loopback)
         ready = await self._relay.start(config, host)
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
@@ -95,3 +99,11 @@ class EngineReplica:
         if relay is not None:
             await relay.drain(self._drain_seconds)
             await relay.stop()
+
+
+def _address(loopback: bool) -> str:
+    """Where to listen: this node's address in the cluster, never all interfaces."""
+    untyped = cast(Any, ray)
+    if loopback and sum(node["Alive"] for node in untyped.nodes()) == 1:
+        return "127.0.0.1"
+    return str(untyped.util.get_node_ip_address())

@@ -112,12 +112,16 @@ class Router:
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """A chat completion if body has `messages`, else a completion. Fields and answer as in the
         HTTP API."""
-        return await asgi_call.call(self._trusted, body)
+        return await asgi_call.call(self._trusted, self._named(body))
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The same, streamed."""
-        async for chunk in asgi_call.stream(self._trusted, body):
+        async for chunk in asgi_call.stream(self._trusted, self._named(body)):
             yield chunk
+
+    def _named(self, body: dict[str, Any]) -> dict[str, Any]:
+        """There is one model here, so a body need not say which."""
+        return {"model": self._settings.model_name, **body}
 
     def state(self) -> dict[str, Any]:
         """Replicas and load as this router sees them."""

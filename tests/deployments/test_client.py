@@ -191,7 +191,9 @@ def test_plain_dicts_without_manta(cluster, tmp_path):
         pieces = list(handle.options(method_name="stream", stream=True).remote(body))
         text = "".join(c["delta"].get("content") or "" for p in pieces for c in p["choices"])
         assert text == answer["choices"][0]["message"]["content"]
-        for wrong in ({**body, "temperature": 9}, {**body, "model": "x"}, {}, {"prompt": "x"}):
+        del body["model"]
+        assert handle.generate.remote(body).result()["model"] == "tiny"
+        for wrong in ({**body, "temperature": 9}, {**body, "model": "x"}, {}, {"prompt": 1}):
             answer = handle.generate.remote(wrong).result()
             assert answer["status"] in (400, 404) and answer["error"]["code"], answer
             (piece,) = handle.options(method_name="stream", stream=True).remote(wrong)

