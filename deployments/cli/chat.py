@@ -1,4 +1,4 @@
-"""`manta chat`: a conversation with an OpenAI-compatible server, over the standard library alone."""
+"""`manta chat`: a conversation with an OpenAI-compatible server; standard library alone."""
 
 import http.client
 import json

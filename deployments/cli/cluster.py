@@ -1,4 +1,4 @@
-"""The Ray cluster under `manta serve`: one of our own that ends with us, or a running one we join."""
+"""The Ray cluster under `manta serve`: one of our own that ends with us, or one we join."""
 
 import contextlib
 import ctypes
