@@ -200,7 +200,6 @@ def _plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
 
 
 def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
-    dtype = cache.dtype
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -214,35 +213,46 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     groups = _groups(kv_lens[: meta.num_decodes], block_size)
-    for entries in groups:
-        longest = max(kv_lens[e] for e in entries)
-        blocks = -(-longest // block_size)
-        index = torch.tensor(entries, device=slots.device)
-        kv_len = meta.kv_len.index_select(0, index).clamp_(min=1)[:, None]
-        table = meta.block_table.index_select(0, index)[:, :blocks]
-        # What stands in a table behind the entry's own blocks means nothing.
-        own = torch.arange(blocks, device=slots.device) * block_size < kv_len
-        rows = _block_rows(torch.where(own, table, table[:, :1]), num_kv_heads)
-        outside = torch.arange(blocks * block_size, device=slots.device) >= kv_len
-        mask = torch.zeros(outside.shape, dtype=dtype, device=slots.device)
-        mask.masked_fill_(outside, float("-inf"))
-        unused = outside[:, None].expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
-        gather = _buffers(rows, cache)
-        plan.decodes.append(_Decodes(index, gather, unused, mask[:, None, None]))
+    plan.decodes = [_plan_decodes(meta, cache, entries, kv_lens) for entries in groups]
     if len(groups) == 1 and len(groups[0]) == len(meta.slots):
         plan.whole = plan.decodes[0]
-    for entry in range(meta.num_decodes, len(kv_lens)):
-        begin, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
-        blocks = -(-kv_len // block_size)
-        rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], num_kv_heads)
-        mask = None
-        if kv_len > end - begin > 1:
-            mask = torch.full(
-                (end - begin, kv_len), float("-inf"), dtype=dtype, device=slots.device
-            )
-            mask.triu_(kv_len - (end - begin) + 1)
-        plan.chunks.append(_Chunk(begin, end, kv_len, _buffers(rows, cache), mask))
+    plan.chunks = [
+        _plan_chunk(meta, cache, entry, starts[entry], starts[entry + 1], kv_lens[entry])
+        for entry in range(meta.num_decodes, len(kv_lens))
+    ]
     return plan
+
+
+def _plan_decodes(
+    meta: AttentionMeta, cache: Tensor, entries: list[int], kv_lens: list[int]
+) -> _Decodes:
+    _, num_kv_heads, block_size, _ = cache.shape
+    device = cache.device
+    blocks = -(-max(kv_lens[entry] for entry in entries) // block_size)
+    index = torch.tensor(entries, device=device)
+    kv_len = meta.kv_len.index_select(0, index).clamp_(min=1)[:, None]
+    table = meta.block_table.index_select(0, index)[:, :blocks]
+    # What stands in a table behind the entry's own blocks means nothing.
+    own = torch.arange(blocks, device=device) * block_size < kv_len
+    rows = _block_rows(torch.where(own, table, table[:, :1]), num_kv_heads)
+    outside = torch.arange(blocks * block_size, device=device) >= kv_len
+    unused = outside[:, None].expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
+    mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
+    mask.masked_fill_(outside, float("-inf"))
+    return _Decodes(index, _buffers(rows, cache), unused, mask[:, None, None])
+
+
+def _plan_chunk(
+    meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
+) -> _Chunk:
+    blocks = -(-kv_len // cache.shape[2])
+    rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], cache.shape[1])
+    length = end - begin
+    if length == 1 or length == kv_len:
+        return _Chunk(begin, end, kv_len, _buffers(rows, cache), None)
+    mask = torch.full((length, kv_len), float("-inf"), dtype=cache.dtype, device=cache.device)
+    mask.triu_(kv_len - length + 1)
+    return _Chunk(begin, end, kv_len, _buffers(rows, cache), mask)
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ class Linear:
         self.spec = spec
         self.method = method
         self.state: Any
+        self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class Linear:
     def finish(self) -> None:
         """Call once all parameters are filled."""
         self.state = self.method.finish(self.state)
-        self.parameters: Sequence[Parameter] = ()
+        self.parameters = ()
 
 
 class RowParallelLinear(Linear):

@@ -1,14 +1,15 @@
 """LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one
 of these.
 
-To add one: implement the protocol in a file beside this one and enter it in ``METHODS``.
+To add one: subclass LinearMethod in a file beside this one and enter it in ``METHODS``.
 ``create`` allocates what the method keeps and says which checkpoint tensors fill it; ``finish``
 runs once they are there (repacking); ``apply`` is the hot path.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,34 +53,38 @@ class LinearSpec:
         return columns[1] - columns[0]
 
 
-class LinearMethod(Protocol):
-    name: str
+class LinearMethod(ABC):
+    """Subclasses say how weights are kept and applied; what can be fused with that, they
+    override."""
 
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    @abstractmethod
     def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
         """Allocate. Returns the state that apply takes, and the parameters that loading fills."""
-        ...
 
     def finish(self, state: Any) -> Any:
         """Called once after loading; returns the state to apply from then on."""
-        ...
+        return state
 
+    @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
-        ...
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """apply(rms_norm(x))."""
-        ...
+        return self.apply(state, self.kernels.rms_norm(x, norm, eps))
 
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
         """gate(apply(rms_norm(x))) -> [n, out / 2]. gate: a key of kernels.*.GATES."""
-        ...
+        return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
         """residual + apply(x), written over residual."""
-        ...
+        return residual.add_(self.apply(state, x))
 
 
 @dataclass(slots=True)
@@ -93,13 +98,8 @@ class PackedState:
     multiply: Packed
 
 
-class Unquantized:
-    """Weights in the activations' dtype."""
-
-    name = "none"
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+class Dense(LinearMethod):
+    """Weights as the checkpoint has them, in the model's dtype."""
 
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         weight = torch.empty(
@@ -125,11 +125,12 @@ class Unquantized:
             parameters.append(Parameter(f"{spec.name}.bias", bias, sources))
         return DenseState(weight, bias), parameters
 
-    def finish(self, state: DenseState) -> DenseState:
-        return state
-
-    def apply(self, state: DenseState, x: Tensor) -> Tensor:
+    def apply(self, state: Any, x: Tensor) -> Tensor:
         return self.kernels.linear(x, state.weight, state.bias)
+
+
+class DenseCuda(Dense):
+    """Norm, gate and residual ride along with the product."""
 
     def apply_norm(self, state: DenseState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self.kernels.norm_linear(x, norm, eps, state.weight, state.bias)
@@ -143,35 +144,21 @@ class Unquantized:
         return self.kernels.linear_add(x, state.weight, state.bias, residual)
 
 
-class UnquantizedCpu(Unquantized):
+class DenseCpu(Dense):
     """On the CPU activations are float32; 16-bit weights are packed for that where it is faster."""
 
-    def finish(self, state: DenseState) -> DenseState | PackedState:
+    def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)
         return state if packed is None else PackedState(packed)
 
-    def apply(self, state: DenseState | PackedState, x: Tensor) -> Tensor:
+    def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedState):
             return state.multiply(x)
-        y = self.kernels.linear(x.to(state.weight.dtype), state.weight, state.bias)
-        return y.to(x.dtype)
-
-    def apply_norm(
-        self, state: DenseState | PackedState, x: Tensor, norm: Tensor, eps: float
-    ) -> Tensor:
-        return self.apply(state, self.kernels.rms_norm(x, norm, eps))
-
-    def apply_norm_gated(
-        self, state: DenseState | PackedState, x: Tensor, norm: Tensor, eps: float, gate: str
-    ) -> Tensor:
-        return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
-
-    def apply_add(self, state: DenseState | PackedState, x: Tensor, residual: Tensor) -> Tensor:
-        return residual.add_(self.apply(state, x))
+        return super().apply(state, x.to(state.weight.dtype)).to(x.dtype)
 
 
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
-    "none": {"cpu": UnquantizedCpu, "cuda": Unquantized},
+    "none": {"cpu": DenseCpu, "cuda": DenseCuda},
 }
 
 

@@ -130,7 +130,7 @@ class _Lane:
     def __init__(self, size: int, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.events = [torch.cuda.Event(), torch.cuda.Event()]
+        self.events = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
 
 
@@ -165,7 +165,7 @@ class _CudaReader:
 
 def _read(descriptor: int, raw: Tensor, offset: int, stored: StoredTensor) -> None:
     """Fill raw (uint8, on the host) from the file at offset."""
-    view = memoryview(raw.numpy())
+    view = memoryview(raw.numpy().data)
     while len(view):
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
