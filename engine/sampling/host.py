@@ -176,13 +176,20 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
     """Ids of the most likely tokens that hold top_p of the mass from log_min_p up, equal ones by
     id. gap [vocab]: how far each log-probability is from the largest, in the order of x [vocab].
 
-    Sorting a flat distribution would cost more than all the rest: halve the range of gaps that the
-    last token can be in, until few tokens are left to sort.
+    Sorting a flat distribution would cost more than all the rest: find how deep the nucleus goes,
+    then halve the range that its last token can be in until few tokens are left to sort.
     """
     weight = np.exp(gap)
-    low = max(log_min_p, -30.0)  # a million tokens from here down hold less than 1e-7 of the mass
-    ids = np.flatnonzero(gap >= low)
-    needed = top_p * weight[ids].sum(dtype=np.float64)
+    if log_min_p > -np.inf:
+        weight[gap < log_min_p] = 0
+    needed = top_p * weight.sum(dtype=np.float64)
+    low = -2.0
+    while True:
+        low = max(2 * low, log_min_p)
+        ids = np.flatnonzero(gap >= low)
+        # Below -128 a weight is 0 in float32.
+        if weight[ids].sum(dtype=np.float64) >= needed or low == log_min_p or low < -128:
+            break
     kept: list[I64] = []
     mass, high = 0.0, 0.0
     while len(ids) > 256 and high - low > 1e-6:
