@@ -1,8 +1,8 @@
 """The Serve application: the only place where the parts are wired.
 
-serve run deployments.app:build config=manta.yaml
-serve deploy serve.yaml          with what `manta build` (serve_config) writes
-serve.run(build("manta.yaml"))   from Python
+From a shell:    serve run deployments.app:build config=manta.yaml
+As Serve's file: MANTA_CONFIG=manta.yaml serve build deployments.app:app
+From Python:     serve.run(build("manta.yaml"), name="manta")
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ from deployments.config import (
     MantaConfig,
     PoolConfig,
     RouterConfig,
+    default_config,
     load_config,
     parse_config,
     read_api_keys,
@@ -62,6 +63,13 @@ def build(config: str | dict[str, Any] | MantaConfig) -> Application:
     Raises ConfigError, before anything is started.
     """
     return assemble(as_config(config))
+
+
+def __getattr__(name: str) -> Application:
+    """`app`: the application of MANTA_CONFIG, for tools that take no arguments."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build(default_config())
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:

@@ -36,7 +36,7 @@ logger = logging.getLogger("manta.config")
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _OWNED_BY_TOP = ("model", "revision")  # fields of EngineConfig that are set at the top of the file
-_OTHER_VARIABLES = ("MANTA_CACHE",)  # read in deployments/environment.py
+_OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG")
 _MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
@@ -338,6 +338,12 @@ def parse_config(
     """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults."""
     parsed = yaml_lines.Lines(dict(data or {}))
     return _build(parsed, "configuration", Path.cwd(), environment, check_model)
+
+
+def default_config() -> MantaConfig:
+    """The file that the variable MANTA_CONFIG names, or all defaults. Raises ConfigError."""
+    path = os.environ.get("MANTA_CONFIG")
+    return load_config(path) if path else parse_config()
 
 
 def read_api_keys(path: str | Path) -> tuple[str, ...]:

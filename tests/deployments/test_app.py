@@ -85,6 +85,20 @@ def test_build_takes_a_path_a_mapping_and_serves_arguments(tmp_path):
         build({"config": {"modle": "x"}})
 
 
+def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, monkeypatch):
+    """`serve build`, which takes no builder and no arguments."""
+    from deployments import app
+
+    path = tmp_path / "manta.yaml"
+    path.write_text(f"model: {tiny_model(tmp_path / 'tiny')}\n")
+    monkeypatch.setenv("MANTA_CONFIG", str(path))
+    assert type(app.app) is type(build(str(path)))
+    path.write_text("modle: x\n")
+    with pytest.raises(ConfigError, match="did you mean model"):
+        _ = app.app
+    assert not hasattr(app, "other")
+
+
 # -- on Ray
 
 
