@@ -1,4 +1,4 @@
-"""Gated activations: act(gate) * up, where gate and up are the halves of one matrix product's output."""
+"""Gated activations: act(gate) * up, the halves of one matrix product's output."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,14 @@
-"""Paged attention for entries with one query token: split over keys, heads of a group packed, any mix of lengths.
+"""Paged attention for entries with one query token: split over keys, heads of a group packed.
 
-Once a step `plan` cuts every entry's keys into splits of about equal size and lists them, on the device. In each layer
-one persistent grid, whose size depends on the device alone, walks (split, kv head) pairs; so one CUDA graph serves
-all lengths. A split writes its partial output and log-sum-exp; the last of an entry's splits to arrive merges them,
-in the order of the keys, so that there is no second launch and results do not depend on who came last.
+Once a step `plan` cuts the entries' keys into splits and lists them, on the device. In each layer
+one persistent grid, whose size depends on the device and the number of entries alone, walks
+(split, kv head) pairs; so one CUDA graph serves all lengths. Where an entry has several splits,
+each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
+grid does, always in the order of the keys, so that results do not depend on who came last.
+
+What decides the time, in this order: enough bytes in flight from the first moment (few programs
+take long tiles); one round of equal shares rather than two; as few splits as that allows, because
+each costs a handful of dependent trips to memory.
 """
 
 from dataclasses import dataclass
@@ -17,12 +22,14 @@ from torch import Tensor
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 TILE = 64  # split sizes are multiples of this
-MIN_SPLIT = 128  # keys; below it the merge costs more than the parallelism brings
-MAX_SPLIT = 2048  # keys; above it the last splits to finish leave the device idle
-MAX_SPLITS = (
-    1024  # splits beyond one for each entry; bounds the workspace, longer totals get longer splits
-)
+MIN_SPLIT = 64  # keys
 FIXED_SPLITS = 16  # most splits of an entry in a deterministic plan
+FIXED_SPLIT = 256  # fewest keys of a split in a deterministic plan
+CUTS = 8  # splits a program may get on average, at most; 3 where entries are many
+
+# What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
+# is something to merge, and once for merging at all. Measured on an H200; they need not be exact.
+WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
 
 
 class _Shape(NamedTuple):
@@ -33,10 +40,17 @@ class _Shape(NamedTuple):
     merge: int = 4096  # elements of the tile that merges splits
 
 
-def _shape(dims: int, element_size: int) -> _Shape:
-    """Decision rule from `python -m kernels.bench`; dims is the padded head size."""
+def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
+    """Decision rule from measurements; pairs = entries * kv heads, dims = the padded head size.
+
+    With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
+    """
     if dims > 128 or element_size > 2:
         return _Shape(32, 4, 2, 2)
+    if sms < 2 * pairs <= 2 * sms:
+        return _Shape(128, 4, 3, 1)
+    if pairs <= 2 * sms:
+        return _Shape(64, 4, 4, 2)
     return _Shape(32, 4, 3, 4)
 
 
@@ -45,7 +59,8 @@ class DecodePlan:
     """Splits of one step, and the memory that all its layers use in turn."""
 
     count: Tensor  # [1] int32: splits listed
-    items: Tensor  # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item
+    # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item
+    items: Tensor
     entries: Tensor  # [num_entries, 2] int32: first item, splits
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
     partial: Tensor  # [max splits, num_heads, head_dim] float32: outputs before the merge
@@ -53,26 +68,31 @@ class DecodePlan:
     # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
     # grid. A deterministic plan has one way, because the two add in different order.
     last_merges: bool
+    shape: _Shape
 
 
 @triton.jit(
-    do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["kv_len", "arrived", "count"]
+    do_not_specialize=["num_entries"],
+    do_not_specialize_on_alignment=["kv_len", "arrived", "counted"],
 )
 def _plan_kernel(
     kv_len,
-    count,
+    counted,
     items,
     entries,
     arrived,
     num_entries,
     fill,
-    most,
     fixed,
     ends,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr,
+    CUTS: tl.constexpr,
+    WALK_COST: tl.constexpr,
+    MERGE_COST: tl.constexpr,
+    MERGE_ONCE: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -81,15 +101,33 @@ def _plan_kernel(
     entry = tl.program_id(0)
     index = tl.arange(0, ENTRIES)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
+    real = index < num_entries
     if DETERMINISTIC:  # a function of the entry's own length
-        size = tl.cdiv(tl.cdiv(length, fixed), TILE) * TILE
-        size = tl.maximum(size, 2 * MIN_SPLIT)
-    else:  # enough splits to fill the device, unless they get too small or too large
+        size = tl.maximum(tl.cdiv(tl.cdiv(length, fixed), TILE) * TILE, FIXED_SPLIT)
+    else:
+        # Try sizes from "one split for each program" down (and "no split"), and take the one that
+        # should end first: programs walk equal shares of the keys, then wait for the longest split.
         total = tl.sum(length, axis=0)
-        size = tl.cdiv(tl.cdiv(total, fill), TILE) * TILE
-        size = tl.minimum(tl.maximum(size, MIN_SPLIT), MAX_SPLIT)
-        size = tl.maximum(size, tl.cdiv(tl.cdiv(total, most), TILE) * TILE)
-    splits = tl.where(index < num_entries, tl.maximum(tl.cdiv(length, size), 1), 0)
+        longest = tl.max(length, axis=0)
+        size = tl.maximum(tl.cdiv(longest, TILE) * TILE, MIN_SPLIT)
+        best = 1 << 30
+        for cuts in tl.static_range(0, CUTS + 1):
+            if cuts > 0:
+                tried = tl.cdiv(tl.cdiv(total, fill * cuts), TILE) * TILE
+                tried = tl.maximum(tried, MIN_SPLIT)
+            else:
+                tried = size
+            count = tl.sum(tl.where(real, tl.maximum(tl.cdiv(length, tried), 1), 0), axis=0)
+            walk = tl.minimum(tried, longest)
+            end = tl.where(count <= fill, walk, total // fill + walk // 2)
+            end += tl.cdiv(count, fill) * WALK_COST
+            merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
+            end += tl.where(count > num_entries, merges, 0)
+            # Only what fits into the workspace.
+            better = (end < best) & (count <= fill * CUTS + num_entries)
+            size = tl.where(better, tried, size)
+            best = tl.where(better, end, best)
+    splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
     first = tl.sum(tl.where(index < entry, splits, 0), axis=0)
     mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)
     own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
@@ -108,7 +146,7 @@ def _plan_kernel(
     heads = tl.arange(0, HEADS)
     tl.store(arrived + entry * NUM_KV_HEADS + heads, 0, mask=heads < NUM_KV_HEADS)
     if entry == num_entries - 1:
-        tl.store(count, first + mine)
+        tl.store(counted, first + mine)
         for start in range(0, ends, WRITE):  # what follows the last split: nothing to do
             stop = start + tl.arange(0, WRITE)
             tl.store(items + (first + mine + stop) * 8, -1, mask=stop < ends)
@@ -120,7 +158,7 @@ def _merge(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     MERGE: tl.constexpr, MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[entry, head * GROUP ...] = the splits first .. first + splits - 1, each weighed by its share."""
+    """out[entry, head * GROUP ...] = splits first, first + 1 ..., weighed by their shares."""
     rows = tl.arange(0, MERGE_ROWS)
     dims = tl.arange(0, DIMS)
     chunk = tl.arange(0, MERGE)
@@ -230,7 +268,7 @@ def _decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
-        # Block ids are read one tile ahead of the keys, which the compiler's pipeline reads ahead in turn.
+        # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
         position = begin + keys
         page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
         for start in range(begin, end, KEYS):
@@ -285,22 +323,29 @@ def _decode_kernel(
 def plan(
     kv_len: Tensor,  # [num_entries] int32
     num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    k_cache: Tensor,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
     max_kv_len: int,
     deterministic: bool = False,
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes. deterministic: an entry's splits do not depend on the other entries."""
+    """Cut the keys of a step's decodes.
+
+    deterministic: how an entry is cut, walked and merged does not depend on the other entries.
+    """
     num_entries = kv_len.shape[0]
     device = kv_len.device
-    per_sm = _shape(triton.next_power_of_2(head_dim), 2).per_sm
-    fill = max(1, num_sms(device) * per_sm // num_kv_heads)
+    sms = num_sms(device)
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    pairs = num_entries * num_kv_heads
+    dims = triton.next_power_of_2(head_dim)
+    shape = _shape(1 if deterministic else pairs, sms, dims, k_cache.element_size())
+    fill = max(1, sms * shape.per_sm // num_kv_heads)
+    cuts = CUTS if num_entries <= 256 else 3
     if deterministic:
-        most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, 2 * MIN_SPLIT))
+        most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, FIXED_SPLIT))
     else:
-        most = min(MAX_SPLITS, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
+        most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
     # A program that finds -1 stops; each looks at most one round past the last split.
-    ends = triton.cdiv(num_sms(device) * per_sm, num_kv_heads) + 1
+    ends = triton.cdiv(sms * shape.per_sm, num_kv_heads) + 1
     result = DecodePlan(
         count=torch.empty(1, dtype=torch.int32, device=device),
         items=torch.empty((most + ends, 8), dtype=torch.int32, device=device),
@@ -308,7 +353,8 @@ def plan(
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
-        last_merges=not deterministic and 2 * num_entries * num_kv_heads > num_sms(device) * per_sm,
+        last_merges=not deterministic and 2 * pairs > sms * shape.per_sm,
+        shape=shape,
     )
     _plan_kernel[(num_entries,)](
         kv_len,
@@ -318,13 +364,16 @@ def plan(
         result.arrived,
         num_entries,
         fill,
-        MAX_SPLITS,
         FIXED_SPLITS,
         ends,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,
         MIN_SPLIT=MIN_SPLIT,
-        MAX_SPLIT=MAX_SPLIT,
+        FIXED_SPLIT=FIXED_SPLIT,
+        CUTS=cuts,
+        WALK_COST=WALK_COST,
+        MERGE_COST=MERGE_COST,
+        MERGE_ONCE=MERGE_ONCE,
         DETERMINISTIC=deterministic,
         ENTRIES=max(32, triton.next_power_of_2(num_entries)),
         HEADS=triton.next_power_of_2(num_kv_heads),
@@ -343,13 +392,13 @@ def attention_decode(
     scale: float,
     plan: DecodePlan,
 ) -> None:
-    """out = softmax(scale q k^T) v over the keys that the plan lists, for the first num_entries tokens."""
+    """out = softmax(scale q k^T) v over the keys that the plan lists, for its entries' tokens."""
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     merge_rows = triton.next_power_of_2(group)
-    shape = _shape(dims, k_cache.element_size())
+    shape = plan.shape
     programs = num_sms(q.device) * shape.per_sm
     num_entries = plan.entries.shape[0]
     _decode_kernel[(programs,)](

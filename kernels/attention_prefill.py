@@ -1,8 +1,9 @@
-"""Paged causal attention for entries with several query tokens, back to back, each after any prefix of cached keys.
+"""Paged causal attention for entries with several query tokens, each after any cached prefix.
 
-A program takes one kv head and consecutive queries of one entry, times the query heads that share the kv head: those
-are its rows. Keys that all rows see are walked without a mask; the last tiles, on the diagonal, with one. The grid is
-an upper bound that the host knows; a program finds its entry by binary search, and most of the surplus ends at once.
+A program takes one kv head and consecutive queries of one entry, times the query heads that share
+the kv head: those are its rows. Keys that all rows see are walked without a mask; the last tiles,
+on the diagonal, with one. The grid is an upper bound that the host knows; a program finds its entry
+by binary search, and most of the surplus ends at once.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ def _walk(
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # Block ids are read one tile ahead of the keys, which the compiler's pipeline reads ahead in turn.
+    # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
     page = tl.load(table + (begin + keys) // BLOCK_SIZE, mask=begin + keys < end, other=0)
     for start in range(begin, end, KEYS):
         position = start + keys
@@ -99,7 +100,7 @@ def _prefill_kernel(
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
-    # Entry e's blocks start at or before index (query_start[e] - origin) // QUERIES + (e - first_entry).
+    # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
     # num_entries stands for the padding tokens that follow the last entry.
     origin = tl.load(query_start + first_entry)
     low = first_entry
@@ -162,7 +163,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(dims: int, element_size: int) -> _Shape:
-    """Decision rule from `python -m kernels.bench`; dims is the padded head size."""
+    """Decision rule from measurements on an H200; dims is the padded head size."""
     if dims > 128 or element_size > 2:
         return _Shape(64, 32, 4, 2)
     return _Shape(128, 64, 8, 3)
@@ -179,7 +180,7 @@ def attention_prefill(
     scale: float,
     first_entry: int = 0,
 ) -> None:
-    """Attention of the entries from first_entry on; tokens after the last entry (padding) get zeros."""
+    """Attention of the entries from first_entry on; padding tokens after the last get zeros."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = kv_len.shape[0]

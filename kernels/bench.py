@@ -1,7 +1,10 @@
-"""`python -m kernels.bench`: each kernel's time, and its share of what the device can do. Needs a CUDA device.
+"""`python -m kernels.bench`: each kernel's time, and its share of what a CUDA device can do.
 
-Times are of CUDA graphs that walk over enough layers' worth of data to leave the L2 cache behind, as a model does.
+Times are of CUDA graphs that walk over enough layers' worth of data to leave the L2 cache behind,
+as a model does.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +16,8 @@ HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16  # llama-8b
 COLD = 300e6  # bytes a graph touches before it comes back to the same data
 
 
-def time_us(calls, repeats: int = 20) -> float:
-    """Microseconds of one call: a graph of all `calls`, replayed; the best of three medians."""
+def time_us(calls: list[Callable[[], object]], repeats: int = 20) -> float:
+    """Microseconds of one call: a graph of all `calls`, replayed; the median of `repeats`."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -37,7 +40,15 @@ def copy_bandwidth() -> float:
     """Bytes a second, read plus written, of a large device-to-device copy."""
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / time_us([lambda: target.copy_(source)]) * 1e6
+    times = []
+    for _ in range(10):  # eagerly: in a graph a copy may go to the slower copy engine
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * source.nbytes / min(times) * 1e3
 
 
 def matmul_rate() -> float:
@@ -152,6 +163,28 @@ def pointwise_us(rows: int) -> dict[str, tuple[float, float]]:
     }
 
 
+def linear_us(tokens: int, size: int, width: int) -> tuple[float, float, float]:
+    """(our microseconds, the library's, bytes of the weight)."""
+    num_bytes = 2.0 * size * width
+    weights = [
+        torch.randn(size, width, device="cuda", dtype=torch.bfloat16)
+        for _ in range(layers_for(num_bytes) + 1)
+    ]
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    ours = time_us([lambda w=w: cuda.linear(x, w, None) for w in weights])
+    library = time_us([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
+    return ours, library, num_bytes
+
+
+LINEARS = {
+    "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096),
+    "8b gate_up": (28672, 4096),
+    "8b down": (4096, 14336),
+    "8b lm_head": (128256, 4096),
+    "0.6b gate_up": (6144, 1024),
+    "0.6b down": (1024, 3072),
+}
 DECODES = {
     "1 x 1024": [1024],
     "1 x 8192": [8192],
@@ -180,15 +213,30 @@ def main() -> None:
     for name, kv_len in DECODES.items():
         us, num_bytes = decode_us(kv_len)
         share = num_bytes / us * 1e6 / bandwidth
-        print(f"attention_decode {name:18} {us:8.1f} us {num_bytes / us / 1e6:5.2f} TB/s {share:4.0%}")
+        print(
+            f"attention_decode {name:18} {us:8.1f} us {num_bytes / us / 1e6:5.2f} TB/s {share:4.0%}"
+        )
     for name, lengths in PREFILLS.items():
         us, ops = prefill_us(*lengths)
         share = ops / us * 1e6 / rate
-        print(f"attention_prefill {name:17} {us:8.1f} us {ops / us / 1e6:5.0f} TFLOP/s {share:4.0%}")
+        print(
+            f"attention_prefill {name:17} {us:8.1f} us {ops / us / 1e6:5.0f} TFLOP/s {share:4.0%}"
+        )
+    for tokens in (1, 2, 4):
+        for name, shape in LINEARS.items():
+            us, library, num_bytes = linear_us(tokens, *shape)
+            share = num_bytes / us * 1e6 / bandwidth
+            print(
+                f"linear {name:13} {tokens:3} rows {us:8.1f} us "
+                f"{num_bytes / us / 1e6:5.2f} TB/s {share:4.0%}  (library {library:.1f} us)"
+            )
     for rows in (1, 16, 256, 8192):
         for name, (us, num_bytes) in pointwise_us(rows).items():
             share = num_bytes / us * 1e6 / bandwidth
-            print(f"{name:14} {rows:5} rows {us:8.2f} us {num_bytes / us / 1e6:5.2f} TB/s {share:4.0%}")
+            print(
+                f"{name:14} {rows:5} rows {us:8.2f} us "
+                f"{num_bytes / us / 1e6:5.2f} TB/s {share:4.0%}"
+            )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from torch.nn.functional import linear as cublas_linear
 from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention_decode import attention_decode, plan
 from kernels.attention_prefill import attention_prefill
+from kernels.gemm_small_m import few_rows, few_rows_fit
 from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
 from kernels.metadata import AttentionMeta
@@ -29,13 +30,15 @@ GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return gemv(x, weight, bias) if fits(x) else cublas_linear(x, weight, bias)
+    if fits(x):
+        return gemv(x, weight, bias)
+    return few_rows(x, weight, bias) if few_rows_fit(x, weight) else cublas_linear(x, weight, bias)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     if fits(x):
         return gemv(x, weight, bias, norm=norm, eps=eps)
-    return cublas_linear(rms_norm(x, norm, eps), weight, bias)
+    return linear(rms_norm(x, norm, eps), weight, bias)
 
 
 def norm_gated_linear(
@@ -43,12 +46,14 @@ def norm_gated_linear(
 ) -> Tensor:
     if fits(x):
         return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
-    return GATES[gate](cublas_linear(rms_norm(x, norm, eps), weight, bias))
+    return GATES[gate](linear(rms_norm(x, norm, eps), weight, bias))
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     if fits(x):
         return gemv(x, weight, bias, residual=residual)
+    if few_rows_fit(x, weight):
+        return few_rows(x, weight, bias, residual)
     if bias is not None:
         residual += bias
     return residual.addmm_(x, weight.t())
@@ -59,15 +64,8 @@ def prepare(
 ) -> None:
     """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
     if meta.num_decodes:
-        _, num_kv_heads, _, head_dim = k_cache.shape
-        meta.plan = plan(
-            meta.kv_len[: meta.num_decodes],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            meta.max_kv_len,
-            deterministic,
-        )
+        kv_len = meta.kv_len[: meta.num_decodes]
+        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, deterministic)
 
 
 def attention(

@@ -1,11 +1,11 @@
-"""x @ weight.T for a few rows of x: weights streamed once, at the speed of memory.
+"""x @ weight.T for two to four rows of x: weights streamed once, at the speed of memory.
 
-A program takes a few rows of the weight and multiplies on the plain units, which keep up with memory for up to four
-rows of x. The next tile's weights are on their way while this one's are used, and the first tile's before the kernel
-that makes x has ended. From eight rows on the library's matrix products are as fast (see `kernels.bench`).
+A program takes a few rows of the weight and multiplies on the plain units, which keep up with
+memory for two rows of x, and where weights are small, so that latency decides, for four. The next
+tile's weights are on their way while this one's are used, and the first tile's before the kernel
+that makes x has ended. One row has more fused into it (`kernels.gemv`); from eight rows on, the
+library's matrix products are as fast.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,15 +14,19 @@ from torch import Tensor
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_ROWS = 4
+SMALL = 2**23  # elements of a weight up to which three and four rows gain
 
 
 @triton.jit
 def _finish(
-    acc, bias, out, rows, OUT: tl.constexpr, TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr
+    acc, bias, residual, out, rows,
+    OUT: tl.constexpr, TOKEN: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     total = tl.sum(acc, axis=1)
-    if HAS_BIAS:
+    if BIAS:
         total += tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + TOKEN * OUT + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     tl.store(out + TOKEN * OUT + rows, total.to(out.dtype.element_ty), mask=rows < OUT)
 
 
@@ -31,11 +35,13 @@ def _few_rows_kernel(
     x,
     weight,
     bias,
+    residual,
     out,
     TOKENS: tl.constexpr,  # rows of x, 1 .. 4
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,56 +72,51 @@ def _few_rows_kernel(
             acc2 += tile * tl.load(x_at + 2 * IN, mask=here, other=0.0).to(tl.float32)[None, :]
         if TOKENS > 3:
             acc3 += tile * tl.load(x_at + 3 * IN, mask=here, other=0.0).to(tl.float32)[None, :]
-    _finish(acc0, bias, out, rows, OUT, 0, HAS_BIAS)
+    _finish(acc0, bias, residual, out, rows, OUT, 0, BIAS, ADD)
     if TOKENS > 1:
-        _finish(acc1, bias, out, rows, OUT, 1, HAS_BIAS)
+        _finish(acc1, bias, residual, out, rows, OUT, 1, BIAS, ADD)
     if TOKENS > 2:
-        _finish(acc2, bias, out, rows, OUT, 2, HAS_BIAS)
+        _finish(acc2, bias, residual, out, rows, OUT, 2, BIAS, ADD)
     if TOKENS > 3:
-        _finish(acc3, bias, out, rows, OUT, 3, HAS_BIAS)
+        _finish(acc3, bias, residual, out, rows, OUT, 3, BIAS, ADD)
 
 
-class _Shape(NamedTuple):
-    rows: int  # of the weight, a program
-    cols: int  # a tile
-    num_warps: int
-
-
-def _shape(tokens: int, width: int) -> _Shape:
-    """Decision rule from `python -m kernels.bench` (llama-8b and qwen3-0.6b shapes)."""
-    if width < 2048:
-        return _Shape(4, 512, 2)
-    return _Shape(2, 2048, 4)
-
-
-def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is made for these: up to four rows, a contiguous 16-bit weight."""
+def few_rows_fit(x: Tensor, weight: Tensor) -> bool:
+    """Whether `few_rows` is made for these, and faster than the library."""
     return (
         x.dim() == 2
-        and 1 <= x.shape[0] <= MAX_ROWS
+        and 2 <= x.shape[0] <= MAX_ROWS
+        and (x.shape[0] == 2 or weight.numel() <= SMALL)
         and weight.element_size() == 2
         and weight.is_contiguous()
     )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1 .. 4, in] @ weight [out, in].T + bias."""
+def few_rows(
+    x: Tensor,  # [1 .. 4, in], contiguous
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,  # like the result, and overwritten by it
+) -> Tensor:
+    """x @ weight.T + bias + residual: [1 .. 4, out]."""
     tokens = x.shape[0]
     size, width = weight.shape
-    shape = _shape(tokens, width)
-    out = x.new_empty((tokens, size))
-    _few_rows_kernel[(triton.cdiv(size, shape.rows),)](
-        x.contiguous(),
+    out = x.new_empty((tokens, size)) if residual is None else residual
+    rows, cols, num_warps = 2, 1024, 2  # the best of a sweep over whole llama-8b and 0.6b layers
+    _few_rows_kernel[(triton.cdiv(size, rows),)](
+        x,
         weight,
-        x if bias is None else bias,
+        bias,
+        residual,
         out,
         TOKENS=tokens,
         OUT=size,
         IN=width,
-        HAS_BIAS=bias is not None,
-        ROWS=shape.rows,
-        COLS=shape.cols,
-        num_warps=shape.num_warps,
+        BIAS=bias is not None,
+        ADD=residual is not None,
+        ROWS=rows,
+        COLS=cols,
+        num_warps=num_warps,
         **pdl(x.device),
     )
     return out

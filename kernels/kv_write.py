@@ -1,16 +1,16 @@
-"""Between the qkv product and attention, in one launch: split, norm of each head, rotation, write to the cache.
+"""Between the qkv product and attention, in one launch: split, head norm, rotation, KV write.
 
-A program takes one token and a block of heads of one kind (queries, keys or values). The rotation pairs element i
-with i + rotary_dim / 2, so a head is read as two halves and, where only part of it rotates, a rest.
+A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
+pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only part of it
+rotates, a rest.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
-
 from kernels.metadata import AttentionMeta
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit
@@ -149,14 +149,14 @@ def rope_kv_write(
     num_heads: int,
     meta: AttentionMeta,
 ) -> Tensor:
-    """See `kernels.dispatch.Kernels.rope_kv_write`. A slot of -1 writes no key or value (its query is still made)."""
+    """See `kernels.dispatch.Kernels.rope_kv_write`. A slot of -1 writes no key or value."""
     num_tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     rotary_dim = cos_sin.shape[-1]
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return q
-    # Few tokens: one warp and few heads a program, to spread over the chip. Many: fewer, larger programs.
+    # Few tokens: one warp and few heads a program, to spread over the chip.
     heads = min(4 if num_tokens <= 512 else 8, triton.next_power_of_2(num_kv_heads))
     groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _rope_kv_write_kernel[(num_tokens, groups)](

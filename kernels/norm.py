@@ -1,4 +1,4 @@
-"""RMS norm, alone and after a residual add: one program a row, the row in registers, arithmetic in float32."""
+"""RMS norm, alone and after a residual add: one program a row, arithmetic in float32."""
 
 import torch
 import triton
@@ -32,7 +32,7 @@ def _rms_norm_kernel(
 
 
 def _num_warps(block: int) -> int:
-    # 16 bytes a thread (8 elements) while a row has enough of them; a lone row wants every warp it can get.
+    # 16 bytes a thread (8 elements): a lone row wants every warp it can get.
     return max(1, min(16, block // 256))
 
 
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both written over the inputs: x's memory and residual's."""
+    """(rms_norm(x + residual), x + residual), written over x and over residual."""
     size = x.shape[-1]
     rows = x.numel() // size
     if rows:

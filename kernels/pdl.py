@@ -1,8 +1,9 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends, and waits before it reads.
+"""Programmatic dependent launch: a kernel starts while the one before it ends, then waits.
 
-On Hopper and later, a kernel launched with `**pdl(device)` may become resident before its predecessor on the stream has
-finished. The rule that makes it safe: nothing that the last two launches wrote is read, and nothing at all is written,
-before gdc_wait(); and gdc_launch_dependents() comes after gdc_wait(), so that no more than two kernels overlap.
+On Hopper and later, a kernel launched with `**pdl(device)` may become resident before its
+predecessor on the stream has finished. What makes it safe: before gdc_wait() it writes nothing, and
+reads nothing that its predecessor writes; and gdc_launch_dependents() comes after gdc_wait(), so
+that no more than two kernels overlap.
 """
 
 from functools import lru_cache
@@ -18,13 +19,13 @@ __all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device; a small stand-in where kernels are interpreted on the CPU."""
     if device.type != "cuda":
-        return 2
+        return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache
 def pdl(device: torch.device) -> dict[str, Any]:
-    """Launch options: the kernel's constexpr PDL, and the launch attribute where the device has it."""
+    """Launch options: the kernel's constexpr PDL, and the attribute where the device has it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

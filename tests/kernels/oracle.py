@@ -1,4 +1,4 @@
-"""What the kernel tests share: the device they run on, error bounds, paged caches full of NaN, a float64 attention."""
+"""What the kernel tests share: device, error bounds, paged caches full of NaN, a float64 oracle."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def paged(
     spare_blocks: int = 3,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor, AttentionMeta]:
-    """Caches whose blocks lie in random order; whatever no entry owns is NaN, in its last block too."""
+    """Caches with blocks in random order; whatever no entry owns is NaN, in its last block too."""
     blocks = [-(-n // block_size) for n in kv_len]
     num_blocks = sum(blocks) + spare_blocks
     order = torch.randperm(num_blocks, device=DEVICE)[: sum(blocks)].split(blocks)

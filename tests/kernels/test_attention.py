@@ -45,7 +45,7 @@ def test_decode_lengths_around_pages(block_size: int, dtype: torch.dtype) -> Non
     check(lengths, [1] * len(lengths), 8, 2, 64, block_size, len(lengths), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], ids=str)
 def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
@@ -54,18 +54,28 @@ def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Non
     check([200, 33, 40, 130], [1, 1, 7, 70], num_heads, num_kv_heads, head_dim, 16, 2, dtype)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_decode_merges_splits(deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "deterministic"),
+    [
+        ([1100, 1, 640, 130], True),
+        ([2047], False),  # merged by a grid of its own
+        ([2600, *[1] * 80], False),  # merged by the last split to arrive
+    ],
+    ids=["fixed", "grid", "last"],
+)
+def test_decode_merges_splits(lengths: list[int], deterministic: bool) -> None:
     """Splits of one entry merged with the wrong weights, or the wrong entry's."""
-    lengths = [1500, 1, 640, 641, 130, 2047]
-    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
-    q = random(6, 8, 64)
+    count = len(lengths) if DEVICE == "cuda" else min(len(lengths), 6)  # the interpreter is slow
+    lengths = lengths[:count]
+    k_cache, v_cache, meta = paged(lengths, [1] * count, 4, 64, 16, count, torch.float32)
+    q = random(count, 8, 64)
     cuda.prepare(meta, 8, k_cache, deterministic)
     ref = attention(q, k_cache, v_cache, 0.125, meta)
     for _ in range(2):  # the second layer finds the arrival counters as the first did
         out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
-        assert row_error(out.view(6, 8, 64), ref) < BOUND[torch.float32]
-    assert int(meta.plan.count) > 6
+        assert row_error(out.view(q.shape), ref) < BOUND[torch.float32]
+    assert int(meta.plan.count) > count
+    assert meta.plan.last_merges == (len(lengths) > 1 and not deterministic)
     assert not meta.plan.arrived.any()
 
 
@@ -95,7 +105,7 @@ def test_batch_order_does_not_matter(deterministic: bool) -> None:
     order = torch.tensor([3, 0, 5, 1, 4, 2], device=DEVICE)
     outs = []
     for index in (torch.arange(6, device=DEVICE), order):
-        split = plan(meta.kv_len[index], 8, 2, 64, meta.max_kv_len, deterministic)
+        split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, deterministic)
         out = torch.full_like(q, torch.nan)
         attention_decode(q[index], k_cache, v_cache, out, meta.block_table[index], 0.125, split)
         outs.append(out)
@@ -109,7 +119,7 @@ def test_deterministic_rows_ignore_the_rest() -> None:
     q = random(6, 8, 64)
     outs = []
     for count in (1, 6):
-        split = plan(meta.kv_len[:count], 8, 2, 64, meta.max_kv_len, deterministic=True)
+        split = plan(meta.kv_len[:count], 8, k_cache, meta.max_kv_len, deterministic=True)
         out = torch.empty_like(q[:count])
         attention_decode(q[:count], k_cache, v_cache, out, meta.block_table[:count], 0.125, split)
         outs.append(out[0])
@@ -128,10 +138,11 @@ def test_outliers_do_not_overflow() -> None:
 def test_plan_covers_every_key_once() -> None:
     """A key in no split, in two, or an empty split; splits beyond the workspace."""
     torch.manual_seed(1)
-    for trial in range(12):
+    for trial in range(8):
         count = [1, 2, 7, 33][trial % 4]
-        lengths = torch.randint(0, [40, 900, 70000][trial % 3], (count,), dtype=torch.int32)
-        split = plan(lengths.to(DEVICE), 4, 2, 16, int(lengths.max()) + 1, trial % 2 == 0)
+        lengths = torch.randint(0, [40, 900, 20000][trial % 3], (count,), dtype=torch.int32)
+        cache = random(1, 2, 16, 16)
+        split = plan(lengths.to(DEVICE), 4, cache, int(lengths.max()) + 1, trial % 2 == 0)
         listed = split.items[: int(split.count)].tolist()
         assert len(listed) <= len(split.items)
         seen: dict[int, list[tuple[int, int]]] = {}
@@ -164,14 +175,15 @@ def test_block_ids_beyond_int32_offsets() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("case", ["64 x 1000", "1 x 32768", "1024 mixed"])
+@pytest.mark.parametrize("case", ["64 x 1000", "1 x 32768", "1024 mixed", "long and short"])
 def test_decode_at_size(case: str) -> None:
     """A race between splits, or a workspace too small, shows only when the device is full."""
     torch.manual_seed(0)
     if case == "1024 mixed":
         lengths = torch.randint(1, 600, (1024,)).tolist()
     else:
-        lengths = {"64 x 1000": [1000] * 64, "1 x 32768": [32768]}[case]
+        long = [20000, *[100] * 39]
+        lengths = {"64 x 1000": [1000] * 64, "1 x 32768": [32768], "long and short": long}[case]
     count = len(lengths)
     k_cache, v_cache, meta = paged(lengths, [1] * count, 8, 128, 16, count, torch.bfloat16)
     q = random(count, 32, 128, dtype=torch.bfloat16)

@@ -1,28 +1,42 @@
-"""The matrix product for few rows against float64."""
+"""The matrix product for a few rows against float64."""
 
 import pytest
 import torch
 
-from tests.kernels.oracle import BOUND, DTYPES, random, row_error
-
 from kernels import cuda
 from kernels.gemm_small_m import few_rows
+from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("shape", [(40, 300), (64, 512), (33, 2048), (17, 4097)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_few_rows(tokens: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
-    """The tail of an odd width read from the next row, a row of x taken twice, rows past the end written."""
+def test_few_rows(tokens: int, shape: tuple[int, int], extras: bool, dtype: torch.dtype) -> None:
+    """An odd width's tail read from the next row, a row of x taken twice, a bias left out."""
     x, weight = random(tokens, shape[1], dtype=dtype), random(*shape, dtype=dtype)
-    extra = random(shape[0], dtype=dtype) if bias else None
-    ref = x.double() @ weight.double().T + (0 if extra is None else extra.double())
-    assert row_error(few_rows(x, weight, extra), ref) < BOUND[dtype]
+    ref = x.double() @ weight.double().T
+    bias = residual = None
+    if extras:
+        bias, residual = random(shape[0], dtype=dtype), random(tokens, shape[0], dtype=dtype)
+        ref += bias.double() + residual.double()
+    assert row_error(few_rows(x, weight, bias, residual), ref) < BOUND[dtype]
 
 
-def test_other_shapes_go_to_the_library() -> None:
-    """More rows than the kernel has, or a transposed weight."""
-    x, weight = random(7, 96), random(96, 40).T
-    assert row_error(cuda.linear(x, weight, None), x.double() @ weight.double().T) < 1e-5
-    assert row_error(cuda.linear(x[:2], weight, None), x[:2].double() @ weight.double().T) < 1e-5
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [2, 4, 7])
+def test_every_number_of_tokens_means_the_same(tokens: int, dtype: torch.dtype) -> None:
+    """A product that is right for one number of tokens only: each has its own path."""
+    if torch.device(random(1).device).type == "cpu" and dtype == torch.float16:
+        pytest.skip("the library's half-precision products on the CPU round more")
+    x, weight = random(tokens, 96, dtype=dtype), random(40, 96, dtype=dtype)
+    residual, norm = random(tokens, 40, dtype=dtype), random(96, dtype=dtype)
+    wide = x.double()
+    ref = wide @ weight.double().T
+    assert row_error(cuda.linear(x, weight, None), ref) < BOUND[dtype]
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    ref_normed = normed @ weight.double().T
+    got = cuda.norm_linear(x, norm, 1e-5, weight, None)
+    assert row_error(got, ref_normed) < 2 * BOUND[dtype]
+    ref += residual.double()
+    assert row_error(cuda.linear_add(x, weight, None, residual), ref) < 2 * BOUND[dtype]

@@ -35,7 +35,7 @@ def reference(
     ids=str,
 )
 def test_against_float64(shape: tuple[int, ...], norm: bool, dtype: torch.dtype) -> None:
-    """The wrong half rotated, a norm over padding, a key at another head's place, a slot of -1 written to."""
+    """The wrong half rotated, a norm over padding, a key in the wrong place, slot -1 written to."""
     num_heads, num_kv_heads, head_dim, rotary, block_size = shape
     num_tokens, num_blocks, eps = 11, 24, 1e-6
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
