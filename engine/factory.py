@@ -1,18 +1,20 @@
-"""build(config) -> (EngineCore, Ready): wires model, memory, runner and scheduler. Runs in the
-engine process."""
+"""build(config) -> (EngineCore, Ready): wires model, memory, runner and scheduler.
+
+Runs in the engine process.
+"""
 
 import gc
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 
 import torch
-from engine.core import CoreConfig, EngineCore
-from engine.models.registry import Model, build_model
-from engine.sampling.sampler import Sampler
 
 from engine.config import EngineConfig
+from engine.core import CoreConfig, EngineCore
 from engine.errors import ConfigError
 from engine.messages import Ready
+from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
 from engine.runner.kv_cache import KVCache, bytes_per_block
@@ -25,6 +27,7 @@ from engine.runner.memory import (
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
+from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
 from kernels.dispatch import Kernels, kernels_for
 
@@ -99,13 +102,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
             admission=config.admission,
             eos_token_ids=tuple(resolved.model.eos_token_ids),
             vocab_size=resolved.model.vocab_size,
-            model_key=str(resolved.folder),
+            model_key=_model_key(resolved),
         ),
         runner,
     )
     gc.collect()
     return core, Ready(
-        max_model_len=resolved.max_model_len,
+        max_model_len=core.config.max_model_len,
         vocab_size=resolved.model.vocab_size,
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
@@ -113,6 +116,19 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         start_seconds=phases.seconds,
         memory_table=plan.table(),
     )
+
+
+def _model_key(resolved: Resolved) -> str:
+    """Tells weights apart without reading them: a redeploy may put others at the same path."""
+    folder, config = resolved.folder, resolved.config
+    state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    if config.load_format == "dummy":
+        state.update(f"\0dummy\0{config.seed}".encode())
+    else:
+        for path in sorted(folder.glob("*.safetensors")):
+            stat = path.stat()
+            state.update(f"\0{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return state.hexdigest()
 
 
 def _build_runner(
@@ -181,8 +197,7 @@ def _plan_cuda(
     block_bytes: int,
     runner_with: Callable[[int], ModelRunner],
 ) -> MemoryPlan:
-    """Measure the largest step's activations once, with a KV cache of a few blocks, then give KV
-    the rest."""
+    """Measure the largest step's activations with a KV cache of a few blocks; KV gets the rest."""
     config, device = resolved.config, resolved.device
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.reset_peak_memory_stats(device)
@@ -196,9 +211,8 @@ def _plan_cuda(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # context, other processes
-    graphs = (
-        1 << 30 if config.cuda_graphs else 0
-    )  # private pools and graph objects; measured 0.4 to 0.8 GiB
+    # Private pools and graph objects; measured 0.4 to 0.8 GiB.
+    graphs = 1 << 30 if config.cuda_graphs else 0
     plan = MemoryPlan(
         torch.cuda.get_device_name(device),
         total,
