@@ -1,9 +1,8 @@
-"""DecodeGraphs: a decode step (assembly, forward, logits, sampling, next token) as one CUDA graph
-a batch size.
+"""DecodeGraphs: one CUDA graph a batch size for a whole decode step.
 
-Launching a captured step costs the host microseconds whatever the number of layers. Unused entries
-of the next
-larger size point at the padding row: they write no key and their token goes nowhere.
+A graph holds assembly, forward, logits, sampling and the write of the next token. Launching it
+costs the host microseconds whatever the number of layers. Unused entries of the next larger size
+point at the padding row: they write no key and their token goes nowhere.
 """
 
 from bisect import bisect_left
@@ -21,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then by 8 to 256, then by 32: padding wastes at most one row in eight where rows
-    are dear."""
+    """1, 2, 4, then by 8 to 256, then by 32; max_num_seqs always is the last.
+
+    Padding wastes few rows where rows are dear: at most 7 up to 256, one in eight above.
+    """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
     sizes = [size for size in sizes if size <= max_num_seqs]
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
@@ -31,9 +32,8 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Graphs for batches of decodes whose sampling is greedy or temperature only.
 
-    Two variants a size: "greedy" (all rows greedy) and "sampled" (some have a
-    temperature). The second is captured
-    when first needed, because many deployments never use one of them.
+    Two variants a size: "greedy" (all rows greedy) and "sampled" (some have a temperature). The
+    second is captured when first needed, because many deployments never use one of them.
     """
 
     def __init__(self, runner: "ModelRunner", sizes: Sequence[int]) -> None:
@@ -46,16 +46,17 @@ class DecodeGraphs:
         return plan.simple and count <= self._sizes[-1]
 
     def capture(self) -> None:
-        """Record the greedy variant of every size, largest first so that smaller ones reuse its
-        memory."""
+        """Record the greedy variants, largest first so that smaller ones reuse its memory."""
         greedy = self._runner.sampler.simple_plan(greedy=True)
         for size in reversed(self._sizes):
             self._capture(size, greedy)
 
     @torch.inference_mode()
     def run(self, batch: Batch, plan: SamplePlan) -> Tensor:
-        """Upload the batch and replay. Returns the tokens, [size] int64 (padded), valid until the
-        next run."""
+        """Upload the batch and replay.
+
+        Returns the tokens, [size] int64 (padded), valid until the next run.
+        """
         count = len(batch.rows)
         size = self._sizes[bisect_left(self._sizes, count)]
         key = (size, plan.greedy)

@@ -1,20 +1,17 @@
 """StepInputs: turns a Batch into the device tensors of a step. Two ways, one meaning.
 
 CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned memory, one copy a
-step, then the
-kernels of kernels/batch.py. Layout of the packed buffer (E = max_num_seqs, fixed offsets so that a
-graph can read
-the first sections):
+step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = max_num_seqs; fixed
+offsets, so that a graph can read the first sections):
 
-    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | updates: rows * 3, blocks
-    * 3, tokens ...
+    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | updates
+    updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
 
 `last` is, for each sampling entry, the index of its last token in the step's tokens; `which` is
-its entry.
+its entry. The offsets count from the start of the updates.
 
 Two pinned buffers alternate. Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and by
-then n has been
-waited for (the loop is one ahead, never two).
+then n has been waited for (the loop is one ahead, never two).
 """
 
 from dataclasses import dataclass
@@ -32,8 +29,7 @@ UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger st
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step, laid out. sample_rows and sample_positions are of the sampling entries, in batch
-    order."""
+    """A step, laid out. The last three are of the sampling entries, in batch order."""
 
     token_ids: Tensor  # [num_tokens] int32
     meta: AttentionMeta
@@ -43,8 +39,7 @@ class DeviceStep:
 
 
 class CpuInputs:
-    """Numpy views on the rows' tensors: assembling 32 entries costs microseconds, not tensor
-    launches."""
+    """Numpy views on the rows' tensors: 32 entries cost microseconds, not tensor launches."""
 
     def __init__(self, rows: RequestRows, block_size: int) -> None:
         self._rows = rows
@@ -110,8 +105,7 @@ class _Staging:
 
 
 class CudaInputs:
-    """Packs a Batch into pinned memory, uploads it in one copy and assembles it with two
-    kernels."""
+    """Packs a Batch into pinned memory, uploads it in one copy, assembles it with two kernels."""
 
     def __init__(
         self, rows: RequestRows, block_size: int, max_num_tokens: int, device: torch.device
@@ -141,8 +135,10 @@ class CudaInputs:
         self._turn = 0
 
     def upload(self, batch: Batch, padded: int) -> None:
-        """Copy the batch's numbers and apply its updates. Entries up to `padded` point at the
-        padding row."""
+        """Copy the batch's numbers and apply its updates.
+
+        Entries from the batch's own up to `padded` (decodes only) point at the padding row.
+        """
         from kernels.batch import apply_updates
 
         self._turn ^= 1
@@ -207,8 +203,10 @@ class CudaInputs:
         max_query_len: int,
         max_kv_len: int,
     ) -> tuple[Tensor, AttentionMeta]:
-        """Launch the assembly of what `upload` brought. Graph-safe: fixed addresses, sizes from
-        the arguments."""
+        """Launch the assembly of what `upload` brought.
+
+        Graph-safe: fixed addresses, sizes from the arguments.
+        """
         from kernels.batch import assemble
 
         assemble(

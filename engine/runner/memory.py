@@ -11,7 +11,7 @@ CPU_KV_BYTES = 2 * GIB
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """Bytes by purpose. free is what stays unused on the device after everything in rows."""
+    """Bytes by purpose: those in rows, then the KV cache; the rest of total stays free."""
 
     device: str
     total: int
@@ -59,8 +59,11 @@ def available_host_memory() -> int:
 def count_blocks(
     budget: int, block_bytes: int, block_size: int, max_model_len: int, *, given: str
 ) -> int:
-    """Blocks that fit into budget bytes. Raises ConfigError when not even one full-length request
-    fits."""
+    """Blocks that fit into budget bytes.
+
+    given: where the budget comes from, for the message.
+    Raises ConfigError when not even one full-length request fits.
+    """
     num_blocks = budget // block_bytes
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:

@@ -1,16 +1,14 @@
 """ModelRunner: launch(batch) -> Pending; Pending.wait() -> StepResult.
 
 The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
-for the device
-(no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA, one batch
-ahead:
+for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA,
+one batch ahead:
 
     host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
     device  ... step n ........ | step n+1 ............................ | step n+2
 
 The next token of a request is read from its row on the device (kernels/batch.py), so step n+1 does
-not need the
-host to know what step n sampled.
+not need the host to know what step n sampled.
 """
 
 from collections.abc import Sequence
@@ -35,9 +33,8 @@ class Pending:
     """A launched step. `wait` may be called once, in launch order."""
 
     step: int
-    tokens: (
-        Tensor  # [num_samples] on the host (pinned on CUDA); -1 = that row's logits were not finite
-    )
+    # [num_samples] int64 on the host (pinned on CUDA); -1 = that row's logits were not finite
+    tokens: Tensor
     entries: Sequence[int] | None  # batch index of each sample; None = sample i is entry i
     event: "torch.cuda.Event | None" = None
     logprobs: "_HostLogprobs | None" = None
@@ -72,15 +69,14 @@ class Pending:
 
 @dataclass(slots=True)
 class _HostLogprobs:
-    """Log-probabilities on their way to the host; counts[i] is how many alternatives item i wants,
-    -1 = none."""
+    """Log-probabilities of n tokens on their way to the host."""
 
     token_ids: Tensor  # [n] int64
     logprob: Tensor  # [n] float32
     rank: Tensor  # [n] int64
     top_ids: Tensor  # [n, k] int64
     top_logprobs: Tensor  # [n, k] float32
-    counts: list[int]
+    counts: list[int]  # [n] how many alternatives item i wants; -1 = no log-probabilities at all
 
     def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
         ids = tokens if tokens is not None else self.token_ids.tolist()
@@ -132,8 +128,8 @@ class ModelRunner:
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
         self._turn = 0
-        # Per row, on the host: alternatives wanted (-1 = no log-probabilities at all) and the
-        # prompt's length.
+        # Per row, on the host: the alternatives it wants (as _HostLogprobs.counts) and the length
+        # of its prompt.
         self._logprobs = [-1] * rows.pad_row
         self._prompt_logprobs = [-1] * rows.pad_row
         self._num_prompt = [0] * rows.pad_row
@@ -189,13 +185,15 @@ class ModelRunner:
         return self.model.forward(step.token_ids, step.meta, self.kv.layers)
 
     def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, plan: Any) -> Sampled:
-        """Logits, sampling, and the new tokens into their rows. A row without finite logits gets
-        token -1."""
+        """Logits, sampling, and the new tokens into their rows.
+
+        hidden [n, hidden_size], rows and positions [n] int64. The token of a row whose logits are
+        not finite is -1.
+        """
         logits = self.model.logits(hidden)
         sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan)
-        if sampled.bad is not None:
-            sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
-        self.rows.tokens[rows, positions] = sampled.tokens.clamp(min=0).to(torch.int32)
+        self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
+        sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
 
     def _finish(self, batch: Batch, tokens: Tensor, entries: list[int] | None) -> Pending:
@@ -215,6 +213,8 @@ class ModelRunner:
     def _launch_logprobs(self, sampled: Sampled, rows: list[int]) -> _HostLogprobs | None:
         if sampled.logprob is None:
             return None
+        assert sampled.rank is not None
+        assert sampled.top_ids is not None and sampled.top_logprobs is not None
         return _HostLogprobs(
             self._to_host(sampled.tokens),
             self._to_host(sampled.logprob),
@@ -240,17 +240,18 @@ class ModelRunner:
             if wanted >= 0 and count > 0:
                 targets = self.rows.tokens[row, start + 1 : start + 1 + count].long()
                 logits = self.model.logits(hidden[at : at + count])
-                values = self.sampler.prompt_logprobs(logits, targets, wanted)
-                found.append(
-                    (
-                        entry,
-                        _HostLogprobs(
-                            self._to_host(targets),
-                            *(self._to_host(value) for value in values),
-                            counts=[wanted] * count,
-                        ),
-                    )
+                logprob, rank, top_ids, top_logprobs = self.sampler.prompt_logprobs(
+                    logits, targets, wanted
                 )
+                host = _HostLogprobs(
+                    self._to_host(targets),
+                    self._to_host(logprob),
+                    self._to_host(rank),
+                    self._to_host(top_ids),
+                    self._to_host(top_logprobs),
+                    [wanted] * count,
+                )
+                found.append((entry, host))
             at += length
         return found
 
@@ -261,8 +262,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run the largest step once on the padding row: compiles kernels and shows the peak of
-        memory."""
+        """Run the largest step on the padding row: compiles kernels, shows the peak of memory."""
         pad = self.rows.pad_row
         max_len = self.rows.tokens.shape[1] - 1
         batch = Batch(step=-1)

@@ -1,5 +1,7 @@
-"""RequestRows: the device's state of each running request. Rows never move; a batch is a list of
-row numbers."""
+"""RequestRows: the device's state of each running request.
+
+Rows never move; a batch is a list of row numbers.
+"""
 
 from dataclasses import dataclass
 
@@ -9,14 +11,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class RequestRows:
-    """tokens[row, i] is the i-th token of the request in that row; block_table[row, j] the block
-    of its tokens
-    j * block_size .. The last row is padding: graphs of fixed size point their unused entries at
-    it.
-    """
+    """One row a request, and a last one for padding: graphs point their unused entries at it."""
 
-    tokens: Tensor  # [max_num_seqs + 1, max_model_len + 1] int32
-    block_table: Tensor  # [max_num_seqs + 1, max_blocks] int32
+    # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
+    tokens: Tensor
+    # [max_num_seqs + 1, max_blocks] int32: [row, j] is the block of the tokens from j * block_size
+    block_table: Tensor
     pad_row: int
 
     @classmethod
