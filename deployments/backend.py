@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.tokenizer import Tokenizer
-
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,13 @@ class GenerationRequest:
 
 
 class Generation(Protocol):
-    """The n choices of one prompt in flight. Survives a change of replica; ends exactly once for
-    each choice."""
+    """The n choices of one prompt in flight.
+
+    Survives a change of replica; ends exactly once for each choice.
+    """
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Wait for at least one (choice, delta), then return all that have come since the last
-        call, in order.
+        """Wait for at least one (choice, delta); return all since the last call, in order.
 
         After the last choice has finished it returns []. Raises MantaError when the request as a
         whole cannot go on.
@@ -57,7 +57,8 @@ class Generation(Protocol):
     def abort(self, choice: int | None = None) -> None:
         """Stop one choice (its text met a stop string), or all, and free what they hold.
 
-        Idempotent; legal after the end. An aborted choice may still deliver deltas; callers ignore them.
+        Idempotent; legal after the end. An aborted choice may still deliver deltas; callers ignore
+        them.
         """
         ...
 
@@ -76,8 +77,10 @@ class Backend(Protocol):
     def tokenizer(self, model: str) -> Tokenizer: ...
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Start it. Never blocks; may raise MantaError (overloaded, no replica) at once or from
-        next()."""
+        """Start it. Never blocks.
+
+        Raises MantaError (overloaded, no replica), at once or from next().
+        """
         ...
 
     def state(self) -> BackendState: ...

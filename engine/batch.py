@@ -1,15 +1,13 @@
 """Batch and StepResult: the plain data between scheduler and model runner. No torch here.
 
 The device keeps one row per running request (see runner/rows.py): its tokens so far, its block
-table and its
-sampling parameters. A batch is a list of row numbers and what to compute for each. A row's tokens
-are uploaded
-once, when the request takes the row; after that each sampled token is written into the row by the
-sampler, on
-the device, so that the batch n + 1 can be launched before the host knows the tokens of batch n:
+table and its sampling parameters. A batch is a list of row numbers and what to compute for each.
+A row's tokens are uploaded once, when the request takes the row; after that each sampled token is
+written into the row by the sampler, on the device, so that batch n + 1 can be launched before the
+host knows the tokens of batch n:
 
-    entry e computes tokens[row, start : start + length]   and, if it samples, writes tokens[row,
-    start + length]
+    entry e computes                  tokens[row, start : start + length]
+            and, if it samples, writes tokens[row, start + length]
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,30 +28,25 @@ class NewRow:
     params: SamplingParams
     seed: int  # resolved; int64
     choice: int  # 0 .. n-1, part of the random counter
-    stop_ids: Sequence[
-        int
-    ]  # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
+    # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
+    stop_ids: Sequence[int]
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step. Entries with length 1 that sample ("decodes") come first, then the chunks of
-    longer ones."""
+    """One step: first the entries with length 1 that sample ("decodes"), then longer chunks."""
 
     step: int
     rows: list[int] = field(default_factory=list)  # [num_entries]
-    starts: list[int] = field(
-        default_factory=list
-    )  # [num_entries] tokens whose keys are there already
+    # [num_entries] tokens whose keys are there already
+    starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # [num_entries] tokens to compute, >= 1
-    samples: list[bool] = field(
-        default_factory=list
-    )  # [num_entries] reaches its last token: sample the next
+    # [num_entries] reaches its last token: sample the next
+    samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # leading entries with length 1 and samples True
     new_rows: list[NewRow] = field(default_factory=list)  # to apply before anything else
-    new_blocks: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # (row, index in its table, block id)
+    # (row, index in its table, block id)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +70,7 @@ class StepResult:
     tokens: one id for each entry that samples, in batch order.
     logprobs: entry index -> the sampled token's; only entries whose request asked.
     prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of
-    the tokens at
-        start + 1 .. min(start + length, num_prompt_tokens - 1).
+        the tokens at start + 1 .. min(start + length, num_prompt_tokens - 1).
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     """
 

@@ -1,5 +1,7 @@
-"""EngineConfig: every knob of one engine replica, with unit, default and reason. Frozen; resolved
-once."""
+"""EngineConfig: every knob of one engine replica, with unit, default and reason.
+
+Frozen; `engine.resolve.resolve` decides every "auto" and 0 once.
+"""
 
 from typing import Literal
 
@@ -20,8 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
-    max_model_len: tokens a request may have, prompt and output; None = the model's, or less if KV
-        memory is less.
+    max_model_len: tokens a request may have, prompt and output; None = as many as the model's
+        positions.
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
         saturates the device while a step stays short), 512 on the CPU (about half a second of
         prefill on two cores).
@@ -34,10 +36,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: reuse KV blocks of equal prefixes.
     async_scheduling: launch step n+1 before the tokens of n are known to the host.
     cuda_graphs: capture decode steps.
-    graph_sizes: batch sizes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, of 32 up
-        to max_num_seqs.
-    admission: which waiting requests may start ("optimistic": when their prompt fits, preempting
-        if it goes wrong).
+    graph_sizes: batch sizes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, then of
+        32 up to max_num_seqs.
+    admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
+        when their prompt fits, preempting if it goes wrong).
     deterministic: the same numbers whatever else is in the batch, where a faster way would differ.
     num_threads: CPU threads of the step; 0 = the process's share of cores.
     seed: of the dummy weights and of seeds drawn for requests that give none.

@@ -6,7 +6,7 @@ class MantaError(Exception):
 
     code: stable machine-readable word, e.g. ``context_length_exceeded``.
     param: the request field or configuration key at fault, e.g. ``messages[0].role``; None if
-    there is none.
+        there is none.
     """
 
     code = "engine_error"

@@ -1,9 +1,8 @@
-"""What crosses the boundary of the engine process, as msgpack. Token ids only: the engine knows no
-text.
+"""What crosses the boundary of the engine process, as msgpack. Token ids only: no text.
 
 client -> engine   EngineRequest | Abort | Control
-engine -> client   Progress while it starts, Ready, then one StepFrame for each step that produced
-                   something (or on a state change)
+engine -> client   Progress while it starts, Ready, then one StepFrame for each step that
+                   produced something (or on a state change); Failed instead, if it cannot
 """
 
 import msgspec
@@ -17,8 +16,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
     token_ids: the prompt and, when a request is resumed elsewhere, what was already emitted.
     num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
-    counters count
-        from there, so a resumed request goes on as if nothing had happened.
+        counters count from there, so a resumed request goes on as if nothing had happened.
     cache_salt: part of the prefix-cache key; requests share cached blocks only within one salt.
     priority: smaller runs earlier; ties by arrival.
     """
@@ -41,8 +39,11 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache",
-    "stop"."""
+    """An order to the engine.
+
+    what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache" or
+        "stop".
+    """
 
     what: str
 
@@ -92,10 +93,9 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine can serve. info is what `EngineConfig.resolve` decided, for logs, plan and
-    /v1/models."""
+    """The engine can serve; what it decided, for logs, plan and /v1/models."""
 
-    max_model_len: int
+    max_model_len: int  # tokens of a request, prompt and output, that the KV cache can hold
     vocab_size: int
     block_size: int
     num_blocks: int

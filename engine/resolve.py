@@ -1,5 +1,4 @@
-"""resolve(config) -> Resolved: every "auto" and 0 of an EngineConfig decided, once, before
-anything is loaded."""
+"""resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -55,9 +54,8 @@ def resolve(config: EngineConfig) -> Resolved:
         device=device,
         dtype=_dtype(config, model, cuda),
         max_model_len=max_model_len,
-        max_num_batched_tokens=max(
-            budget, max_num_seqs
-        ),  # each running request gets its token every step
+        # Each running request gets its token every step.
+        max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )
@@ -81,7 +79,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, cuda: bool) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if not cuda:
-        return (
-            torch.bfloat16
-        )  # halves the bytes a decode step reads; oneDNN has bf16 kernels on x86
+        # Halves the bytes a decode step reads; oneDNN has bf16 kernels on x86.
+        return torch.bfloat16
     return DTYPES.get(model.dtype, torch.bfloat16)

@@ -21,25 +21,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose the next tokens of one request.
 
     Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban
-    of end
-    tokens below min_tokens, then temperature, min_p, top_k, top_p, then Gumbel-max with noise that
-    is a
-    function of (seed, choice, position, token id) alone. Reported logprobs are of the raw model
-    distribution, before any of these.
+    of end tokens below min_tokens, then temperature, min_p, top_k, top_p, then Gumbel-max with
+    noise that is a function of (seed, choice, position, token id) alone. Reported logprobs are of
+    the raw model distribution, before any of these.
 
     n: independent choices, 1..8.
     max_tokens: output tokens at most; None = up to the context length.
     min_tokens: no end-of-sequence or stop token before this many output tokens.
     temperature: 0 = greedy; 0..2.
-    top_p: nucleus mass in (0, 1]; top_k: 0 = all; min_p: in [0, 1], relative to the largest
-    probability.
-    repetition_penalty: > 0, over prompt and output (Keskar et al. 2019); presence_penalty and
-        frequency_penalty: -2..2, over the output only (OpenAI's definition).
+    top_p: nucleus mass in (0, 1].
+    top_k: the k most likely tokens; 0 = all.
+    min_p: in [0, 1], relative to the largest probability.
+    repetition_penalty: > 0, over prompt and output (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
     seed: int64; None = drawn at submission, so that a resumed request keeps its numbers.
     stop: up to 4 strings of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
     prompt_logprobs: the same for each prompt token but the first.
+
     Raises InvalidRequest naming the field.
     """
 
@@ -120,8 +120,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the logits do not have. Raises InvalidRequest (code
-        token_out_of_range)."""
+        """Refuse token ids that the logits do not have.
+
+        Raises InvalidRequest (code token_out_of_range).
+        """
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name):
                 if token >= vocab_size:

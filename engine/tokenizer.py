@@ -1,6 +1,4 @@
-"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone (no transformers
-import).
-"""
+"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone."""
 
 import json
 import re
@@ -63,8 +61,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read tokenizer.json and the files beside it. Raises ConfigError if there is none or it is
-        broken.
+        """Read tokenizer.json and the files beside it.
+
+        Raises ConfigError if there is none or it is broken.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -166,8 +165,9 @@ class Tokenizer:
         return self._encode_marked(text, nonce, {mark: token for token, mark in typed.items()})
 
     def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
-        """Encode as usual, but the stretches that hold marks (between two control tokens of the
-        template) plainly.
+        """Encode as usual, but plainly where marks stand.
+
+        A stretch between two control tokens of the template is encoded plainly if it holds a mark.
         """
         marker = re.compile(nonce + r"\d{6}")
         ids: list[int] = []
@@ -217,8 +217,9 @@ def _named(name: str, value: Any) -> str | None:
 
 
 def _without_first_prefix(splitter: Any) -> Any:
-    """A splitter that adds no space before the first word: a stretch inside a chat is not the start
-    of a text.
+    """A splitter that adds no space before the first word.
+
+    A stretch inside a chat is not the start of a text.
     """
     if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
         return pre_tokenizers.Metaspace(

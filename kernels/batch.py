@@ -1,16 +1,13 @@
-"""Batch assembly on the device: apply a step's updates to the request rows, then lay its tokens
-out.
+"""Batch assembly on the device: updates of the request rows, then the layout of a step's tokens.
 
 Two kernels and no host synchronisation, so that both can sit in front of, or inside, a CUDA graph:
 
     apply_updates   tokens of requests that take a row, and block ids that extend a row's table
     assemble        per token: id, position, KV slot; per entry: kv_len and its block table
 
-One upload a step feeds both: a packed int32 buffer whose layout `Staging`
-(engine/runner/inputs.py) owns.
+One upload a step feeds both: a packed int32 buffer, laid out as engine/runner/inputs.py says.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -50,8 +47,11 @@ def _apply_updates_kernel(
 def apply_updates(
     updates: Tensor, tokens: Tensor, block_table: Tensor, num_rows: int, num_blocks: int
 ) -> None:
-    """Write new rows' tokens and new block ids. updates is int32 on the device, laid out as
-    above."""
+    """Write new rows' tokens [row, i] and new block ids [row, index].
+
+    updates, int32 on the device: num_rows times (row, offset of its tokens in updates, count), then
+    num_blocks times (row, index in its table, block id), then the tokens.
+    """
     block = 512
     grid = (num_rows + triton.cdiv(num_blocks, block),)
     if grid[0]:
@@ -145,9 +145,3 @@ def assemble(
         BLOCK_SIZE=block_size,
         BLOCK=128,
     )
-
-
-def store_sampled(tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    """tokens[rows, positions] = sampled; a failed row's -1 is stored as 0, which nobody will
-    read."""
-    tokens[rows.long(), positions.long()] = sampled.clamp(min=0).to(torch.int32)

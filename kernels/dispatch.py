@@ -1,5 +1,7 @@
-"""device -> implementation: one table. Layers hold the Kernels they were built with; nobody asks
-again at run time."""
+"""device -> implementation: one table.
+
+Layers hold the Kernels they were built with; nobody asks again at run time.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -10,22 +12,19 @@ from kernels.metadata import AttentionMeta
 
 
 class Kernels(Protocol):
-    """The operations that a model step is made of. `reference` has each in plain torch: oracle,
-    and CPU back end.
+    """The operations that a model step is made of.
 
-    All tensors are contiguous unless said otherwise and live on one device; x is [num_tokens,
-    hidden].
+    `reference` has each in plain torch: oracle, and CPU back end. All tensors are contiguous unless
+    said otherwise and live on one device; x is [num_tokens, hidden].
     """
 
     GATES: Mapping[str, Callable[[Tensor], Tensor]]  # hidden_act of config.json -> gated activation
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-        """Once a step, before the layers: fill meta.plan with what all layers share (it may do
-        nothing).
+        """Once a step, before the layers: fill meta.plan with what all layers share.
 
-        k_cache is any layer's; it gives block size, KV heads and head size. On CUDA it launches on
-        the current
-        stream and reads nothing back, so it can sit in a graph.
+        It may do nothing. k_cache is any layer's; it gives block size, KV heads and head size. On
+        CUDA it launches on the current stream and reads nothing back, so it can sit in a graph.
         """
         ...
 
@@ -36,8 +35,10 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual; returns (rms_norm(residual'), residual'). May reuse either
-        input's memory."""
+        """residual' = x + residual; returns (rms_norm(residual'), residual').
+
+        May reuse either input's memory.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -51,8 +52,8 @@ class Kernels(Protocol):
         qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
         cos_sin: Tensor,
-        q_norm: Tensor
-        | None,  # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
+        # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
+        q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
         k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
@@ -60,8 +61,10 @@ class Kernels(Protocol):
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Split, norm and rotate; write keys and values to the cache; return q [num_tokens,
-        num_heads, head_dim]."""
+        """Split, norm and rotate; write keys and values to the cache.
+
+        Returns q [num_tokens, num_heads, head_dim].
+        """
         ...
 
     def attention(
@@ -70,8 +73,8 @@ class Kernels(Protocol):
         """Causal attention of each entry's queries over its cached keys (this step's included).
 
         q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
-        token of entry e
-        stands at position kv_len[e] - 1. Padding tokens give finite values of no meaning.
+        token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
+        meaning.
         """
         ...
 

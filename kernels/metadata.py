@@ -1,5 +1,7 @@
-"""AttentionMeta: where each query token finds its keys. Built once a step, shared by all layers,
-passed along."""
+"""AttentionMeta: where each query token finds its keys.
+
+Built once a step, shared by all layers, passed along.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,9 @@ from torch import Tensor
 class AttentionMeta:
     """Layout of one step's tokens: entries back to back, decodes (one token each) first.
 
-    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one
-    pair a layer.
-    Within one layer all of the step's keys are written before any attention reads, so an entry may
-    read blocks that
-    another entry of the same step writes (requests that share a prefix).
+    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair
+    a layer. Within one layer all of the step's keys are written before any attention reads, so an
+    entry may read blocks that another entry of the same step writes (requests that share a prefix).
     """
 
     positions: Tensor  # [num_tokens] int32: index of each token in its request
@@ -27,9 +27,8 @@ class AttentionMeta:
     num_decodes: int  # leading entries with exactly one query token
     max_query_len: int
     max_kv_len: int
-    query_start_host: list[int] | None = (
-        None  # the same on the host; the CPU back end loops over them
-    )
+    # the same on the host; the CPU back end loops over them
+    query_start_host: list[int] | None = None
     kv_len_host: list[int] | None = None
     # what a back end computed once a step for all layers (e.g. how decode splits the keys)
     plan: Any = None

@@ -1,13 +1,11 @@
-"""Manta's engine against vLLM's on one GPU, offline, in turns; prints the ratios and writes them
-down.
+"""Manta's engine against vLLM's on one GPU, offline, in turns: ratios, printed and written down.
 
     python -m loadtest.versus_engine --model FOLDER --name llama-8b --runs 3 --out loadtest/results
 
 FOLDER needs a config.json only: weights are random on both sides. Greedy, end tokens ignored,
-prefix cache off on
-both. Each run is a process of its own (both engines want the whole device), sides alternate, and
-the best run of
-each side counts. Every run's raw line is kept beside the table.
+prefix cache off on both. Each run is a process of its own (both engines want the whole device),
+sides alternate, and the best run of each side counts. Every run's raw line is kept beside the
+table.
 """
 
 import argparse
@@ -135,8 +133,10 @@ def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
 
 
 def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> None:
-    """Alternate the sides, print the table, write <out>/versus-engine-<label>-<date>.json and
-    .jsonl."""
+    """Alternate the sides and print the table.
+
+    Writes <out>/versus-engine-<label>-<date>.json (the table) and .jsonl (the raw lines).
+    """
     import torch
 
     lines: list[dict[str, Any]] = []

@@ -1,5 +1,4 @@
-"""Named, seeded workloads: the same name and seed give the same requests, byte for byte, on every
-machine.
+"""Named, seeded workloads: name and seed give the same requests, byte for byte, everywhere.
 
 A request is (prompt token ids, output length). Ids are drawn below 32,000, which every model's
 vocabulary holds.
@@ -55,8 +54,7 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Request]]] = {
 
 
 def build(name: str, seed: int = 0) -> list[Request]:
-    """The requests of a workload. Raises KeyError listing the names when there is none of that
-    name."""
+    """The requests of a workload. Raises KeyError, listing the names, for one it does not know."""
     if name not in WORKLOADS:
         raise KeyError(f"no workload {name!r}; there are: {', '.join(sorted(WORKLOADS))}")
     return WORKLOADS[name](random.Random(seed))
