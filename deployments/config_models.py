@@ -1,0 +1,290 @@
+"""The configuration's models: every knob with its unit, default and reason. Frozen; an unknown key
+is an error. How a file becomes one of these is in config.py."""
+
+import typing
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+_OWNED_BY_TOP = ("model", "revision")  # fields of EngineConfig that are set at the top of the file
+_MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+@cache
+def engine_model() -> type[BaseModel]:
+    """EngineConfig's fields as a pydantic model, so that its faults are reported like all
+    others."""
+    hints = typing.get_type_hints(EngineConfig)
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(EngineConfig):
+        if field.name not in _OWNED_BY_TOP:
+            kind = hints[field.name]
+            lists = typing.get_origin(kind) is tuple  # YAML has lists only
+            fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
+    return create_model("EngineOptions", __config__=_MODEL_CONFIG, **fields)
+
+
+def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
+    errors: list[Any] = []
+    try:
+        engine_model().model_validate(value)
+        EngineConfig(model="", **{**value, "graph_sizes": tuple(value.get("graph_sizes", ()))})
+    except ValidationError as error:
+        errors = list(error.errors())
+    except ConfigError as error:
+        loc = (error.param,) if error.param else ()
+        errors = [{"loc": loc, "msg": error.message, "type": "engine"}]
+    if errors:
+        raise PydanticCustomError("nested", "engine options", {"errors": errors})
+    return value
+
+
+EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
+
+
+class _Section(BaseModel):
+    model_config = _MODEL_CONFIG
+
+
+class PoolConfig(_Section):
+    """Engine replicas of one kind: one Serve deployment."""
+
+    replicas: int = Field(
+        1, ge=0, le=4096, description="Engine replicas. 1: the least that serves."
+    )
+    num_cpus: float | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
+        "Default: 1 in a gpu pool (the step loop); in a cpu pool the machine's cores shared out "
+        "among the replicas.",
+    )
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="GPUs of a replica. Default: 1 in a gpu pool, 0 in a cpu pool.",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom Ray resources of a replica, e.g. {pool_a: 0.001}."
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that a replica's node must have, e.g. {pool: gpu}.",
+    )
+    engine: EngineOptions = Field(
+        default_factory=dict,
+        description="EngineConfig fields that differ from `engine` in this pool.",
+    )
+
+
+class RouterConfig(_Section):
+    """The routers: HTTP, tokenising, the ledger of requests, the choice of a replica."""
+
+    replicas: int = Field(
+        2,
+        ge=1,
+        le=256,
+        description="Router processes. Fixed, because a change reloads the HTTP edge, which cuts "
+        "long streams; 2, so that one can fail.",
+    )
+    num_cpus: float = Field(
+        0.0,
+        ge=0,
+        le=64,
+        description="CPU cores that Ray reserves for each. 0: on a small machine the engines get "
+        "them all, and a router that is idle needs none.",
+    )
+    wait_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="How long a request waits when no replica is ready, then 503 no_replica. 30 "
+        "s: a replaced replica of a small model is back by then, and clients' own limits are "
+        "longer.",
+    )
+    losses: int = Field(
+        1,
+        ge=0,
+        le=100,
+        description="Replicas that a request may lose without one new token before it fails: it "
+        "may be the cause.",
+    )
+    heartbeat_seconds: float = Field(
+        1.0, gt=0, le=60, description="Between signs of life on a channel. Costs nothing at 1 s."
+    )
+    silence_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=600,
+        description="A channel silent for so long is dead and its requests move. Five beats: a "
+        "busy interpreter may miss one.",
+    )
+
+    @model_validator(mode="after")
+    def _order(self) -> "RouterConfig":
+        if self.silence_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError("silence_seconds must be at least twice heartbeat_seconds")
+        return self
+
+
+class HttpConfig(_Section):
+    """The HTTP edge."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="Address to listen on. Loopback: nothing is open to the network until you "
+        "say so; on a single machine the engines' channels then stay on loopback too.",
+    )
+    port: int = Field(
+        8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
+    )
+    proxy: Literal["auto", "haproxy", "serve"] = Field(
+        "auto",
+        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed "
+        "chunk, Serve's own proxy about 300. auto: haproxy where its binary is installed.",
+    )
+    max_stream_seconds: int = Field(
+        3600,
+        ge=1,
+        le=7 * 86400,
+        description="The longest stream that survives a change at the edge (haproxy's hard stop). "
+        "1 h: longer than any answer, short enough that old processes go.",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="File with one API key a line, readable by its owner only. Default none: no "
+        "key is asked for, which suits loopback.",
+    )
+    strict: bool = Field(
+        False,
+        description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
+        "Off: clients send fields of other servers.",
+    )
+
+
+class LimitsConfig(_Section):
+    """Bounds on what the service takes in."""
+
+    in_flight: int = Field(
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Requests in flight a router, then 503 overloaded. 4096: haproxy's connection "
+        "limit.",
+    )
+    waiting: int = Field(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Requests a router that may wait while no replica is ready.",
+    )
+    body_bytes: int = Field(
+        4 * 2**20,
+        ge=1024,
+        le=2**30,
+        description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
+        "of prompt with room.",
+    )
+    drain_seconds: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="How long a replica that is to stop lets its requests end before they move "
+        "elsewhere.",
+    )
+    stall_seconds: float = Field(
+        30.0,
+        ge=1,
+        le=3600,
+        description="An engine with work and no step for so long is replaced. 30 s: the first "
+        "steps may compile.",
+    )
+
+
+class MantaConfig(_Section):
+    """One served model."""
+
+    model: str = Field(
+        "default",
+        min_length=1,
+        max_length=4096,
+        description="A folder with config.json, a .gguf file, a hub name, or `default`: a small "
+        "model out of a package.",
+    )
+    revision: str | None = Field(
+        None, max_length=256, description="Hub revision. Default: the default branch."
+    )
+    served_name: str | None = Field(
+        None,
+        pattern=_NAME,
+        description="The `model` that requests name. Default: the folder's, file's or hub model's "
+        "name.",
+    )
+    app_name: str = Field(
+        "manta",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
+        description="Serve application name, which other Ray jobs find it by.",
+    )
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^/([A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*)?$",
+        description="Where its paths begin.",
+    )
+    engine: EngineOptions = Field(
+        default_factory=dict, description="EngineConfig fields for all pools; see engine/config.py."
+    )
+    replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Engine replicas, where there is one pool: gpu if a GPU is there, else cpu.",
+    )
+    pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
+        default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
+    )
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "MantaConfig":
+        if self.pools and "replicas" in self.model_fields_set:
+            raise ValueError("replicas and pools are both set; give the counts in pools")
+        if self.pools and not any(pool.replicas for pool in self.pools.values()):
+            raise ValueError("pools: all replicas are 0, so nothing would ever answer")
+        if not self.pools and not self.replicas:
+            raise ValueError("replicas is 0, so nothing would ever answer")
+        return self
+
+    def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
+        """EngineConfig's fields for a pool, model and revision included."""
+        return {"model": self.model, "revision": self.revision, **self.engine, **pool.engine}
+
+    def name(self) -> str:
+        """What requests call the model."""
+        if self.served_name is not None:
+            return self.served_name
+        if self.model == "default":
+            return "SmolLM2-135M-Instruct"
+        path = Path(self.model)
+        return path.stem if path.suffix == ".gguf" else path.name
