@@ -10,6 +10,7 @@ make all of them long.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,8 +50,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _rms_norm(x, weight.shape, weight, eps)
     # Half the operations of the composite above; the sum of squares must not be rounded to 16 bits.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / x.shape[-1])
+    mean = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1])
     return torch.mul(x, mean.rsqrt_()).mul_(weight)
+
+
+@lru_cache(maxsize=8)
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -105,41 +111,42 @@ def rope_kv_write(
         turning = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
     if plan.cos is None or plan.sin is None:
         plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
-    turned = _rotate(turning.float(), plan.cos, plan.sin).to(qkv.dtype)
+    turned = _rotate(turning.float(), plan.cos, plan.sin)
     keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
     for cache, new in ((k_cache, keys), (v_cache, values)):
         if plan.written is not None:
             new = new[plan.written]
         new = new.to(cache.dtype).reshape(-1, head_dim)
         cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new)
-    return turned[:, :num_heads]
+    return turned[:, :num_heads].to(qkv.dtype)
 
 
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
     plan = _plan(meta, k_cache)
-    # A row of these views is what a block keeps for one head: rows gathered in the order (entry,
-    # head, block) are contiguous keys for each (entry, head).
-    keys, values = k_cache.view(-1, block_size * head_dim), v_cache.view(-1, block_size * head_dim)
-    grouped = q.to(k_cache.dtype).view(num_tokens, num_kv_heads, group, head_dim)
+    grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
     if plan.whole is not None:
-        attended = _decode(grouped, keys, values, scale, plan.whole)
-        return attended.to(q.dtype).view(num_tokens, num_heads * head_dim)
+        attended = _decode(grouped, k_cache, v_cache, scale, plan.whole)
+        return attended.reshape(num_tokens, num_heads * head_dim)
     out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
     for part in plan.decodes:
-        out[part.tokens] = _decode(grouped[part.tokens], keys, values, scale, part).to(q.dtype)
+        out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, scale, part)
     for chunk in plan.chunks:
-        key, value = _gather(keys, values, chunk.gather, (num_kv_heads, 1, -1, head_dim))
+        # Products over many queries are faster in float32 than in 16 bits without AMX.
+        key, value = (
+            half[:, :, : chunk.kv_len].to(q.dtype).expand(-1, group, -1, -1)
+            for half in chunk.gather.read(k_cache, v_cache)
+        )
         attended = scaled_dot_product_attention(
             # Heads that share keys stand side by side, their keys expanded without a copy.
             grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
-            key[:, :, : chunk.kv_len].expand(-1, group, -1, -1),
-            value[:, :, : chunk.kv_len].expand(-1, group, -1, -1),
-            attn_mask=chunk.mask,
+            key,
+            value,
+            attn_mask=None if chunk.mask is None else chunk.mask.to(q.dtype),
             is_causal=chunk.mask is None and chunk.end - chunk.begin > 1,
             scale=scale,
         )
@@ -147,16 +154,24 @@ def attention(
     return out.view(num_tokens, num_heads * head_dim)
 
 
-@dataclass(slots=True)
 class _Gather:
-    """Which rows of a cache seen as [-1, block_size * head_dim], and where to.
+    """Which rows of a cache seen as [-1, block_size * head_dim] to read, and where to.
 
-    The buffers serve all layers: allocating megabytes for each would fault their pages in anew.
+    The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
     """
 
-    rows: Tensor  # [n] int64
-    keys: Tensor  # [n, block_size * head_dim]
-    values: Tensor
+    def __init__(self, rows: Tensor, cache: Tensor, shape: tuple[int, ...]) -> None:
+        """rows [n] int64. shape: of the keys as SDPA takes them, -1 for their number."""
+        buffer = cache.new_empty(2, rows.shape[0], cache.shape[2] * cache.shape[3])
+        self.rows = rows
+        self.into = (buffer[0], buffer[1])
+        self.key, self.value = (half.view(shape) for half in self.into)
+        self.flat = buffer.view(-1, cache.shape[3])  # [2 * n * block_size, head_dim]
+
+    def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        for cache, half in zip((k_cache, v_cache), self.into, strict=True):
+            torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
+        return self.key, self.value
 
 
 @dataclass(slots=True)
@@ -165,8 +180,8 @@ class _Decodes:
 
     tokens: Tensor  # [n] int64: their tokens
     gather: _Gather  # of n * num_kv_heads * blocks rows
-    # Which of the n * num_kv_heads * blocks * block_size gathered keys are past the entry's last.
-    # A block's earlier owner may have left a NaN there, and weight 0 times NaN is NaN.
+    # Rows of gather.flat past their entry's last key: a block's earlier owner may have left a NaN
+    # there, and weight 0 times NaN is NaN.
     unused: Tensor  # int64
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
 
@@ -179,7 +194,7 @@ class _Chunk:
     end: int
     kv_len: int
     gather: _Gather  # of num_kv_heads * blocks rows
-    mask: Tensor | None  # [end - begin, kv_len], or None where there is no prefix: plain causal
+    mask: Tensor | None  # [end - begin, kv_len] float32; None = no prefix: plain causal
 
 
 @dataclass(slots=True)
@@ -226,7 +241,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
 def _plan_decodes(
     meta: AttentionMeta, cache: Tensor, entries: list[int], kv_lens: list[int]
 ) -> _Decodes:
-    _, num_kv_heads, block_size, _ = cache.shape
+    _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
     blocks = -(-max(kv_lens[entry] for entry in entries) // block_size)
     index = torch.tensor(entries, device=device)
@@ -236,10 +251,11 @@ def _plan_decodes(
     own = torch.arange(blocks, device=device) * block_size < kv_len
     rows = _block_rows(torch.where(own, table, table[:, :1]), num_kv_heads)
     outside = torch.arange(blocks * block_size, device=device) >= kv_len
-    unused = outside[:, None].expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
+    unused = outside[None, :, None].expand(2, -1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
     mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
     mask.masked_fill_(outside, float("-inf"))
-    return _Decodes(index, _buffers(rows, cache), unused, mask[:, None, None])
+    gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
+    return _Decodes(index, gather, unused, mask[:, None, None])
 
 
 def _plan_chunk(
@@ -247,12 +263,12 @@ def _plan_chunk(
 ) -> _Chunk:
     blocks = -(-kv_len // cache.shape[2])
     rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], cache.shape[1])
+    gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
     length = end - begin
     if length == 1 or length == kv_len:
-        return _Chunk(begin, end, kv_len, _buffers(rows, cache), None)
-    mask = torch.full((length, kv_len), float("-inf"), dtype=cache.dtype, device=cache.device)
-    mask.triu_(kv_len - length + 1)
-    return _Chunk(begin, end, kv_len, _buffers(rows, cache), mask)
+        return _Chunk(begin, end, kv_len, gather, None)
+    mask = torch.full((length, kv_len), float("-inf"), device=cache.device)
+    return _Chunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
@@ -277,28 +293,14 @@ def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
     return (table[:, None].long() * num_kv_heads + head).flatten()
 
 
-def _buffers(rows: Tensor, cache: Tensor) -> _Gather:
-    shape = (rows.shape[0], cache.shape[2] * cache.shape[3])
-    return _Gather(rows, cache.new_empty(shape), cache.new_empty(shape))
-
-
-def _gather(
-    keys: Tensor, values: Tensor, gather: _Gather, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    torch.index_select(keys, 0, gather.rows, out=gather.keys)
-    torch.index_select(values, 0, gather.rows, out=gather.values)
-    return gather.keys.view(shape), gather.values.view(shape)
-
-
-def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float, part: _Decodes) -> Tensor:
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, part: _Decodes) -> Tensor:
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
-    num, num_kv_heads, _, head_dim = q.shape
-    key, value = _gather(keys, values, part.gather, (num, num_kv_heads, -1, head_dim))
-    for gathered in (key, value):
-        gathered.view(-1, head_dim).index_fill_(0, part.unused, 0.0)
-    return scaled_dot_product_attention(
-        q, key, value, attn_mask=part.mask, scale=scale
-    ).contiguous()
+    key, value = part.gather.read(k_cache, v_cache)
+    part.gather.flat.index_fill_(0, part.unused, 0.0)
+    attended = scaled_dot_product_attention(
+        q.to(key.dtype), key, value, attn_mask=part.mask, scale=scale
+    )
+    return attended.to(q.dtype)
 
 
 def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

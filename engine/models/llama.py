@@ -4,6 +4,7 @@ They differ by switches of ModelConfig only, and keep their weights under the sa
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -194,10 +195,10 @@ class Llama:
         return tied or name.endswith(IGNORED)
 
     def finish(self) -> None:
-        for layer in self.layers:
-            for linear in layer.linears:
-                linear.finish()
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        if self.head is not None:
+            linears.append(self.head)
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+            list(pool.map(Linear.finish, linears))
         if self.head is None:
             self._tied_head = self._unquantized.finish(self._tied_head)
-        else:
-            self.head.finish()
