@@ -15,6 +15,7 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_ROWS = 4
 SMALL = 2**23  # elements of a weight up to which three and four rows gain
+MEDIUM = 2**26  # ... and two rows
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def few_rows_fit(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dim() == 2
         and 2 <= x.shape[0] <= MAX_ROWS
-        and (x.shape[0] == 2 or weight.numel() <= SMALL)
+        and weight.numel() <= (MEDIUM if x.shape[0] == 2 else SMALL)
         and weight.element_size() == 2
         and weight.is_contiguous()
     )

@@ -156,8 +156,7 @@ def rope_kv_write(
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return q
-    # Few tokens: one warp and few heads a program, to spread over the chip.
-    heads = min(4 if num_tokens <= 512 else 8, triton.next_power_of_2(num_kv_heads))
+    heads = min(8, triton.next_power_of_2(num_kv_heads))
     groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _rope_kv_write_kernel[(num_tokens, groups)](
         qkv,
@@ -181,7 +180,8 @@ def rope_kv_write(
         HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
         FULL=triton.next_power_of_2(head_dim),
-        **pdl(q.device),
-        num_warps=1 if num_tokens <= 512 else 2,
+        # With thousands of programs the early start costs more than it hides.
+        **(pdl(q.device) if num_tokens <= 256 else {"PDL": False}),
+        num_warps=4,
     )
     return q
