@@ -132,7 +132,9 @@ def test_cluster_file_sets_what_the_application_needs() -> None:
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
         given = dict(re.findall(r"\b(RAY_\w+)=(\S+)", commands[-1]))
         assert given.pop("RAY_AUTH_MODE") == "token"
-        assert given == {k: v for k, v in wanted.items() if not v.startswith("folder")}
+        # Files and ports of HAProxy are only chosen where several clusters share one machine.
+        own = [k for k, v in wanted.items() if v.startswith("folder") or k.endswith("S_PORT")]
+        assert given == {k: v for k, v in wanted.items() if k not in own}
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
 
 
