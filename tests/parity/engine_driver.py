@@ -1,0 +1,69 @@
+"""Runs real engines in this process, so that tests can look at the scheduler while it works."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.batch import TokenLogprobs
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.factory import build
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+
+
+@dataclass
+class Output:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str = ""
+    cached: int = 0
+    error: str = ""
+
+
+def engine(folder: Path, **fields: Any) -> EngineCore:
+    """A core on the CPU in float32 unless told otherwise, with a small KV cache."""
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "num_blocks": 2048,
+        "max_num_seqs": 32,
+    }
+    config = msgspec.convert({"model": str(folder), **defaults, **fields}, EngineConfig)
+    core, _ = build(config)
+    return core
+
+
+def run(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    together: bool = True,
+    seed: int = 1,
+) -> list[Output]:
+    """All prompts at once, or one after another. Checks that nothing is left behind."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    outputs = [Output() for _ in prompts]
+    requests = [
+        EngineRequest(i, list(prompt), len(prompt), p, seed)
+        for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+    ]
+    for wave in [requests] if together else [[request] for request in requests]:
+        for request in wave:
+            core.add(request)
+        while core.has_work():
+            for delta in core.step():
+                output = outputs[delta.id]
+                output.token_ids += delta.token_ids
+                output.logprobs += delta.logprobs or []
+                output.finish = delta.finish or output.finish
+                output.error = delta.error or output.error
+                output.cached = max(output.cached, delta.cached)
+    core.check_integrity()
+    assert core.stats().free_blocks == core.stats().total_blocks
+    return outputs
