@@ -10,8 +10,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Installed once for each content of the two files, so that a second `make` costs nothing.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# Installed once for each content of these files, so that a second `make` costs nothing.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt tests/openai-1.txt | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format hooks constraints clean
@@ -21,12 +21,13 @@ help: ## this list
 
 venv: $(STAMP) ## the virtual environment with Manta and its tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 	@echo "== Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) with venv is needed: apt-get install python3.11-venv, or PYTHON=... make" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,loadtest]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target $(VENV)/openai-1 -r tests/openai-1.txt
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
