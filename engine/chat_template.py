@@ -1,9 +1,8 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
 The template comes from the operator's checkpoint, the messages from anybody. So nothing of a
-request is ever
-compiled, and what a request can make a template do is bounded: time is checked at every turn of
-    every loop, size at every piece of output.
+request is ever compiled, and what a request can make a template do is bounded: time is checked at
+every turn of every loop, size at every piece of output.
 """
 
 import json
@@ -27,16 +26,20 @@ from engine.errors import ConfigError, InvalidRequest
 MAX_SECONDS = 0.25
 MAX_CHARS = 8_000_000  # above any context length in text
 MAX_REPEAT = 1_000_000  # 'x' * n and n ** n inside a template
+MAX_REASON = 300  # characters of a refusal, which may quote the messages
 
-_CLOCK = (
-    "_render_deadline"  # context variable; a request cannot pass names with a leading underscore
-)
+# Context variable; a request cannot pass names with a leading underscore.
+_CLOCK = "_render_deadline"
 _PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _TooMuch(Exception):
     """A render went over one of the limits."""
+
+
+class _Refused(Exception):
+    """The template called raise_exception; the text is its author's."""
 
 
 class _Generation(Extension):
@@ -84,7 +87,7 @@ def _bounded(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Refused(message)
 
 
 def _tojson(
@@ -135,10 +138,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
-        """Read chat_template.jinja (and additional_chat_templates/), chat_template.json or
-        tokenizer_config.json.
+        """Read the template of a checkpoint's folder; None if it has none.
 
-        None if the folder has none. The first kind found wins, as in transformers.
+        chat_template.jinja (and additional_chat_templates/), chat_template.json or
+        tokenizer_config.json: the first kind found wins, as in transformers.
         """
         sources: dict[str, str] = {}
         if (folder / "chat_template.jinja").is_file():
@@ -214,18 +217,22 @@ class ChatTemplate:
                 pieces.append(piece)
         except _TooMuch as error:
             raise InvalidRequest(str(error), param="messages", code="template_limit") from error
-        except Exception as error:  # what a template can raise on odd messages is open-ended
-            reason = str(error) or type(error).__name__
+        except _Refused as error:
             raise InvalidRequest(
-                f"the chat template refused the messages: {reason}", param="messages"
+                f"the chat template refused the messages: {str(error)[:MAX_REASON]}",
+                param="messages",
+            ) from error
+        except Exception as error:  # what a template can raise on odd messages is open-ended
+            # Its text is not for callers: it may tell of objects and places inside this process.
+            raise InvalidRequest(
+                f"the chat template cannot render these messages ({type(error).__name__})",
+                param="messages",
             ) from error
         return "".join(pieces)
 
 
 def _normal(message: Mapping[str, Any], keep_parts: bool) -> dict[str, Any]:
-    """Drop absent fields, give reasoning its standard names, and join text parts for templates that
-    want strings.
-    """
+    """Drop absent fields, give reasoning its standard names, join text parts unless keep_parts."""
     out = {key: value for key, value in message.items() if value is not None}
     reasoning = next((out[key] for key in _REASONING if key in out), None)
     if reasoning is not None:

@@ -3,12 +3,14 @@ time.
 """
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import engine.tokenizer as module
 from engine.chat_template import ChatTemplate
 from engine.errors import ConfigError, InvalidRequest
 from engine.tokenizer import Tokenizer
@@ -104,6 +106,45 @@ def test_plain_stretch_has_the_spaces_of_the_whole() -> None:
     assert tokenizer.decode(ids) == "[INST] the </s> cat [/INST]"
 
 
+def test_long_texts_are_encoded_like_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts take another way through the library, and a token comes out different."""
+    text = "the </s> cat <think> 😀 <|im_end|>\n naïve\tlog 日本語 "
+    for make in (
+        small_tokenizers.byte_level,
+        small_tokenizers.byte_fallback,
+        small_tokenizers.word_piece,
+    ):
+        tokenizer = make()
+        monkeypatch.setattr(module, "LONG", 10**9)
+        short = [tokenizer.encode(text, add_special_tokens=special) for special in (True, False)]
+        plain = tokenizer.encode_plain(text)
+        assert not tokenizer.special_ids & set(plain)
+        monkeypatch.setattr(module, "LONG", 0)
+        assert short == [
+            tokenizer.encode(text, add_special_tokens=special) for special in (True, False)
+        ]
+        assert plain == tokenizer.encode_plain(text)
+
+
+def test_a_long_text_stops_no_other_thread(tokenizer: Tokenizer) -> None:
+    """Someone sends a book, and all streams of the process stand still until it is encoded."""
+    text = "A book, by an author of many words. " * 10_000
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        ticks, done = 0, threading.Event()
+
+        def tick(done: threading.Event = done) -> None:
+            nonlocal ticks
+            while not done.wait(0.001):
+                ticks += 1
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        encode(text)
+        done.set()
+        thread.join()
+        assert ticks >= 5
+
+
 def test_non_special_added_tokens_are_left_alone() -> None:
     """`<think>` in the history of a reasoning model becomes five tokens it has never seen."""
     tokenizer = small_tokenizers.byte_level()
@@ -128,6 +169,27 @@ def test_helpers_that_templates_use() -> None:
     assert template(namespace + "{{ n.x }}").render(CHATS[1]) == "5"
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         template("{{ raise_exception('roles must alternate') }}").render(CHATS[0])
+
+
+def test_refusals_speak_in_words_of_ours() -> None:
+    """Text of a foreign exception, with objects and paths of this process, reaches callers."""
+    for source, name in (
+        ("{{ x.secret.z }}", "UndefinedError"),
+        ("{{ messages[0].content.secret() }}", "UndefinedError"),
+        ("{{ 'secret' + 1 }}", "TypeError"),
+        ("{{ ''.__class__.secret() }}", "SecurityError"),
+        ("{% include 'secret' %}", "TypeError"),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            template(source).render(CHATS[0])
+        assert raised.value.message == f"the chat template cannot render these messages ({name})"
+        assert raised.value.__cause__ is not None  # for the log
+    with pytest.raises(InvalidRequest) as raised:
+        template("{{ raise_exception('no ' ~ messages[0].content) }}").render(
+            [{"role": "user", "content": "x" * 10**6}]
+        )
+    assert "refused the messages: no xxx" in raised.value.message
+    assert len(raised.value.message) < 400
 
 
 def test_text_parts_are_joined_where_the_template_wants_strings() -> None:
