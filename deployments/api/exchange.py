@@ -20,6 +20,8 @@ MAX_REQUEST_ID = 128  # characters
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 * 1024  # names and values together
 MAX_URL_BYTES = 8 * 1024  # path and query
+LINGER_BYTES = 32 * 1024 * 1024  # read and dropped of a refused body, and for how long
+LINGER_SECONDS = 1.0
 
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
@@ -173,7 +175,30 @@ class Exchange:
         await self._out({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        await self.answer(error.status, error.body(), headers=error.headers)
+        """The error's answer. Raises ClientGone.
+
+        Before a connection is closed, what the client still sends is read for a moment: closing
+        with unread data resets the connection, and the client may never see the answer.
+        """
+        if _CLOSE[0] not in error.headers:
+            await self.answer(error.status, error.body(), headers=error.headers)
+            return
+        body = error.body()
+        fields = self._fields(JSON, error.headers)
+        fields.append((b"content-length", b"%d" % len(body)))
+        start = {"type": "http.response.start", "status": error.status, "headers": fields}
+        await self._out(start)
+        self.started = True
+        await self.write(b"" if self.method == "HEAD" else body)
+        left = LINGER_BYTES
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while left > 0:
+                    message = await self.receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        break
+        await self.write(b"", more=False)
 
     async def start(self, content_type: bytes, headers: Headers = ()) -> None:
         """Begin a streamed answer with status 200. Raises ClientGone."""
