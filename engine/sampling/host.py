@@ -5,6 +5,8 @@ Logits are float32 [num_samples, vocab]; the parameters of sample s are those of
 and sort are not.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -209,8 +211,10 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
 
 def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
     """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities
-    of the top k)."""
+    of the top k). All NaN, of the first ids, where the model has no distribution."""
     best = x.max()
+    if not np.isfinite(best):
+        return math.nan, 1, np.arange(k), np.full(k, np.nan, np.float32)
     total = best + np.log(np.exp(x - best).sum(dtype=np.float64))
     ids = top(x, k) if k else np.zeros(0, np.int64)
     return (
