@@ -1,0 +1,104 @@
+"""RandomSteps: batches as the scheduler makes them, and what each must look like laid out."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.batch import Batch, NewRow
+from engine.sampling_params import SamplingParams
+
+MAX_LEN, BLOCK_SIZE = 50, 4
+
+
+def new_row(
+    row: int, token_ids: Sequence[int], params: SamplingParams | None = None, seed: int = 0
+) -> NewRow:
+    """A request whose tokens are all prompt."""
+    params = params or SamplingParams(temperature=0.0)
+    return NewRow(row, token_ids, len(token_ids), params, seed, 0, ())
+
+
+@dataclass
+class Layout:
+    """What a step reads and writes, token by token and entry by entry."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    query_start: list[int] = field(default_factory=lambda: [0])
+    kv_len: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # each entry's own blocks
+    last: list[int] = field(default_factory=list)  # of the sampling entries: index of its token
+    sample_rows: list[int] = field(default_factory=list)
+    sample_positions: list[int] = field(default_factory=list)
+
+
+class RandomSteps:
+    """Requests that come, compute chunks, decode and leave, in rows and blocks taken at random."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._num_rows = num_rows
+        self._tokens: dict[int, list[int]] = {}  # by row
+        self._blocks: dict[int, list[int]] = {}
+        self._computed: dict[int, int] = {}
+        self._step = 0
+
+    def next(self, decodes_only: bool = False) -> tuple[Batch, Layout]:
+        """A step of one to num_rows entries; each row sampled last time has a token more."""
+        rng = self._random
+        self._step += 1
+        batch = Batch(self._step)
+        decodes, chunks = [], []
+        for row in rng.sample(range(self._num_rows), rng.randint(1, self._num_rows)):
+            if self._left(row) < 1 or rng.random() < 0.2:
+                self._take(row, batch, 1 if decodes_only else rng.randint(1, MAX_LEN - 1))
+            left = self._left(row)
+            length = 1 if decodes_only else rng.randint(1, left)
+            (decodes if left == length == 1 else chunks).append((row, length, left == length))
+        if decodes_only:
+            decodes = [(row, 1, True) for row, _, _ in decodes + chunks]
+            chunks = []
+        layout = Layout()
+        for row, length, samples in decodes + chunks:
+            self._enter(row, length, samples, batch, layout)
+        batch.num_decodes = len(decodes)
+        return batch, layout
+
+    def sampled(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """What the step chose for its sampling entries."""
+        for row, token in zip(rows, tokens, strict=True):
+            self._tokens[row].append(token)
+
+    def _left(self, row: int) -> int:
+        tokens = self._tokens.get(row, ())
+        return len(tokens) - self._computed[row] if 0 < len(tokens) < MAX_LEN else 0
+
+    def _take(self, row: int, batch: Batch, length: int) -> None:
+        self._tokens[row] = [self._random.randrange(1000) for _ in range(length)]
+        self._blocks[row], self._computed[row] = [], 0
+        batch.new_rows.append(new_row(row, list(self._tokens[row])))
+
+    def _enter(self, row: int, length: int, samples: bool, batch: Batch, layout: Layout) -> None:
+        start, blocks = self._computed[row], self._blocks[row]
+        end = self._computed[row] = start + length
+        while len(blocks) * BLOCK_SIZE < end:
+            block = self._random.randrange(10**6)
+            batch.new_blocks.append((row, len(blocks), block))
+            blocks.append(block)
+        batch.rows.append(row)
+        batch.starts.append(start)
+        batch.lengths.append(length)
+        batch.samples.append(samples)
+        for position in range(start, end):
+            layout.token_ids.append(self._tokens[row][position])
+            layout.positions.append(position)
+            slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            layout.slots.append(slot)
+        layout.query_start.append(len(layout.token_ids))
+        layout.kv_len.append(end)
+        layout.tables.append(list(blocks))
+        if samples:
+            layout.last.append(len(layout.token_ids) - 1)
+            layout.sample_rows.append(row)
+            layout.sample_positions.append(end)

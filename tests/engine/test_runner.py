@@ -1,0 +1,343 @@
+"""Model runner on the CPU: layout of steps, results by entry, memory planning, start-up."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import factory
+from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.messages import EngineRequest
+from engine.model_config import ModelConfig, Rope
+from engine.models.registry import build_model
+from engine.resolve import resolve
+from engine.runner.graphs import default_sizes
+from engine.runner.inputs import CpuInputs
+from engine.runner.kv_cache import KVCache, bytes_per_block
+from engine.runner.memory import GIB, MemoryPlan, available_host_memory, count_blocks
+from engine.runner.model_runner import ModelRunner
+from engine.runner.rows import RequestRows
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from kernels.dispatch import kernels_for
+from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
+
+NUM_ROWS = 4
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    intermediate_size=56,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=101,
+    rope=Rope(theta=1000.0),
+    rms_eps=1e-5,
+    tie_embeddings=False,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    hidden_act="silu",
+    bos_token_id=None,
+    eos_token_ids=(2,),
+    max_positions=MAX_LEN,
+    dtype="float32",
+)
+POISON = 7  # a token whose embedding is not a number
+
+
+@pytest.fixture
+def runner() -> ModelRunner:
+    kernels = kernels_for("cpu")
+    model = build_model(CONFIG, torch.float32, CPU, kernels)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # large, so that a wrong attention shows in the logits
+        parameter.tensor.normal_(0.0 if parameter.std else 1.0, 0.3, generator=generator)
+    model.finish()
+    return ModelRunner(
+        model,
+        kernels,
+        Sampler(NUM_ROWS + 1, CONFIG.vocab_size, CPU),
+        RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU),
+        KVCache.allocate(CONFIG, NUM_ROWS * 16, BLOCK_SIZE, torch.float32, CPU),
+        num_heads=CONFIG.num_heads,
+        max_num_batched_tokens=64,
+        device=CPU,
+    )
+
+
+def step(
+    runner: ModelRunner, *entries: tuple[int, int, int, bool], new_rows: tuple[NewRow, ...] = ()
+) -> StepResult:
+    """Run entries (row, start, length, samples); row r owns the blocks from 16 * r."""
+    batch = Batch(1, new_rows=list(new_rows))
+    for new in new_rows:
+        batch.new_blocks += [(new.row, i, 16 * new.row + i) for i in range(MAX_LEN // BLOCK_SIZE)]
+    for row, start, length, samples in entries:
+        batch.rows.append(row)
+        batch.starts.append(start)
+        batch.lengths.append(length)
+        batch.samples.append(samples)
+        at_head = len(batch.rows) == batch.num_decodes + 1
+        batch.num_decodes += at_head and length == 1 and samples
+    return runner.launch(batch).wait()
+
+
+def prompt(length: int) -> list[int]:
+    return [10 + 13 * i % 90 for i in range(length)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_layout_equals_a_plain_loop(seed: int) -> None:
+    """A token reads another's row, or its key lands in another request's block."""
+    rows = RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU)
+    inputs, steps = CpuInputs(rows, BLOCK_SIZE), RandomSteps(NUM_ROWS, seed)
+    for _ in range(40):
+        batch, want = steps.next()
+        found = inputs.assemble(batch)
+        meta = found.meta
+        assert found.token_ids.tolist() == want.token_ids
+        assert meta.positions.tolist() == want.positions
+        assert meta.slots.tolist() == want.slots
+        assert meta.query_start.tolist() == meta.query_start_host == want.query_start
+        assert meta.kv_len.tolist() == meta.kv_len_host == want.kv_len
+        assert meta.max_kv_len == max(want.kv_len)
+        assert meta.max_query_len == max(batch.lengths)
+        for own, blocks in zip(meta.block_table.tolist(), want.tables, strict=True):
+            assert own[: len(blocks)] == blocks
+        every = list(range(len(want.token_ids)))
+        assert (every if found.last is None else found.last.tolist()) == want.last
+        assert found.sample_rows.tolist() == want.sample_rows
+        assert found.sample_positions.tolist() == want.sample_positions
+        tokens = [
+            row + position
+            for row, position in zip(want.sample_rows, want.sample_positions, strict=True)
+        ]
+        rows.tokens[found.sample_rows, found.sample_positions] = torch.tensor(tokens).int()
+        steps.sampled(want.sample_rows, tokens)
+
+
+def test_the_next_step_reads_what_the_last_one_sampled(runner: ModelRunner) -> None:
+    """One batch ahead nobody uploads the new token, so it must be in its row already."""
+    (first,) = step(runner, (0, 0, 9, True), new_rows=(new_row(0, prompt(9)),)).tokens
+    assert runner.rows.tokens[0, 9] == first
+    (second,) = step(runner, (0, 9, 1, True)).tokens
+    whole = new_row(1, [*prompt(9), first])
+    assert step(runner, (1, 0, 10, True), new_rows=(whole,)).tokens == [second]
+
+
+def test_results_belong_to_their_entries(runner: ModelRunner) -> None:
+    """With a silent chunk between, a request gets its neighbour's token or log-probabilities."""
+    wants = SamplingParams(temperature=0.0, logprobs=2)
+    step(runner, (0, 0, 5, True), new_rows=(new_row(0, prompt(5)),))
+    alone = step(runner, (3, 0, 6, True), new_rows=(new_row(3, prompt(6), wants),))
+    result = step(
+        runner,
+        (0, 5, 1, True),
+        (1, 0, 4, False),
+        (2, 0, 6, True),
+        new_rows=(new_row(1, prompt(8)), new_row(2, prompt(6), wants)),
+    )
+    assert result.tokens[1:] == alone.tokens
+    assert len(result.tokens) == 2
+    assert list(result.logprobs) == [2]
+    found = result.logprobs[2]
+    assert found.token_id == result.tokens[1] == found.top_ids[0]
+    assert (found.rank, len(found.top_ids)) == (1, 2)
+    assert found.logprob == pytest.approx(alone.logprobs[0].logprob, abs=1e-4)
+    assert result.prompt_logprobs == {}
+
+
+def test_no_entry_samples(runner: ModelRunner) -> None:
+    """A step of first chunks only has no row to sample, and the sampler is asked all the same."""
+    result = step(runner, (0, 0, 4, False), new_rows=(new_row(0, prompt(8)),))
+    assert (result.tokens, result.errors) == ([], {})
+
+
+def test_one_broken_row_fails_alone(runner: ModelRunner) -> None:
+    """A request whose logits are NaN takes the whole batch with it, or emits token 0 as if real."""
+    good = step(runner, (3, 0, 6, True), new_rows=(new_row(3, prompt(6)),)).tokens
+    runner.model.embedding[POISON] = math.nan  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, logprobs=1)
+    new_rows = (
+        new_row(0, [POISON], params),
+        new_row(1, [*prompt(4), POISON]),
+        new_row(2, prompt(6), params),
+    )
+    entries = ((0, 0, 1, True), (1, 0, 5, True), (2, 0, 6, True))
+    result = step(runner, *entries, new_rows=new_rows)
+    assert result.tokens == [-1, -1, *good]
+    assert list(result.errors) == [0, 1]
+    assert all(text.startswith("numerical_error: ") for text in result.errors.values())
+    # What the failed rows read next, one batch ahead, is a token all the same.
+    assert runner.rows.tokens[0, 1] == runner.rows.tokens[1, 5] == 0
+    silent = step(runner, (1, 0, 3, False), (2, 6, 1, True))
+    assert silent.errors == {}
+
+
+def test_prompt_logprobs_in_chunks_equal_one_pass(runner: ModelRunner) -> None:
+    """The token after a chunk is predicted by its last position; at a seam it is lost or twice."""
+    params = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    length = 20
+
+    def scored(row: int, *cuts: int) -> list[TokenLogprobs]:
+        items, start = [], 0
+        new_rows: tuple[NewRow, ...] = (new_row(row, prompt(length), params),)
+        for end in cuts:
+            entry = (row, start, end - start, end == length)
+            result = step(runner, entry, new_rows=new_rows)
+            items += result.prompt_logprobs.get(0, [])
+            start, new_rows = end, ()
+        return items
+
+    whole = scored(0, length)
+    assert [item.token_id for item in whole] == prompt(length)[1:]
+    for row, cuts in enumerate([(7, 14, 20), (1, 19, 20), tuple(range(1, 21))], start=1):
+        for one, other in zip(scored(row, *cuts), whole, strict=True):
+            assert (one.token_id, one.rank, one.top_ids) == (
+                other.token_id,
+                other.rank,
+                other.top_ids,
+            )
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+    resumed = replace(new_row(0, prompt(length), params), num_prompt_tokens=12)
+    result = step(runner, (0, 0, length, True), new_rows=(resumed,))
+    assert [item.token_id for item in result.prompt_logprobs[0]] == prompt(length)[1:12]
+
+
+def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
+    """Warming up writes keys into blocks, or tokens into rows, that requests use later."""
+    runner.warm_up(64)
+    assert not runner.rows.tokens[:NUM_ROWS].any()
+    assert not any(cache[1:].any() for layer in runner.kv.layers for cache in layer)
+
+
+def test_graph_sizes_cover_every_batch() -> None:
+    """A batch larger than the largest graph runs eagerly, ten times slower."""
+    for most in (1, 2, 3, 4, 7, 8, 9, 255, 256, 257, 300, 1000, 1024):
+        sizes = default_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        for count in range(1, most + 1):
+            size = next(size for size in sizes if size >= count)
+            assert size - count < max(8, count / 8 + 1), (count, size)
+
+
+def test_too_few_blocks_name_the_ways_out() -> None:
+    """A user who gave too little memory learns that the engine is out of blocks, at request 1."""
+    assert count_blocks(1000, 100, 16, 160, given="kv_cache_bytes") == 10
+    for budget in (999, 0, -5):
+        with pytest.raises(ConfigError) as raised:
+            count_blocks(budget, 100, 16, 160, given="a share of 0.9")
+        text = raised.value.message
+        for word in ("160", "10 blocks", "a share of 0.9", "max_model_len", "memory_fraction"):
+            assert word in text
+        assert "-" not in text.split("are left")[0].rsplit("and", 1)[1]
+
+
+def test_memory_table_adds_up() -> None:
+    """The table names a purpose twice or leaves bytes out, and nobody can find what took them."""
+    plan = MemoryPlan("cpu", 8 * GIB, [("weights", 2 * GIB), ("request rows", GIB // 2)])
+    plan.num_blocks, plan.block_bytes, plan.block_size = 1024, GIB // 512, 16
+    assert plan.table().splitlines() == [
+        "weights                           2.00 GiB",
+        "request rows                      0.50 GiB",
+        "KV cache (1024 blocks of 16)      2.00 GiB",
+        "free                              3.50 GiB",
+        "total on cpu                      8.00 GiB",
+    ]
+    assert 0 < available_host_memory() < 1 << 50
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    """A config.json alone: enough for random weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        **changes,
+    }
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def config_of(path: Path, **changes: Any) -> EngineConfig:
+    values = {"device": "cpu", "load_format": "dummy", "num_threads": 1, **changes}
+    return EngineConfig(model=str(path), **values)
+
+
+def test_ready_tells_what_the_cache_can_hold(tmp_path: Path) -> None:
+    """Callers are told the model's length and fail beyond what the KV cache can hold."""
+    seen: list[tuple[str, float]] = []
+    core, ready = factory.build(
+        config_of(folder(tmp_path), num_blocks=3), lambda name, done: seen.append((name, done))
+    )
+    assert ready.max_model_len == 48 == core.config.max_model_len
+    assert (ready.num_blocks, ready.vocab_size, ready.eos_token_ids) == (3, 101, [2])
+    assert "KV cache (3 blocks of 16)" in ready.memory_table
+    assert [name for name, done in seen if done == 1.0][-1] == "memory"
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    core.add(EngineRequest(1, prompt(40), 40, params, seed=0))
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+    assert sum(len(delta.token_ids) for delta in deltas) == 8
+    assert deltas[-1].finish == "length"
+
+
+def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
+    """Too small a cache, or more than the machine has, is found when the first prompt comes."""
+    path = folder(tmp_path)
+    model = ModelConfig.from_folder(path)
+    assert bytes_per_block(model, 16, torch.bfloat16) == 2 * 2 * 2 * 8 * 16 * 2
+    with pytest.raises(ConfigError, match="Ways out"):
+        factory.build(config_of(path, kv_cache_bytes=15 * 2048))
+    with pytest.raises(ConfigError, match="free memory"):
+        factory.build(config_of(path, kv_cache_bytes=1 << 60))
+    _, ready = factory.build(config_of(path, kv_cache_bytes=16 * 2048))
+    assert (ready.num_blocks, ready.max_model_len) == (16, 256)
+
+
+def test_other_weights_at_the_same_path_have_another_key(tmp_path: Path) -> None:
+    """After a redeploy, prefixes computed with the old weights are taken for the new model's."""
+
+    def key(**changes: Any) -> str:
+        return factory._model_key(resolve(config_of(path, **changes)))
+
+    path = folder(tmp_path)
+    weights = path / "model.safetensors"
+    weights.write_bytes(b"x" * 100)
+    os.utime(weights, ns=(1, 1))
+    keys = [key(load_format="auto")]
+    assert keys == [key(load_format="auto")]
+    os.utime(weights, ns=(1, 2))
+    keys.append(key(load_format="auto"))
+    weights.write_bytes(b"x" * 101)
+    os.utime(weights, ns=(1, 2))
+    keys.append(key(load_format="auto"))
+    (path / "more.safetensors").write_bytes(b"")
+    keys.append(key(load_format="auto"))
+    folder(path, rms_norm_eps=1e-6)
+    keys.append(key(load_format="auto"))
+    keys += [key(), key(seed=1)]
+    assert len(set(keys)) == len(keys)

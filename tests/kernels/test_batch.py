@@ -1,0 +1,110 @@
+"""Batch assembly by Triton kernels: the same step as on the CPU, padding and updates included."""
+
+import pytest
+import torch
+
+from engine.runner import inputs
+from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
+from engine.runner.rows import RequestRows
+from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps
+from tests.kernels.oracle import DEVICE
+
+NUM_ROWS = 6
+
+
+class _Unpinned:
+    """Staging of the same size where there is no device to pin memory for."""
+
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.int32)
+        self.array = self.tensor.numpy()
+
+
+class Pair:
+    """The two ways of laying out a step, over rows of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if DEVICE == "cpu":
+            monkeypatch.setattr(inputs, "_Staging", _Unpinned)
+        device = torch.device(DEVICE)
+        self.rows = [
+            RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where)
+            for where in (torch.device("cpu"), device)
+        ]
+        self.cpu = CpuInputs(self.rows[0], BLOCK_SIZE)
+        self.cuda = CudaInputs(self.rows[1], BLOCK_SIZE, NUM_ROWS * MAX_LEN, device)
+
+    def sampled(self, steps: RandomSteps, step: DeviceStep) -> None:
+        """Each sampled token is its position plus its row, in both."""
+        rows, positions = step.sample_rows, step.sample_positions
+        tokens = (rows + positions).int()
+        for own in self.rows:
+            own.tokens[rows.to(own.tokens.device), positions.to(own.tokens.device)] = tokens.to(
+                own.tokens.device
+            )
+        steps.sampled(rows.tolist(), tokens.tolist())
+
+
+def same(step: DeviceStep, want: DeviceStep) -> None:
+    for name in ("token_ids", "last", "sample_rows", "sample_positions"):
+        ours, theirs = getattr(step, name), getattr(want, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert ours.tolist() == theirs.tolist(), name
+            assert ours.dtype == theirs.dtype
+    for name in ("positions", "slots", "query_start", "kv_len"):
+        assert getattr(step.meta, name).tolist() == getattr(want.meta, name).tolist(), name
+    for name in ("num_decodes", "max_query_len", "max_kv_len"):
+        assert getattr(step.meta, name) == getattr(want.meta, name), name
+    same_tables(step, want)
+
+
+def same_tables(step: DeviceStep, want: DeviceStep) -> None:
+    """Equal up to each entry's last block; what follows is never read."""
+    for entry, kv_len in enumerate(want.meta.kv_len.tolist()):
+        used = -(-kv_len // BLOCK_SIZE)
+        ours, theirs = step.meta.block_table[entry, :used], want.meta.block_table[entry, :used]
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_to_the_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a token is read from another row, or a key written into another request's block."""
+    pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, seed)
+    for _ in range(8):
+        batch, _ = steps.next()
+        want = pair.cpu.assemble(batch)
+        same(pair.cuda.assemble(batch), want)
+        assert pair.rows[0].tokens.tolist() == pair.rows[1].tokens.tolist()
+        assert pair.rows[0].block_table.tolist() == pair.rows[1].block_table.tolist()
+        pair.sampled(steps, want)
+
+
+def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unused entry of a graph overwrites keys of whoever owns block 0."""
+    pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, 0)
+    for _ in range(6):
+        batch, layout = steps.next(decodes_only=True)
+        want = pair.cpu.assemble(batch)
+        count = len(batch.rows)
+        pair.cuda.upload(batch, NUM_ROWS)
+        token_ids, meta = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, 1, MAX_LEN)
+        assert token_ids.tolist()[:count] == layout.token_ids
+        assert meta.positions.tolist() == layout.positions + [0] * (NUM_ROWS - count)
+        assert meta.slots.tolist() == layout.slots + [-1] * (NUM_ROWS - count)
+        assert meta.query_start.tolist() == list(range(NUM_ROWS + 1))
+        assert meta.kv_len.tolist() == layout.kv_len + [1] * (NUM_ROWS - count)
+        assert pair.cuda.rows.tolist()[count:] == [NUM_ROWS] * (NUM_ROWS - count)
+        same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
+        pair.sampled(steps, want)
+
+
+def test_updates_beyond_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with more new tokens than the pinned buffer takes writes past its end."""
+    monkeypatch.setattr(inputs, "UPDATE_CAPACITY", 40)
+    pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, 4)
+    for _ in range(4):
+        batch, _ = steps.next()
+        want = pair.cpu.assemble(batch)
+        same(pair.cuda.assemble(batch), want)
+        pair.sampled(steps, want)
