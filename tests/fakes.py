@@ -146,8 +146,8 @@ class FakeRunner:
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
-        # By position, because an entry may share blocks that another entry of this step writes. (In a
-        # model that takes no order: each layer writes all keys before it reads any.)
+        # By position, because an entry may share blocks that another entry of this step writes. (A
+        # model takes no order: each layer writes all keys before it reads any.)
         for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
             for at in range(start, start + length):
                 token = self.tokens[row, at]
