@@ -159,6 +159,8 @@ class Llama:
         if not config.tie_embeddings:
             self.head = linears.column("head", [(CHECKPOINT["head"][0], vocab)], hidden)
         self._num_bytes = cos_sin.nbytes + sum(p.tensor.nbytes for p in self.parameters())
+        if self.head is None and activation_dtype != dtype:  # the CPU packs the embedding once more
+            self._num_bytes += self.embedding.nbytes
 
     def num_bytes(self) -> int:
         return self._num_bytes

@@ -83,6 +83,8 @@ def build_model(
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``."""
     device = torch.device(device)
+    if str(device) == "cuda":  # streams and threads want to know which
+        device = torch.device("cuda", torch.cuda.current_device())
     return MODELS[model_config.architecture](
         model_config,
         dtype,
