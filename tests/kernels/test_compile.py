@@ -1,0 +1,244 @@
+"""Every Triton kernel compiles for Hopper, as its launcher calls it; no GPU is needed for that.
+
+The interpreter accepts types and shapes that the compiler does not. Here the launchers run on
+unfilled CPU tensors, and each launch ends where the machine code is there.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.metadata import AttentionMeta
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from kernels.activation import gelu_tanh_mul, silu_mul  # noqa: E402
+from kernels.attention_decode import attention_decode, plan  # noqa: E402
+from kernels.attention_prefill import attention_prefill  # noqa: E402
+from kernels.batch import apply_updates, assemble  # noqa: E402
+from kernels.gemm_small_m import few_rows  # noqa: E402
+from kernels.gemv import gemv  # noqa: E402
+from kernels.kv_write import rope_kv_write  # noqa: E402
+from kernels.norm import add_rms_norm, rms_norm  # noqa: E402
+from kernels.sampling import choose  # noqa: E402
+from kernels.sampling_edits import add_bias, ban, penalise  # noqa: E402
+from kernels.sampling_filters import filter_thresholds  # noqa: E402
+from kernels.sampling_layout import NUM_WORDS  # noqa: E402
+from kernels.sampling_logprobs import logprobs  # noqa: E402
+
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
+BLOCK_SIZE, NUM_BLOCKS, EPS = 16, 64, 1e-5
+
+
+class Dims(NamedTuple):
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    qk_norm: bool
+
+
+MODELS = {
+    "llama-8b": Dims(4096, 14336, 32, 8, 128, 128256, False),
+    "qwen3-0.6b": Dims(1024, 3072, 16, 8, 128, 151936, True),
+    "smollm2-135m": Dims(576, 1536, 9, 3, 64, 49152, False),
+}
+
+
+class _Hopper:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "none"  # a key of Triton's caches; none of a real device's
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@dataclass
+class Launches:
+    """What has been launched: (kernel, compiled) pairs; `compile` False only takes the names."""
+
+    seen: list[tuple[str, Any]]
+    compile: bool = True
+
+
+def modules() -> Iterator[ModuleType]:
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if module.name != "bench":  # its command line
+            yield importlib.import_module(f"kernels.{module.name}")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches([])
+    run: Callable[..., Any] = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = None
+        if found.compile:
+            compiled = run(self, *args, grid=grid, warmup=True, **options)
+        found.seen.append((self.__name__, compiled))
+        return compiled
+
+    monkeypatch.setattr(driver, "_active", _Hopper())
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    for module in modules():
+        for name, value in (
+            ("pdl", lambda device: {"PDL": True, "launch_pdl": True}),
+            ("num_sms", lambda device: 132),
+        ):
+            if hasattr(module, name) and module.__name__ != "kernels.pdl":
+                monkeypatch.setattr(module, name, value)
+    return found
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def int32(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def int64(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def layers(d: Dims) -> None:
+    """Norms, products and activations of a layer."""
+    rms_norm(bf16(3, d.hidden), bf16(d.hidden), EPS)
+    add_rms_norm(bf16(3, d.hidden), bf16(3, d.hidden), bf16(d.hidden), EPS)
+    silu_mul(bf16(3, 2 * d.intermediate))
+    gelu_tanh_mul(bf16(3, 2 * d.intermediate))
+    x, norm = bf16(1, d.hidden), bf16(d.hidden)
+    qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    gemv(x, bf16(qkv, d.hidden), norm=norm, eps=EPS)
+    gemv(x, bf16(qkv, d.hidden), bf16(qkv), norm=norm, eps=EPS)
+    for gate in ("silu", "gelu_pytorch_tanh"):
+        gemv(x, bf16(2 * d.intermediate, d.hidden), norm=norm, eps=EPS, gate=gate)
+    gemv(bf16(1, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
+    gemv(x, bf16(d.vocab, d.hidden))
+    for tokens in (2, 3, 4):
+        few_rows(bf16(tokens, d.hidden), bf16(qkv, d.hidden), bf16(qkv))
+        x = bf16(tokens, d.hidden)
+        few_rows(bf16(tokens, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
+
+
+def attention(d: Dims) -> None:
+    """Rotation and cache write, then both kinds of attention."""
+    heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
+    k_cache, v_cache = (bf16(NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim) for _ in range(2))
+    norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
+    for num_tokens in (5, 300):  # with and without an early start
+        meta = AttentionMeta(
+            positions=int32(num_tokens),
+            slots=int64(num_tokens),
+            query_start=int32(3),
+            kv_len=int32(2),
+            block_table=int32(2, 40),
+            num_decodes=0,
+            max_query_len=num_tokens,
+            max_kv_len=600,
+        )
+        qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
+        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+    attention_prefill(
+        q,
+        k_cache,
+        v_cache,
+        torch.empty_like(q),
+        meta.block_table,
+        meta.query_start,
+        meta.kv_len,
+        dim**-0.5,
+    )
+    for entries, deterministic in ((1, False), (20, False), (64, False), (512, False), (20, True)):
+        splits = plan(int32(entries), d.num_heads, k_cache, 8192, deterministic)
+        q = bf16(entries, d.num_heads, dim)
+        table = int32(entries, 512)
+        attention_decode(q, k_cache, v_cache, torch.empty_like(q), table, dim**-0.5, splits)
+
+
+def sampling(d: Dims) -> None:
+    """Edits, filters, choice and log-probabilities over the vocabulary."""
+    count = 2
+    logits, words = bf16(count, d.vocab), int32(count + 1, NUM_WORDS)
+    rows, positions, tokens = int64(count), int64(count), int32(count + 1, 1025)
+    add_bias(logits, rows, words)
+    penalise(logits, rows, positions, words, tokens, int32(count, d.vocab))
+    ban(logits, rows, positions, words)
+    filters = filter_thresholds(logits, rows, words)
+    for sampled, wanted in ((False, None), (True, None), (True, filters)):
+        choose(logits, rows, positions, words, sampled=sampled, filters=wanted)
+    for k in (0, 1, 20):
+        logprobs(logits, positions, k, rows, words)
+    logprobs(logits, positions, 5)
+
+
+def assembly(_: Dims) -> None:
+    """Updates of the rows and the layout of a step."""
+    tokens, table, count = int32(5, 1025), int32(5, 64), 4
+    apply_updates(int32(30), tokens, table, 2, 3)
+    assemble(
+        int32(count),
+        int32(count),
+        int32(count + 1),
+        tokens,
+        table,
+        int32(64),
+        int32(64),
+        int64(64),
+        int32(count),
+        int32(count, 64),
+        BLOCK_SIZE,
+        4,
+    )
+
+
+PARTS = {part.__name__: part for part in (layers, attention, sampling, assembly)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
+    """A kernel that only the interpreter has run fails on its first step on a GPU."""
+    PARTS[part](MODELS[model])
+    assert launches.seen
+    for name, compiled in launches.seen:
+        assert compiled.asm["cubin"], name
+        assert compiled.metadata.shared <= SHARED_MEMORY, name
+
+
+def test_no_kernel_is_left_out(launches: Launches) -> None:
+    """A new kernel that nothing above launches."""
+    launches.compile = False
+    for part in PARTS.values():
+        part(MODELS["qwen3-0.6b"])
+    every = {
+        value.__name__
+        for module in modules()
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")
+    }
+    assert {name for name, _ in launches.seen} == every
