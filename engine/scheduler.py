@@ -103,8 +103,11 @@ class Scheduler:
         return self._build(draft)
 
     def _grow_decodes(self, draft: Draft) -> None:
-        """A block for each decode that begins one. If there are not enough, all who need one step
-        out and line up in `filling`, so that the order of service decides who gets them."""
+        """A block for each decode that begins one.
+
+        If there are not enough, all who need one step out and line up in `filling`, so that the
+        order of service decides who gets them.
+        """
         step = draft.batch.step
         due = self.decoding.block_due(step)
         if not due:
