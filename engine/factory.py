@@ -13,7 +13,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core import CoreConfig, EngineCore
 from engine.errors import ConfigError
-from engine.messages import Ready
+from engine.flight import Counters
+from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
@@ -28,6 +29,7 @@ from engine.runner.memory import (
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
 from kernels.dispatch import Kernels, kernels_for
 
@@ -106,6 +108,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         ),
         runner,
     )
+    if device.type == "cuda":
+        phases.start("rehearsal")
+        _rehearse(core)
+        phases.end("rehearsal")
     gc.collect()
     return core, Ready(
         max_model_len=core.config.max_model_len,
@@ -116,6 +122,20 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         start_seconds=phases.seconds,
         memory_table=plan.table(),
     )
+
+
+def _rehearse(core: EngineCore) -> None:
+    """Serve two short requests, so that the first real one meets no kernel that is not loaded."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    longest = core.config.max_model_len - 4
+    for number, length in enumerate((5, 100)):
+        ids = [0] * min(length, longest)
+        core.add(EngineRequest(number, ids, len(ids), params, seed=0))
+    while core.has_work():
+        core.step()
+    core.check_integrity()
+    core.reset_prefix_cache()
+    core.scheduler.counters = Counters()
 
 
 def _model_key(resolved: Resolved) -> str:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _apply_updates_kernel(
     updates,  # [num_rows * 3 + num_blocks * 3 + num_tokens] int32
     tokens,
