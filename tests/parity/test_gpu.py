@@ -1,0 +1,120 @@
+"""On a GPU: tiny random models in float32 say what transformers says, through graphs and mixed steps.
+
+python -m pytest -m gpu tests
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from tests.parity.engine_driver import Output, engine, run
+
+pytestmark = pytest.mark.gpu
+
+NUM_TOKENS = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # far from ties
+    "eos_token_id": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+PLAIN = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    if request.param == "llama":
+        config: Any = transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+        model: Any = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=True)
+        model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 15, 16, 17, 100, 300, 33, 64, 65]
+    return [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
+
+
+def cuda_engine(folder: Path, **fields: Any) -> Any:
+    defaults = {"device": "cuda", "graph_sizes": (1, 2, 4, 8, 16), "prefix_caching": False}
+    return engine(folder, **{**defaults, **fields})
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, prompts: list[list[int]]) -> list[Output]:
+    return run(cuda_engine(folder), prompts, GREEDY)
+
+
+def test_tokens_and_logprobs_equal_transformers(
+    folder: Path, prompts: list[list[int]], whole: list[Output]
+) -> None:
+    """A kernel that is right in the interpreter and wrong on the device."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    for prompt, output in zip(prompts, whole, strict=True):
+        ids = torch.tensor([prompt + output.token_ids], device="cuda")
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        theirs = torch.log_softmax(logits.double(), dim=-1)
+        assert theirs.argmax(-1).tolist() == output.token_ids
+        ours = torch.tensor([item.logprob for item in output.logprobs], dtype=torch.float64)
+        chosen = theirs.cpu().gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert (ours - chosen).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"cuda_graphs": False},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 39},
+        {"block_size": 1, "num_blocks": 8192},
+        {"block_size": 64},
+        {"prefix_caching": True},
+        {"num_blocks": 48},
+    ],
+    ids=str,
+)
+def test_text_does_not_depend_on_how_steps_are_cut(
+    folder: Path, prompts: list[list[int]], whole: list[Output], cut: dict[str, Any]
+) -> None:
+    """Graphs whose padding leaks, chunks, block sizes, preemption (48 blocks) on the device. Without
+    log-probabilities, so that decode steps take the graphs."""
+    core = cuda_engine(folder, **cut)
+    outputs = run(core, prompts, PLAIN)
+    if "num_blocks" in cut and "block_size" not in cut:
+        assert core.stats().preemptions > 0
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in whole]
+
+
+def test_seeded_text_alone_and_together(folder: Path, prompts: list[list[int]]) -> None:
+    """The noise depends on the row or the graph's padding."""
+    params = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS, ignore_eos=True)
+    core = cuda_engine(folder)
+    together = run(core, prompts, params)
+    alone = run(core, prompts[:3], params, together=False)
+    assert [o.token_ids for o in alone] == [o.token_ids for o in together[:3]]
+    filtered = SamplingParams(
+        temperature=0.9, top_p=0.9, top_k=50, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+    first, second = run(core, prompts, filtered), run(core, prompts, filtered)
+    assert [o.token_ids for o in first] == [o.token_ids for o in second]
