@@ -97,6 +97,15 @@ class Dispatcher:
             in_flight=len(self._entries),
         )
 
+    def held(self) -> dict[str, int]:
+        """What requests hold here: none of it may outlive them."""
+        links = [*self._links.values(), *self._closing]
+        return {
+            "entries": len(self._entries),
+            "waiting": len(self._waiting),
+            "choices": sum(len(link.choices) for link in links),
+        }
+
     def ready(self) -> bool:
         return any(link.available for link in self._links.values())
 

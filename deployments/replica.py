@@ -3,6 +3,7 @@ go by the relay."""
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -83,11 +84,13 @@ class EngineReplica:
         replica."""
         self._relay.check_health()
 
-    def stats(self) -> dict[str, Any]:
-        """For people: `handle.stats.remote()`."""
+    async def stats(self) -> dict[str, Any]:
+        """For people: `handle.stats.remote()`. tasks: of asyncio."""
         relay = self._relay
         return {
             **msgspec.structs.asdict(relay.stats),
+            "pid": os.getpid(),
+            "tasks": len(asyncio.all_tasks()),
             "engine_pid": relay.engine_pid,
             "routers": relay.num_routers,
             "in_flight": relay.in_flight,

@@ -3,6 +3,7 @@ and the API's."""
 
 import asyncio
 import hashlib
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -82,7 +83,8 @@ class Router:
         )
         # Whoever holds a handle is inside the cluster: no key.
         self._trusted = build_asgi(dispatcher, replace(options, api_keys=frozenset()))
-        return build_asgi(dispatcher, options)
+        self._http = build_asgi(dispatcher, options)
+        return self._http
 
     def _load_model(self) -> tuple[ModelCard, Tokenizer]:
         folder = self._settings.find_model()
@@ -123,12 +125,20 @@ class Router:
         """There is one model here, so a body need not say which."""
         return {"model": self._settings.model_name, **body}
 
-    def state(self) -> dict[str, Any]:
-        """Replicas and load as this router sees them."""
+    async def state(self) -> dict[str, Any]:
+        """Replicas and load as this router sees them. `held` is 0 throughout when nothing is in
+        flight; pid and tasks (of asyncio) are for finding leaks."""
         state = self._dispatcher.state()
         return {
             "model": self._settings.model_name,
+            "pid": os.getpid(),
+            "tasks": len(asyncio.all_tasks()),
             "in_flight": state.in_flight,
+            "held": {
+                **self._dispatcher.held(),
+                "http": self._http.in_flight,
+                "handle": self._trusted.in_flight,
+            },
             "replicas": {
                 name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()
             },
