@@ -1,4 +1,4 @@
-"""On a GPU: tiny random models in float32 say what transformers says, through graphs and mixed steps.
+"""On a GPU: tiny random models in float32 say what transformers says, through graphs and chunks.
 
 python -m pytest -m gpu tests
 """
@@ -97,7 +97,7 @@ def test_tokens_and_logprobs_equal_transformers(
 def test_text_does_not_depend_on_how_steps_are_cut(
     folder: Path, prompts: list[list[int]], whole: list[Output], cut: dict[str, Any]
 ) -> None:
-    """Graphs whose padding leaks, chunks, block sizes, preemption (48 blocks) on the device. Without
+    """Graphs whose padding leaks, chunks, block sizes, preemption (48 blocks) on the device. No
     log-probabilities, so that decode steps take the graphs."""
     core = cuda_engine(folder, **cut)
     outputs = run(core, prompts, PLAIN)
