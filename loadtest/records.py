@@ -1,9 +1,9 @@
 """What a load test writes down: a record for each request, the run's facts, the summary.
 
-Times are seconds since the run's start (`RunInfo.started_at`), read from one monotonic clock that all
-client processes of a host share. A latency is counted from `intended_s`, the moment at which the
-schedule wanted the request on its way, not from when the client got round to it: a stalled server
-cannot make its own numbers better by holding up the client (coordinated omission).
+Times are seconds since the run's start (`RunInfo.started_at`), read from one monotonic clock that
+all client processes of a host share. A latency is counted from `intended_s`, the moment at which
+the schedule wanted the request on its way, not from when the client got round to it: a stalled
+server cannot make its own numbers better by holding up the client (coordinated omission).
 
 Files: requests.jsonl has a RequestRecord a line, summary.json one Summary. A reader ignores fields
 that it does not know; a field that changes its meaning changes SCHEMA.
@@ -25,7 +25,8 @@ Verdict = Literal["ok", "client_bottleneck"]
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request, as the client saw it.
 
-    sent_s: the first byte of the request was given to the socket; None if it never was.
+    sent_s: the client turned to it: wrote it to an open connection, or began to connect; None if it
+    never did. connect_s: how long connecting took, 0 on a connection that was open.
     first_byte_s: the first byte of the answer's head. chunks: (time, tokens) of each part of the
     answer that carried tokens; a unary answer is one chunk. Where the server does not tell how many
     tokens a chunk has, tokens is 1 and chunks_exact is False. end_s: the answer's last byte, the
@@ -33,11 +34,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     output_tokens_expected: what was asked for, None where the model may stop by itself.
     output_tokens: what the server's usage says, else what was counted. missing_tokens: promised by
-    the usage, the request or the reference and not received; doubled_tokens: received more than once.
+    the usage, the request or the reference and not received; doubled_tokens: received once more.
 
     status: the HTTP status, 0 if there was no answer. error_class: None for success, else one of
     ERROR_CLASSES. error_code: the server's own code, as in {"error": {"code": ...}}.
     cancelled: we hung up on purpose; neither a success nor a failure. Its chunks count as tokens.
+    slow_reader: we read slowly on purpose, so its latencies are in no percentile.
     queue_s: the server's own figure for its queue, where a header tells it.
     """
 
@@ -46,6 +48,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     intended_s: float
     end_s: float
     sent_s: float | None = None
+    connect_s: float = 0.0
     first_byte_s: float | None = None
     chunks: list[tuple[float, int]] = []
     chunks_exact: bool = False
@@ -64,6 +67,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     session: int | None = None
     stream: bool = True
     cancelled: bool = False
+    slow_reader: bool = False
     warmup: bool = False
     migrations: int | None = None
     queue_s: float | None = None
@@ -186,7 +190,7 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant, adapter or phase."""
+    """One tenant, adapter or phase. settle_s: see Summary."""
 
     requests: int = 0
     failed: int = 0
@@ -198,6 +202,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles = Percentiles()
     e2e: Percentiles = Percentiles()
     good: int = 0
+    settle_s: float = 0.0
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,13 +211,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: first intended send to last end. offered_per_s: the schedule's rate over the time in
     which requests were to be sent; served_per_s: successes over duration_s. Latencies are of
     successes; queue is the server's own figure, empty where it tells none; ttft without streams is
-    empty. itl: gap between chunks divided by the tokens that came, once a token. itl_chunk: the gaps
-    themselves.
+    empty. itl: gap between chunks divided by the tokens that came, once a token. itl_chunk: those
+    gaps undivided.
     longest_gap_s: longest time in which not one chunk arrived while a request waited.
     no_service_s: the time of all such gaps beyond `no_service_after_s` each.
     lost_tokens: tokens received for requests that then failed.
-    fairness_*: Jain's index, 1 = all alike, of output tokens received over tokens asked for (tenants,
-    adapters); None with fewer than two.
+    fairness_*: Jain's index, 1 = all alike, of output tokens received over tokens asked for, by
+    tenant and by adapter; None with fewer than two.
+    settle_s of a phase: from its start to its last request that broke the SLO or failed, which is
+    how long scaling up took; 0 if none did.
     reasons: why the verdict is not "ok".
     """
 
