@@ -6,8 +6,12 @@ One step, one batch ahead (async_scheduling):
 
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
 wait, update, all of one step.
+
+A step that raises costs the requests that are to blame, not the engine: see trial.py.
 """
 
+import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,10 +22,15 @@ from engine.batch import Batch, StepResult
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest, EngineStats
-from engine.request import Request, validate
+from engine.request import Phase, Request, validate
 from engine.scheduler import Scheduler
+from engine.trial import Trial
 
 __all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
+
+logger = logging.getLogger("manta.engine")
+
+_GUILTY = "engine_error: the engine fails on this request, and only on it"
 
 
 class Pending(Protocol):
@@ -39,9 +48,15 @@ class Runner(Protocol):
         """Start a step, and take all it needs from `batch` before returning."""
         ...
 
+    def recover(self) -> bool:
+        """A step has raised and nothing is in flight. Ready for the next one; False: the device is
+        lost."""
+        ...
+
 
 class EngineCore:
-    """Call `step` while `has_work`. An exception from `step` is fatal: the runner has failed.
+    """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or fails
+    whatever it is given.
 
     The failure of one request never raises; it ends with a delta whose finish is "error".
     """
@@ -55,6 +70,8 @@ class EngineCore:
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._step_seconds = 0.0
+        self._trial: Trial | None = None
+        self._unproven = False  # a request was found guilty, and no step has succeeded since
 
     def add(self, message: EngineRequest) -> None:
         """Queue a request. One that cannot run ends with its delta in the next step's."""
@@ -89,20 +106,80 @@ class EngineCore:
         batch ahead, that is nothing yet."""
         began = time.perf_counter()
         batch = self.scheduler.schedule()
-        if batch is not None:
-            self._pending.append(self._runner.launch(batch))
         deltas, self._outbox = self._outbox, []
-        if self._pending and (
-            batch is None or not self.config.async_scheduling or len(self._pending) > 1
-        ):
-            result = self._pending.popleft().wait()
+        pending = self._pending
+        ahead = self.config.async_scheduling and self._trial is None
+        result: StepResult | None = None
+        failure: Exception | None = None
+        suspect = 0  # index of the flight to blame
+        try:
+            if batch is not None:
+                pending.append(self._runner.launch(batch))
+        except AssertionError:
+            raise  # a broken invariant: there is no state to go on from
+        except Exception as error:
+            failure, suspect = error, -1
+        try:
+            if pending and (batch is None or not ahead or len(pending) > 1 or failure):
+                result = pending.popleft().wait()
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure, suspect = error, 0
+        assert result or failure or batch or self._trial or not self.scheduler.requests, (
+            "requests are left, yet none can run"
+        )
+        if result is not None:
+            self._unproven = False
             deltas += self.scheduler.update(result)
-        else:
-            assert batch is not None or not self.scheduler.requests, (
-                "requests are left, yet none can run"
-            )
+        if failure is not None:
+            self._begin_trial(failure, suspect)
+        if self._trial is not None:
+            deltas += self._go_on_with(self._trial, succeeded=result is not None)
         self._step_seconds = time.perf_counter() - began
         return deltas
+
+    def _begin_trial(self, failure: Exception, suspect: int) -> None:
+        """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
+        device is lost."""
+        logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
+        failure.with_traceback(None)  # its frames hold tensors
+        for pending in self._pending:
+            with contextlib.suppress(Exception):  # what it read may be wrong already
+                pending.wait()
+        self._pending.clear()
+        if not self._runner.recover():
+            raise failure
+        flight = self.scheduler.flights[suspect]
+        suspects = [r for r in flight.requests if r.phase is not Phase.ENDED]
+        self.scheduler.requeue(trusted=False)
+        if self._trial is None:
+            self._trial = Trial(suspects, failure)
+        else:
+            self._trial.failed(suspects, failure)
+        self.scheduler.admit_only(self._trial.group)
+
+    def _go_on_with(self, trial: Trial, *, succeeded: bool) -> list[Delta]:
+        """After each step of a trial: the next group if this one has passed, or the verdict.
+
+        Raises the last failure if no step succeeds whoever runs: then the engine is to blame.
+        """
+        trial.healthy |= succeeded
+        if trial.group and not trial.group_passed():
+            return []
+        trial.next_group()
+        self.scheduler.requeue(trusted=True)
+        if trial.group:
+            self.scheduler.admit_only(trial.group)
+            return []
+        self._trial = None
+        self.scheduler.admit_only(None)
+        if trial.guilty and not trial.healthy:
+            if self._unproven or len(trial.guilty) > 1:
+                raise trial.error
+            self._unproven = True
+        logger.warning("%d requests are to blame for failed steps", len(trial.guilty))
+        return self.scheduler.fail(trial.guilty, _GUILTY)
 
     def drain(self) -> None:
         """Refuse new requests from now on and finish the old ones."""

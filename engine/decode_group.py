@@ -70,7 +70,8 @@ class DecodeGroup:
         if due is None:
             return []
         size = self._block_size
-        return [r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) * size]
+        members = [r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) * size]
+        return list(dict.fromkeys(members))  # who left and came back is there twice
 
     def add_block(self, request: Request, block: int) -> None:
         request.blocks.append(block)

@@ -18,7 +18,7 @@ lets the first of them in. Order of service is (priority, arrival).
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from engine.admission import POLICIES, Footprint, Memory, fits_now
 from engine.batch import Batch, NewRow, StepResult
@@ -47,6 +47,7 @@ class Scheduler:
         self.flights: deque[Flight] = deque()
         self.releases: list[Release] = []
         self.waiting_tokens = 0
+        self._only: Container[Request] | None = None  # see admit_only
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -81,6 +82,41 @@ class Scheduler:
                 self._end(request)
                 deltas.append(Delta(request_id, [], "abort"))
         return deltas
+
+    def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
+        """End these requests with an error, those that have not ended. error: "code: message"."""
+        deltas = []
+        for request in requests:
+            if request.phase is not Phase.ENDED:
+                self._end(request)
+                deltas.append(Delta(request.id, [], "error", error=error))
+        return deltas
+
+    def requeue(self, *, trusted: bool) -> None:
+        """All running requests back to the queue, and the steps in flight forgotten: their results
+        must not come. trusted: what is computed may be found again in the prefix cache.
+        """
+        touched = [request for flight in self.flights for request in flight.requests]
+        self.flights.clear()
+        self.done_step = self.step
+        self._give_back()
+        running = list(self.running.values())
+        if not trusted:
+            for request in {*touched, *running}:
+                self._distrust(request)
+        for request in running:
+            if request.phase is Phase.DECODING:
+                self.decoding.leave(request, self.step + 1)
+            elif request.phase is Phase.FILLING:
+                self.filling.remove(request)
+            self._release(request)
+            request.num_computed = 0
+            self._enqueue(request)
+
+    def admit_only(self, requests: Container[Request] | None) -> None:
+        """From now on nobody else leaves the queue; None lifts that."""
+        self._only = requests
+        self._retry_admission = True
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is matched by anyone from now on."""
@@ -197,6 +233,10 @@ class Scheduler:
         memory = None
         while self.waiting and self._free_rows and self._budget(draft) > 0:
             request = self.waiting[0]
+            if self._only is not None:
+                request = next((r for r in self.waiting if r in self._only), request)
+                if request not in self._only:
+                    return
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not self._retry_admission and self.running:
                 return
@@ -208,7 +248,7 @@ class Scheduler:
             self._draft_chunk(request, draft)
 
     def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
-        """Give the first in the queue a row and the blocks of its prefix, if memory allows."""
+        """Give the next of the queue a row and the blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
         lookup = self.config.prefix_caching and request.prompt_logprobs is None
@@ -227,7 +267,7 @@ class Scheduler:
         # What runs alone fits, whatever a careful policy makes of its rounding.
         if not self._policy(memory, footprint) and self.running:
             return False
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         self.waiting_tokens -= request.queued_tokens
         self.blocks.share(cached)
         request.blocks = cached

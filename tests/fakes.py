@@ -106,6 +106,10 @@ class FakeRunner:
         self.batches = [*self.batches[-3:], batch]
         return step
 
+    def recover(self) -> bool:
+        assert not self.in_flight
+        return True
+
     def _check(self, batch: Batch) -> None:
         config = self.config
         assert batch.rows, "an empty batch was launched"

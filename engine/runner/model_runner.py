@@ -179,6 +179,19 @@ class ModelRunner:
             pending.event.record()  # after these copies too
         return pending
 
+    def recover(self) -> bool:
+        """After a step that raised: give back its memory; False if the device has failed for good.
+
+        An error such as an illegal access stays with the CUDA context: every later call raises it.
+        """
+        if self._cuda:
+            try:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                return False
+        return True
+
     def forward(self, step: DeviceStep) -> Tensor:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])

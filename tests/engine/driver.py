@@ -95,6 +95,11 @@ class Driver:
         self.expected.clear()
         self.outputs.clear()
 
+    @property
+    def _searching(self) -> bool:
+        """After a failed step its requests go first, in groups."""
+        return self.core._trial is not None
+
     # ---- what is checked -----------------------------------------------------------------------
 
     def _check_batch(self, batch: Batch) -> None:
@@ -118,7 +123,7 @@ class Driver:
             request = by_row[row]
             for block in request.blocks[: -(-(start + length) // size)]:
                 assert self._owner[block] == self._scopes[request.id], "blocks leak across tenants"
-        if fresh and self.scheduler.waiting:
+        if fresh and self.scheduler.waiting and not self._searching:
             started = max(by_row[row].order for row in fresh)
             assert started < self.scheduler.waiting[0].order, "somebody was passed over"
 
@@ -126,7 +131,7 @@ class Driver:
         """The first of the queue gets in at the latest a few steps after all have ended who ran
         when it became the first, or come before it."""
         head = self.scheduler.waiting[0] if self.scheduler.waiting else None
-        if head is not self._head or preempted:
+        if head is not self._head or preempted or self._searching:
             self._head = head
             self._blockers = {r.id for r in self.scheduler.running.values()}
             self._patience = 4

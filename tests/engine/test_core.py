@@ -282,6 +282,9 @@ class InstantRunner:
     def wait(self) -> StepResult:
         return self.results.pop(0)
 
+    def recover(self) -> bool:
+        return False
+
 
 def test_a_step_of_many_decodes_is_cheap() -> None:
     """Bug: work per request and step on the host that starves the device. The bound is loose, for
