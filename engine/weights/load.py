@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -11,6 +12,10 @@ from engine.errors import ConfigError
 from engine.weights.index import StoredTensor, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stream import Transfer, run_transfers
+from kernels.cpu.huge_pages import collapse
+
+# A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
+HUGE_PAGES_FROM = 64 << 20
 
 
 class Loadable(Protocol):
@@ -20,6 +25,7 @@ class Loadable(Protocol):
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterator[Parameter]: ...
     def ignores(self, name: str) -> bool: ...
+    def num_bytes(self) -> int: ...
     def finish(self) -> None: ...
 
 
@@ -45,6 +51,8 @@ def load_weights(
         run_transfers(_match(model, parameters, stored, folder), model.device, progress)
         _check_finite(parameters, stored)
     model.finish()
+    if model.device.type == "cpu" and model.num_bytes() >= HUGE_PAGES_FROM:
+        Thread(target=collapse, name="huge-pages", daemon=True).start()
 
 
 def _match(

@@ -1,10 +1,13 @@
 """The reference kernels (oracle of the others, and the CPU back end) against float64 formulas."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu.huge_pages import collapse
 from kernels.cpu.linear import pack
 from kernels.dispatch import Kernels, kernels_for
 from kernels.metadata import AttentionMeta
@@ -191,3 +194,12 @@ def test_pack_refuses_what_float16_cannot_hold() -> None:
     """A bfloat16 weight above 65504 would silently become the largest float16."""
     assert pack(torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), None) is None
     assert pack(torch.ones(2, 2), None) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
+def test_collapse_keeps_memory_as_it_is() -> None:
+    """Asking for large pages must not change, drop or miss what stands in memory."""
+    kept = torch.arange(16 << 20, dtype=torch.int32)  # 64 MiB
+    before = kept.sum()
+    assert collapse() >= kept.nbytes - (4 << 20)
+    assert kept.sum() == before

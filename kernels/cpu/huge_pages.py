@@ -1,0 +1,59 @@
+"""collapse: move this process's large, resident memory to 2 MiB pages.
+
+A decode step of one token reads every weight once, and with 4 KiB pages a sixth of that time goes
+into page tables. Linux gives large pages to those who ask (transparent_hugepage = madvise, the
+default of Debian and Ubuntu); torch does not ask.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+MADV_HUGEPAGE = 14
+MADV_COLLAPSE = 25  # Linux 6.1; an older kernel does it in its own time
+SMALL = 4 << 10
+HUGE = 2 << 20
+MIN_BYTES = 8 << 20  # of a region worth asking for
+MIN_RESIDENT = 0.9  # of a large page: collapsing fills in the rest
+_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*(?:\[heap\])?$")
+
+
+def collapse() -> int:
+    """Returns the bytes asked for. Does nothing where the system is not Linux with glibc.
+
+    Takes about a second a GB, and releases the interpreter lock meanwhile.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)  # what loading freed need not be moved
+        with open("/proc/self/maps") as file:
+            regions = [_ANONYMOUS.match(line.rstrip()) for line in file]
+    except (OSError, AttributeError):
+        return 0
+    asked = 0
+    for region in regions:
+        if region is None:
+            continue
+        for begin, length in _resident(libc, int(region[1], 16), int(region[2], 16)):
+            for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
+            asked += length
+    return asked
+
+
+def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of the runs of large pages in [begin, end) that are there already."""
+    begin = -(-begin // HUGE) * HUGE
+    count = (end - begin) // HUGE
+    if count * HUGE < MIN_BYTES:
+        return
+    pages = np.zeros((count, HUGE // SMALL), dtype=np.uint8)
+    length = ctypes.c_size_t(count * HUGE)
+    if libc.mincore(ctypes.c_void_p(begin), length, ctypes.c_void_p(pages.ctypes.data)):
+        return  # unmapped since the list was read
+    there = np.concatenate(([False], (pages & 1).mean(axis=1) >= MIN_RESIDENT, [False]))
+    edges = np.flatnonzero(there[1:] != there[:-1])
+    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        yield begin + first * HUGE, (last - first) * HUGE
