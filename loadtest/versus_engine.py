@@ -180,9 +180,9 @@ def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> N
         "rows": rows,
     }
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"versus-engine-{label}-{document['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stem = f"versus-engine-{label}-{document['date']}"
+    (out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for row in rows:
         print(
             f"{row['case']:<24} {row['ours']:>12} {row['peer']:>12} {row['unit']:<6}"
