@@ -17,11 +17,13 @@ from deployments.ledger import Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
 from deployments.routing import Work, route
-from engine.errors import EngineDead, MantaError, Overloaded
+from engine.errors import MantaError, Overloaded, RequestFailed
 from engine.messages import Abort, Failed, StepFrame
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
+
+_SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas that died together
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,17 @@ class Dispatcher:
             choice.losses = 0 if choice.progressed else choice.losses + 1
             if choice.losses > self._limits.losses:
                 message = f"lost {choice.losses} replicas in a row without a token from any"
-                choice.entry.fail(EngineDead(message))
+                choice.entry.fail(RequestFailed(message))
+                continue
+            self.metrics.migrations.add()
+            if choice.losses:
+                # It may be the cause: let those that are not go first, to be ahead of its next
+                # death; and let all news of replicas that died at once arrive.
+                self._wait([choice])
+                asyncio.get_running_loop().call_later(_SUSPECT_PAUSE, self._place_suspect, choice)
             else:
-                self.metrics.migrations.add()
                 self._place([choice])
+
+    def _place_suspect(self, choice: Choice) -> None:
+        if self._waiting.pop(choice.id, None) is not None:
+            self._place([choice])

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 import msgspec
 
-from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
+from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 
 INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
@@ -23,6 +23,9 @@ OVERLOADED = "overloaded_error"
 SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
+
+# The engine fails on this very request: official clients, which try a 500 again, take note of it.
+NO_RETRY: Headers = (("x-should-retry", "false"),)
 
 # code -> (status, type) where the class of a backend's error does not say it.
 _BACKEND_CODES: dict[str, tuple[int, str]] = {
@@ -100,6 +103,8 @@ def from_backend(error: MantaError) -> ApiError:
     if status in (429, 503):
         seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
         headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
+    if isinstance(error, RequestFailed):
+        headers = NO_RETRY
     return ApiError(
         status, error.code, error.message, param=error.param, kind=kind, headers=headers
     )

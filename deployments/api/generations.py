@@ -6,10 +6,11 @@ from typing import TypeVar
 import msgspec
 
 from deployments.api.call import Call
-from deployments.api.errors import SERVER, ApiError
+from deployments.api.errors import SERVER, ApiError, from_backend
 from deployments.backend import Backend, Generation
 from engine.batch import TokenLogprobs
 from engine.detokenizer import ChoiceDecoder, Decoded
+from engine.errors import RequestFailed
 from engine.messages import Delta
 
 T = TypeVar("T")
@@ -133,8 +134,8 @@ def failed(delta: Delta) -> ApiError:
     """The answer for a choice that ended without our asking."""
     code, _, message = delta.error.partition(": ")
     if delta.finish == "abort" or not message:
-        code, message = "engine_error", "the engine gave this request up"
-    return ApiError(500, code, message, kind=SERVER)
+        return ApiError(500, "engine_error", "the engine gave this request up", kind=SERVER)
+    return from_backend(RequestFailed(message, code=code))
 
 
 def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:

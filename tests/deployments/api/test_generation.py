@@ -340,6 +340,7 @@ def test_a_choice_that_the_engine_gives_up(
     code = "numerical_error" if finish == "error" else "engine_error"
     reply = run(client.completion(n=2))
     assert (reply.status, reply.json()["error"]["code"]) == (500, code)
+    assert dict(reply.headers).get("x-should-retry") == ("false" if finish == "error" else None)
     events = run(client.completion(n=2, stream=True)).events()
     assert events[-1]["error"]["code"] == code
     assert not backend.live
