@@ -141,6 +141,8 @@ class Relay:
         if self._draining:
             stats.draining = True
         self.stats = stats
+        # No frame will follow this one: a router without it would see load until the next beat.
+        last = not stats.running and not stats.waiting
         routers = self._routers
         if len(routers) == 1:
             (router,) = routers.values()
@@ -153,7 +155,7 @@ class Relay:
                     mine.append(delta)
                     if delta.finish:
                         router.live.discard(id)
-            if mine or router.since_sent(self._loop.time()) > _IDLE_NEWS:
+            if mine or last or router.since_sent(self._loop.time()) > _IDLE_NEWS:
                 router.send(StepFrame(stats, mine))
             return
         by_router: dict[int, list[Delta]] = {}
@@ -170,7 +172,7 @@ class Relay:
         now = self._loop.time()
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
-            if deltas or router.since_sent(now) > _IDLE_NEWS:
+            if deltas or last or router.since_sent(now) > _IDLE_NEWS:
                 router.send(StepFrame(stats, deltas or []))
 
     def on_death(self, error: MantaError) -> None:
