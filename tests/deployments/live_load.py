@@ -10,7 +10,8 @@ from tests.deployments.live import NAME
 
 WAYS = ("whole", "stream", "drop", "early", "half-close", "half a body")
 WEIGHTS = (25, 25, 20, 12, 12, 6)
-_WORDS = "the sea is grey and old , we write a short line about it in two words or less".split()
+_TEXT = "the sea is grey and old , we write a short line about it in two words or less"
+_WORDS = _TEXT.split()
 
 
 def random_body(order: random.Random) -> tuple[str, dict[str, Any]]:

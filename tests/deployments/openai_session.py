@@ -77,12 +77,16 @@ def chat_stream(client: openai.OpenAI, model: str) -> None:
     assert usage and whole.usage
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens is not None
-    if hasattr(client.chat.completions, "stream"):  # the old generation keeps it under .beta
-        with client.chat.completions.stream(**fields, logprobs=True, top_logprobs=1) as stream:
+    greedy: Any = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 64}
+    whole = client.chat.completions.create(**greedy)
+    assert whole.choices[0].finish_reason == "stop"  # the helper below takes nothing else
+    if hasattr(client.chat.completions, "stream"):  # some keep it under .beta
+        with client.chat.completions.stream(**greedy, logprobs=True, top_logprobs=1) as stream:
             for _ in stream:
                 pass
             final = stream.get_final_completion()
-        assert final.choices[0].message.content == text
+        assert final.choices[0].message.content == whole.choices[0].message.content
+        assert final.choices[0].logprobs and final.choices[0].logprobs.content
 
 
 def completions(client: openai.OpenAI, model: str) -> None:

@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.deployments.live import NAME, ROOT, Live, live_server, open_files, settled, tcp_sockets
+from tests.deployments.live import (
+    NAME,
+    REPLICAS,
+    ROOT,
+    ROUTERS,
+    Live,
+    live_server,
+    open_files,
+    settled,
+    tcp_sockets,
+)
 from tests.deployments.live_load import load
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -123,22 +133,21 @@ def test_a_thousand_requests_leave_nothing_behind(live: Live) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 6])
-def test_a_dropped_stream_frees_its_blocks_within_a_step_and_100_ms(
+def test_dropped_streams_free_their_blocks_within_a_step_and_100_ms(
     live: Live, others: int
 ) -> None:
     """Tokens for nobody, on blocks that somebody waits for."""
     settled(lambda: quiet(live))
-    delays = []
     for round_ in range(5):
-        delays.append(asyncio.run(_drop(live, others, round_)))
+        seconds, steps = asyncio.run(_drop(live, 1 + others, round_))
+        print(f"free after {1000 * seconds:.0f} ms, {steps} steps past 100 ms")
+        assert steps <= 1
         settled(lambda: quiet(live))
-    print("ms until free, less a step:", [round(1000 * delay) for delay in delays])
-    assert max(delays) < 0.1
 
 
-async def _drop(live: Live, others: int, round_: int) -> float:
-    """Seconds from the client's close until no block is held, less one step and the time that the
-    question itself takes."""
+async def _drop(live: Live, streams: int, round_: int) -> tuple[float, int]:
+    """Seconds from the clients' closing until no block is held; and how many steps have ended in
+    it once 100 ms were over, which is what counts: a step on a busy machine takes any time."""
     body = {"model": NAME, "prompt": f"Once upon {round_}", "max_tokens": 2000, "ignore_eos": True}
     payload = json.dumps({**body, "stream": True}).encode()
     head = (
@@ -146,25 +155,27 @@ async def _drop(live: Live, others: int, round_: int) -> float:
         f"Content-Length: {len(payload)}\r\n\r\n"
     ).encode()
     writers = []
-    for _ in range(1 + others):
+    for _ in range(streams):
         reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
         writer.write(head + payload)
         for _ in range(3 + round_):
             await asyncio.wait_for(reader.readuntil(b"\n\n"), 30)
         writers.append(writer)
-    loop = asyncio.get_running_loop()
-    busy = await loop.run_in_executor(None, live.replica_stats)
-    assert sum(stats["running"] for stats in busy.values()) == 1 + others
+    assert sum(stats["running"] for stats in live.replica_stats().values()) == streams
     for writer in writers:
         writer.close()
+    await asyncio.sleep(0)  # the loop closes the sockets in its next turn
     closed = time.monotonic()
-    step = max(stats["step_seconds"] for stats in busy.values())
+    steps: Counter[int] = Counter()  # by replica, when 100 ms were over
     while True:
-        asked = time.monotonic()
-        stats = await loop.run_in_executor(None, live.replica_stats)
-        if all(one["free_blocks"] == one["total_blocks"] for one in stats.values()):
-            return asked - closed - step
-        assert asked - closed < 5, stats
+        asked = time.monotonic() - closed
+        replicas = live.replica_stats()
+        if asked > 0.1 and not steps:
+            steps.update({pid: stats["step"] for pid, stats in replicas.items()})
+        if all(stats["free_blocks"] == stats["total_blocks"] for stats in replicas.values()):
+            past = [stats["step"] - steps[pid] for pid, stats in replicas.items() if steps]
+            return asked, max(past, default=0)
+        assert asked < 10, replicas
 
 
 # -- clients
@@ -277,7 +288,8 @@ def test_health_and_metrics_before_and_after_work(live: Live) -> None:
     assert moved("manta_inter_token_latency_seconds_count") == 4 * 2 * 4
     assert moved("manta_request_generation_tokens_sum") == 40
     assert moved("manta_http_requests_total", 'route="/v1/completions"', 'status="200"') == 4
-    # Of the replicas a router knows the last frame: a second old at most.
-    settled(lambda: moved("manta_engine_generation_tokens_total") == 2 * 4 * 2 * 5, 3)
-    settled(lambda: sum(v for k, v in live.metrics().items() if "kv_cache_usage" in k) == 0, 3)
+    # Both routers know the state that each replica came to rest with.
+    assert moved("manta_engine_generation_tokens_total") == ROUTERS * 4 * 2 * 5
+    usage = [value for name, value in live.metrics().items() if "kv_cache_usage" in name]
+    assert usage == [0.0] * REPLICAS
     assert live.get("/health")[0] == live.get("/ready")[0] == 200
