@@ -1,0 +1,97 @@
+"""Streaming clients that never retry, and note what a fault would do to them: an error, a missing
+or repeated token, another usage, a pause."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMEOUT = 120.0  # seconds for a whole stream
+
+
+@dataclass
+class Said:
+    """An answer put together from its events. gap: the longest pause between two of them, seconds.
+
+    prompt, output: usage. items: log-probabilities that came, of all choices.
+    """
+
+    error: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    prompt: int = -1
+    output: int = -1
+    items: int = 0
+    gap: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What must be the same with and without a fault."""
+        texts, finishes = sorted(self.texts.items()), sorted(self.finishes.items())
+        return self.error, texts, finishes, self.prompt, self.output, self.items
+
+    def take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            self.texts[index] = self.texts.get(index, "") + text
+            if choice["finish_reason"] is not None:
+                assert index not in self.finishes, "a choice ended twice"
+                self.finishes[index] = choice["finish_reason"]
+            if choice.get("logprobs"):
+                self.items += len(choice["logprobs"]["content"])
+        if event.get("usage"):
+            self.prompt = event["usage"]["prompt_tokens"]
+            self.output = event["usage"]["completion_tokens"]
+
+
+async def ask(port: int, body: dict[str, Any], prefix: str = "") -> Said:
+    """One streamed request. Whatever goes wrong is in `error`, nothing is raised or tried again."""
+    said = Said()
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            await _ask(said, port, body, prefix)
+    except (OSError, EOFError, TimeoutError) as error:
+        said.error = said.error or f"{type(error).__name__}: {error}"
+    return said
+
+
+async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    payload = json.dumps({**body, **options}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(
+            f"POST {prefix}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+            + payload
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        for line in head[1:]:
+            name, _, value = line.partition(": ")
+            said.headers[name.lower()] = value
+        if head[0].split()[1] != "200":
+            said.error = f"{head[0]}: {(await reader.read(4096)).decode('utf-8', 'replace')}"
+            return
+        last, buffer = 0.0, b""
+        while size := int(await reader.readline() or b"", 16):
+            buffer += (await reader.readexactly(size + 2))[:-2]
+            *events, buffer = buffer.split(b"\n\n")
+            now = time.monotonic()
+            said.gap = max(said.gap, now - (last or now))
+            last = now
+            for event in events:
+                data = event.removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                said.take(json.loads(data))
+        said.error = said.error or "the stream ended without [DONE]"
+    except ValueError as error:
+        said.error = said.error or f"the stream was cut: {error}"
+    finally:
+        writer.close()

@@ -1,0 +1,97 @@
+"""A small cluster to break: replicas with counting engines or a real model, and real signals."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.app import assemble
+from deployments.config import parse_config
+from deployments.replica import ReplicaSettings
+from engine.config import EngineConfig
+from loadtest.processes import Instance, Process, instance_at
+from tests.deployments.serve_cluster import Cluster
+from tests.faults.clients import Said, ask
+
+NAME = "broken"  # of the application and of the model
+# Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU.
+FAKE = "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02"
+
+
+def counting(settings: ReplicaSettings) -> EngineConfig:
+    """What replicas run instead of a model."""
+    return EngineConfig(model=FAKE)
+
+
+@dataclass
+class Broken:
+    """An application that is up. replicas, routers: how many there should be."""
+
+    port: int
+    prefix: str
+    instance: Instance
+    handle: Any
+    replicas: int
+    routers: int
+
+    def find(self, target: str) -> list[Process]:
+        return self.instance.find(target)
+
+    def kill(self, target: str, which: int = 0, number: signal.Signals = signal.SIGKILL) -> Process:
+        """Send the signal to one process of this kind; it must be there."""
+        victim = self.find(target)[which]
+        assert victim.send(number)
+        return victim
+
+    async def ask(self, body: dict[str, Any]) -> Said:
+        return await ask(self.port, {"model": NAME, **body}, self.prefix)
+
+    async def settled(self, seconds: float = 60.0) -> float:
+        """Wait until every router has every replica; how long it took."""
+        began = time.monotonic()
+        good = 0
+        while good < 3 * self.routers:  # Serve asks any of them
+            try:
+                state = await asyncio.wait_for(self.handle.state.remote(), 5)
+                good = good + 1 if len(state["replicas"]) == self.replicas else 0
+            except Exception:  # a router that was just killed
+                good = 0
+            assert time.monotonic() < began + seconds, "the replicas did not come back"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def deployed(
+    cluster: Cluster,
+    model: Path,
+    prepare: Callable[[ReplicaSettings], EngineConfig] | None = counting,
+    *,
+    replicas: int = 3,
+    routers: int = 2,
+    num_cpus: float = 0.1,
+    **settings: Any,
+) -> Iterator[Broken]:
+    """The application on this cluster, and gone afterwards. prepare: None for the model itself."""
+    from ray import serve
+
+    common = {
+        "model": str(model),
+        "served_name": NAME,
+        "pools": {"cpu": {"replicas": replicas, "num_cpus": num_cpus}},
+        "router": {"replicas": routers},
+        "limits": {"drain_seconds": 2.0},
+    }
+    config = parse_config(common | settings, {})
+    serve.run(assemble(config, prepare), name=NAME, route_prefix=f"/{NAME}")
+    try:
+        instance = instance_at(f"http://127.0.0.1:{cluster.port}")
+        handle = serve.get_app_handle(NAME)
+        broken = Broken(cluster.port, f"/{NAME}", instance, handle, replicas, routers)
+        yield broken
+    finally:
+        serve.delete(NAME)

@@ -1,0 +1,215 @@
+"""Faults of users-reliability C2 on a real Ray and Serve, with real signals. The engines count, so
+that a token that is lost, repeated or invented shows in the text."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from tests.deployments.serve_cluster import Cluster, ray_and_serve, tiny_model
+from tests.faults.clients import Said
+from tests.faults.cluster import Broken, deployed
+from tests.faults.load import kill_under_load
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
+
+CHAT = [{"role": "user", "content": "the answer"}]
+Asked = list[tuple[dict[str, Any], Said]]
+MAX_GAP = 2.0  # seconds in any stream
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_and_serve(4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def broken(cluster: Cluster, model: Any) -> Iterator[Broken]:
+    with deployed(cluster, model, limits={"drain_seconds": 2.0, "stall_seconds": 4.0}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def asked(broken: Broken) -> list[tuple[dict[str, Any], Said]]:
+    """Every kind of request, and its answer without a fault."""
+
+    async def case() -> list[tuple[dict[str, Any], Said]]:
+        await broken.settled()
+        wanted = await bodies(broken)
+        said = await asyncio.gather(*map(broken.ask, wanted))
+        assert not any(one.error for one in said), said
+        return list(zip(wanted, said, strict=True))
+
+    return run(case())
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+async def bodies(broken: Broken) -> list[dict[str, Any]]:
+    """80 tokens each: 1.6 s at the engines' pace."""
+    plain = {"messages": CHAT, "max_tokens": 80, "temperature": 0}
+    text = (await broken.ask(plain)).texts[0]
+    return [
+        plain,
+        {**plain, "temperature": 1.0, "seed": 7},
+        {**plain, "n": 2},
+        {**plain, "stop": [text[55:58]]},  # over several tokens, hence over events
+        {**plain, "logprobs": True, "top_logprobs": 0},
+        {"prompt": "the answer to", "max_tokens": 80},
+    ]
+
+
+async def same_under(broken: Broken, asked: Asked, fault: Any, rounds: int = 2) -> list[Said]:
+    """Each body several times at once, and in the middle of it `fault`; the same as without."""
+    tasks = [asyncio.create_task(broken.ask(body)) for body, _ in asked * rounds]
+    await fault()
+    said = await asyncio.gather(*tasks)
+    for got, (_, right) in zip(said, asked * rounds, strict=True):
+        assert got.outcome == right.outcome
+    return list(said)
+
+
+@pytest.mark.parametrize(
+    ("target", "after"), [("engine", 0.01), ("engine", 0.6), ("replica", 0.6), ("replica", 1.55)]
+)
+def test_f1_f2_f3_a_replica_is_killed(
+    broken: Broken, asked: Asked, target: str, after: float
+) -> None:
+    """Bug: a killed process costs a token, an answer, or more than a pause. 0.01 s: before the
+    first byte; 1.55 s: at the last tokens, with some streams over and others not."""
+
+    async def case() -> None:
+        await broken.settled()
+
+        async def fault() -> None:
+            await asyncio.sleep(after)
+            broken.kill(target)
+
+        said = await same_under(broken, asked, fault)
+        gap = max(one.gap for one in said)
+        print(f"{target} killed after {after} s: longest gap {gap:.2f} s")
+        assert gap < MAX_GAP
+
+    run(case())
+
+
+def test_f4_short_kills_under_load(broken: Broken) -> None:
+    """Bug: what survives one kill does not survive the next, before all is back in order."""
+
+    async def case() -> None:
+        await broken.settled()
+        report = await kill_under_load(broken, seconds=18, kills=3, at_once=10, tokens=30)
+        print(report)
+        assert report["failed"] == report["different"] == 0
+        assert report["requests"] >= 150 and report["kills"] == 3
+        assert report["longest_gap_s"] < MAX_GAP
+        await broken.settled()
+
+    run(case())
+
+
+def test_f5_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
+    """Bug: with nobody left requests fail at once, or hang; or are sent to the first replica that
+    returns from the beginning."""
+
+    async def case() -> None:
+        await broken.settled()
+        began = 0.0
+
+        async def fault() -> None:
+            nonlocal began
+            await asyncio.sleep(0.5)
+            for victim in broken.find("replica"):
+                assert victim.send(signal.SIGKILL)
+            began = time.monotonic()
+
+        said = await same_under(broken, asked, fault, rounds=1)
+        print(
+            f"all killed: finished after {time.monotonic() - began:.1f} s, "
+            f"longest gap {max(one.gap for one in said):.1f} s"
+        )
+
+    run(case())
+
+
+def test_f11_an_engine_hangs(broken: Broken, asked: Asked) -> None:
+    """Bug: a process that lives and does nothing holds its streams for ever."""
+
+    async def case() -> None:
+        await broken.settled()
+        stopped = []
+
+        async def fault() -> None:
+            await asyncio.sleep(0.5)
+            stopped.append(broken.kill("engine", number=signal.SIGSTOP))
+
+        try:
+            said = await same_under(broken, asked, fault)
+        finally:
+            alive = stopped[0].send(signal.SIGCONT)
+        gap = max(one.gap for one in said)
+        print(f"engine stopped: longest gap {gap:.1f} s; still there: {alive}")
+        assert 3 < gap < 10, "limits.stall_seconds is 4, health is checked every 2"
+        await broken.settled()
+
+    run(case())
+
+
+def test_f14_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
+    """Bug: data that flows through, or waits for, Serve's controller; a replica that died meanwhile
+    and is not replaced when it is back."""
+
+    async def case() -> None:
+        await broken.settled()
+        before = broken.find("controller")[0].pid
+
+        async def fault() -> None:
+            await asyncio.sleep(0.3)
+            broken.kill("controller")
+            await asyncio.sleep(0.3)
+            broken.kill("engine")
+
+        said = await same_under(broken, asked, fault)
+        assert max(one.gap for one in said) < MAX_GAP
+        again = await broken.ask({"messages": CHAT, "max_tokens": 5})
+        assert not again.error
+        took = await broken.settled()
+        assert broken.find("controller")[0].pid != before
+        print(f"controller and a replica back after {took:.1f} s")
+
+    run(case())
+
+
+def test_f16_a_router_is_killed(broken: Broken, asked: Asked) -> None:
+    """Bug: a dead router takes more with it than the connections it had: the other's streams stop,
+    or the engines go on with what nobody reads."""
+
+    async def case() -> None:
+        await broken.settled()
+        body, right = asked[0]
+        tasks = [asyncio.create_task(broken.ask(body)) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        broken.kill("router")
+        said = await asyncio.gather(*tasks)
+        whole = [one for one in said if one.outcome == right.outcome]
+        cut = [one for one in said if one.error]
+        print(f"router killed: {len(whole)} streams whole, {len(cut)} cut")
+        assert len(whole) + len(cut) == 12 and len(whole) >= 2
+        for _ in range(6):  # new ones find the other
+            assert (await broken.ask(body)).outcome == right.outcome
+        await broken.settled()
+        stats = await broken.handle.state.remote()
+        assert sum(one["running"] for one in stats["replicas"].values()) == 0
+
+    run(case())
