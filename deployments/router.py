@@ -83,7 +83,8 @@ class Router:
         )
         # Whoever holds a handle is inside the cluster: no key.
         self._trusted = build_asgi(dispatcher, replace(options, api_keys=frozenset()))
-        self._http = build_asgi(dispatcher, options)
+        # Serve puts the request's id, or one that it makes, into request and answer itself.
+        self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
         return self._http
 
     def _load_model(self) -> tuple[ModelCard, Tokenizer]:

@@ -93,7 +93,7 @@ class Api:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, tell_id=self.options.tell_request_id)
         route, status = "other", 499
         try:
             try:

@@ -34,16 +34,17 @@ class ClientGone(Exception):
 class Exchange:
     """Reads the request, writes the answer.
 
-    Every answer carries x-request-id, and x-ignored-fields if `ignored` is not empty. After `start`
-    the status is out, so a failure can only be told inside the stream.
+    Every answer carries x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
+    not empty. After `start` the status is out, so a failure can only be told inside the stream.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
         self.method: str = scope["method"]
         self.receive = receive
         self.started = False
         self.ignored: list[str] = []
         self._send = send
+        self._tell_id = tell_id
         self._headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             self._headers.setdefault(name.lower(), []).append(value)
@@ -217,7 +218,9 @@ class Exchange:
             raise ClientGone from None
 
     def _fields(self, content_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
-        fields = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
+        fields = [(b"content-type", content_type)]
+        if self._tell_id:
+            fields.append((b"x-request-id", self.request_id.encode()))
         if self.ignored:
             fields.append((b"x-ignored-fields", ", ".join(self.ignored).encode("ascii")))
         fields.extend((name.encode(), value.encode("latin-1")) for name, value in headers)

@@ -18,6 +18,7 @@ class ApiOptions:
         router's memory: waiting requests hold their tokens and a connection each.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
+    tell_request_id: put x-request-id into answers; False where something in front of us does.
     metrics: gives the text of /metrics (Prometheus exposition format).
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
@@ -33,6 +34,7 @@ class ApiOptions:
             {"enable_thinking", "thinking", "reasoning_effort", "documents", "date_string"}
         )
     )
+    tell_request_id: bool = True
     metrics: Callable[[], str] | None = None
     observe: Callable[[str, int, float], None] | None = None
 

@@ -52,6 +52,8 @@ with ray_and_serve() as cluster:
         assert text == whole["choices"][0]["message"]["content"]
     answer = cluster.post(path, **body, temperature=9)
     assert answer["error"]["param"] == "temperature", answer
+    ids = cluster.open(path, body | {"max_tokens": 1}).headers.get_all("x-request-id")
+    assert len(ids) == 1, ids  # Serve answers it too; clients would join the two by a comma
     handle = serve.get_app_handle("manta")  # this driver has the usual settings
     answer = handle.generate.remote({**body, "max_tokens": 30}).result()
     assert answer["choices"] == whole["choices"]
