@@ -1,0 +1,109 @@
+"""Pieces of the page. Every text from outside goes through `escape` here and nowhere else."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from loadtest.report.style import CSS
+
+Tone = Literal["", "good", "bad", "warn", "dim", "wrap"]
+
+# Whatever got into the page, it may load nothing and run nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    what: str
+    value: str
+    more: str = ""
+    tone: Tone = ""
+
+
+def document(title: str, header: str, body: str, footer: str) -> str:
+    """The whole page. header, body, footer: made by the functions below."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
+        f"<body><header>{header}</header>\n<main>{body}</main>\n<footer>{footer}</footer></body>"
+        "</html>\n"
+    )
+
+
+def heading(title: str, sub: str, badges: Sequence[Cell], reasons: Sequence[str] = ()) -> str:
+    marks = "".join(f'<span class="badge {b.tone}">{escape(b.text)}</span>' for b in badges)
+    why = "".join(f"<p>{escape(reason)}</p>" for reason in reasons)
+    why = f'<div class="reasons">{why}</div>' if why else ""
+    return (
+        f'<div class="head"><h1>{escape(title)}</h1>{marks}</div>'
+        f'<p class="sub">{escape(sub)}</p>{why}'
+    )
+
+
+def tiles(items: Iterable[Tile]) -> str:
+    made = "".join(
+        f'<div class="tile {t.tone}"><span class="what">{escape(t.what)}</span>'
+        f"<b>{escape(t.value)}</b><span>{escape(t.more)}</span></div>"
+        for t in items
+    )
+    return f'<div class="tiles">{made}</div>'
+
+
+def section(title: str, body: str, note: str = "") -> str:
+    told = f'<p class="sub">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{told}{body}</section>\n"
+
+
+def cards(charts: Iterable[tuple[str, str]]) -> str:
+    """(title, svg), beside one another where there is room."""
+    made = "".join(f'<div class="card"><h3>{escape(t)}</h3>{svg}</div>' for t, svg in charts)
+    return f'<div class="grid">{made}</div>'
+
+
+def keys(labels: Sequence[str]) -> str:
+    """The legend that several charts share, in the order of their colours."""
+    made = "".join(
+        f'<span><i style="background:var(--s{i % 8})"></i>{escape(text)}</span>'
+        for i, text in enumerate(labels)
+    )
+    return f'<p class="keys">{made}</p>'
+
+
+def wide_and_narrow(wide: str, narrow: str) -> str:
+    """One of two drawings of the same thing, by the width of the window."""
+    return (
+        f'<div class="card"><div class="wide">{wide}</div><div class="narrow">{narrow}</div></div>'
+    )
+
+
+def table(head: Sequence[Cell | str], rows: Iterable[Sequence[Cell | str]]) -> str:
+    """The first column is the row's name."""
+    parts = []
+    for tag, row in [("th", head), *(("td", row) for row in rows)]:
+        parts.append("<tr>")
+        for item in row:
+            cell = item if isinstance(item, Cell) else Cell(item)
+            tone = f' class="{cell.tone}"' if cell.tone else ""
+            parts.append(f"<{tag}{tone}>{escape(cell.text)}</{tag}>")
+        parts.append("</tr>")
+    return f'<div class="card scroll"><table>{"".join(parts)}</table></div>'
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    made = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs if v)
+    return f'<div class="card"><dl>{made}</dl></div>'
+
+
+def folded(title: str, text: str) -> str:
+    """Long text that opens with a click."""
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
