@@ -168,8 +168,9 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that kept every limit of the SLO. low, high: Wilson interval of fraction at 95 %.
 
-    total: all that were to be answered, failures included, our own cancellations not. per_s: good
-    requests a second. slo: limits in seconds, by metric: ttft, tpot, itl (its worst), e2e.
+    total: all that were to be answered, failures included, our own cancellations and slow reads
+    not. A wrong answer (verified: different) is not good. per_s: good requests a second. slo:
+    limits in seconds, by metric: ttft, tpot, itl (its worst), e2e; empty: every success is good.
     """
 
     slo: dict[str, float] = {}
@@ -214,9 +215,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     empty. itl: gap between chunks divided by the tokens that came, once a token. itl_chunk: those
     gaps undivided.
     longest_gap_s: longest time in which not one chunk arrived while a request waited.
-    no_service_s: the time of all such gaps beyond `no_service_after_s` each.
+    A refused or failed request keeps such a gap open until the next chunk. no_service_s: the sum of
+    the gaps that lasted longer than `no_service_after_s`.
     lost_tokens: tokens received for requests that then failed.
-    fairness_*: Jain's index, 1 = all alike, of output tokens received over tokens asked for, by
+    fairness_*: Jain's index, 1 = all alike, of output tokens received a second of waiting, by
     tenant and by adapter; None with fewer than two.
     settle_s of a phase: from its start to its last request that broke the SLO or failed, which is
     how long scaling up took; 0 if none did.

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from loadtest.cli import app as loadtest
+
 cli = typer.Typer(
     name="manta",
     help="Serve language models on Ray: continuous batching, token-level routing.",
@@ -17,6 +19,8 @@ cli = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+cli.add_typer(loadtest)
 
 _Spec = Annotated[
     str,

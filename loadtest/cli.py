@@ -1,0 +1,252 @@
+"""`manta loadtest ...`, or `python -m loadtest ...`. What a command needs is imported when it runs.
+
+Exit codes: 0 done; 1 an assertion failed, the client was the bottleneck, or the server could not be
+reached; 2 the command line, the scenario or a file is wrong and nothing was sent; 130 Ctrl-C.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loadtest.plan import PhasePlan
+    from loadtest.runner import Options, Result, Task
+    from loadtest.scenario import Scenario
+
+app = typer.Typer(
+    name="loadtest",
+    help="Load an OpenAI-compatible server, measure it, and check its answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO.yaml")]
+Url = Annotated[str | None, typer.Option(help="Server, instead of the scenario's target.url.")]
+Model = Annotated[str | None, typer.Option(help="Model; default: the first that it serves.")]
+Procs = Annotated[int, typer.Option(min=1, max=256, help="Client processes.")]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A scenario value: phases.0.arrivals.rate=20"),
+]
+
+
+@app.command(
+    epilog="Examples:  loadtest run chat.yaml --url http://host:8000  |  "
+    'loadtest run chat.yaml --assert "failed==0, p99_ttft<500ms"'
+)
+def run(
+    scenario: ScenarioFile,
+    url: Url = None,
+    model: Model = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results. Default: loadtest-results/NAME-TIME.")
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Compare answers with this file of `loadtest reference`.")
+    ] = None,
+    assertions: Annotated[
+        list[str] | None, typer.Option("--assert", help="What must hold; else exit code 1.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Show what would be sent; send nothing.")] = False,
+    procs: Procs = 1,
+    setting: Setting = None,
+    lenient: Annotated[
+        bool, typer.Option(help="Exit code 0 even if the client was the bottleneck.")
+    ] = False,
+) -> None:
+    """Run a scenario: open loop, latency from the intended send time."""
+    with failing():
+        from loadtest import asserts, outputs
+        from loadtest.errors import ScenarioError
+        from loadtest.live import show_outcomes, show_summary
+        from loadtest.runner import Options
+        from loadtest.verify import read_references
+
+        task, checked, plans = read(scenario, url, model, setting)
+        wanted = [*checked.asserts, *(assertions or [])]
+        for text in assertions or []:
+            try:
+                asserts.parse(text)
+            except ValueError as error:
+                raise ScenarioError(f"--assert: {error}") from None
+        if verify is not None:
+            read_references(verify)
+        if dry_run:
+            _show_plan(checked, plans)
+            return
+        folder = out or checked.out or _default_folder(checked, scenario)
+        outputs.prepare(folder)
+        result = execute(task, Options(procs=procs, verify=verify), plans)
+        outputs.write(folder, result.summary, result.records)
+        console = _console(stderr=False)
+        show_summary(result.summary, console)
+        outcomes = asserts.evaluate(wanted, result.summary)
+        show_outcomes(outcomes, console)
+        console.print(f"results: {folder}", markup=False)
+        if result.interrupted:
+            raise typer.Exit(130)
+        refused = result.summary.verdict != "ok" and not lenient
+        if refused or not all(outcome.holds for outcome in outcomes):
+            raise typer.Exit(1)
+
+
+@app.command(epilog="Example:  loadtest reference chat.yaml --out chat.reference.jsonl")
+def reference(
+    scenario: ScenarioFile,
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    url: Url = None,
+    model: Model = None,
+    setting: Setting = None,
+) -> None:
+    """Ask a quiet server each question of a scenario, one at a time, for `run --verify`."""
+    with failing():
+        from loadtest.errors import RunError, ScenarioError
+        from loadtest.reference import make
+
+        if out.exists():
+            raise ScenarioError(f"{out}: exists already")
+        try:
+            out.touch()
+            out.unlink()
+        except OSError as error:
+            raise ScenarioError(f"{out}: cannot be written: {error.strerror or error}") from None
+        _, checked, plans = read(scenario, url, model, setting)
+        asked, answered, interrupted = make(checked, plans, out, _console(stderr=True))
+        if interrupted:
+            raise typer.Exit(130)
+        print(f"{answered} answers to {asked} questions: {out}")
+        if answered < asked:
+            raise RunError(f"{asked - answered} questions failed; the reference lacks them")
+
+
+@app.command("list")
+def list_() -> None:
+    """The workloads that come with the package, and the metrics for --assert."""
+    from loadtest.asserts import NAMES as METRICS
+    from loadtest.work import NAMES
+
+    width = max(map(len, NAMES))
+    for name, named in NAMES.items():
+        lengths = ""
+        if named.input is not None and named.output is not None:
+            lengths = f" ({named.input.text} in, {named.output.text} out)"
+        print(f"{name:{width}}  {named.about}{lengths}")
+    print(f"\nmetrics: {', '.join(METRICS)}, errors.CLASS")
+
+
+def read(
+    path: Path, url: str | None, model: str | None, settings: list[str] | None
+) -> "tuple[Task, Scenario, list[PhasePlan]]":
+    """A checked scenario with the command line's values in it. Raises ScenarioError."""
+    from loadtest import yaml_text
+    from loadtest.errors import ScenarioError
+    from loadtest.plan import lay_out
+    from loadtest.runner import Task
+
+    overrides: dict[str, Any] = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ScenarioError(f"--set {setting}: write KEY=VALUE")
+        overrides[key], _ = yaml_text.parse(value, f"--set {key}")
+    if url is not None:
+        overrides["target.url"] = url
+    if model is not None:
+        overrides["target.model"] = model
+    task = Task.read(path, overrides)
+    scenario = task.scenario()
+    return task, scenario, lay_out(scenario, scenario.target.model or "(the first served)")
+
+
+def execute(task: "Task", options: "Options", plans: "list[PhasePlan]") -> "Result":
+    """A run with its live table. Ctrl-C ends it early and keeps what there is; twice: at once."""
+    import asyncio
+    import signal
+    from dataclasses import replace
+
+    from loadtest.live import Board
+    from loadtest.runner import run_async
+
+    board = Board(plans, _console(stderr=True))
+
+    async def go() -> "Result":
+        stop = options.stop or asyncio.Event()
+        me = asyncio.current_task()
+        assert me is not None
+
+        def interrupt() -> None:
+            if stop.is_set():
+                me.cancel()
+            stop.set()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+        return await run_async(task, replace(options, stop=stop, on_progress=board.update))
+
+    with board.shown():
+        try:
+            return asyncio.run(go())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+    """Expected failures become lines on stderr and an exit code."""
+    from loadtest.errors import RunError, ScenarioError
+
+    try:
+        yield
+    except ScenarioError as error:
+        _fail(error.problems, 2)
+    except RunError as error:
+        _fail((str(error),), 1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _fail(lines: "tuple[str, ...]", code: int) -> None:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _console(stderr: bool) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=not stderr)
+
+
+def _default_folder(scenario: "Scenario", path: Path) -> Path:
+    import re
+    from datetime import UTC, datetime
+
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", scenario.name or path.stem).strip("-.") or "run"
+    return Path("loadtest-results") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def _show_plan(scenario: "Scenario", plans: "list[PhasePlan]") -> None:
+    for plan in plans:
+        count = "as many as are answered" if plan.total is None else f"{plan.total} requests"
+        seconds = "" if plan.seconds is None else f" in {plan.seconds:g} s"
+        words = [plan.phase.arrivals.kind, scenario.work_of(plan.phase).name]
+        words += ["warm-up"] if plan.phase.warmup else []
+        words += [f"{plan.concurrency} at a time"] if plan.concurrency is not None else []
+        print(f"{plan.phase.name}: {count}{seconds} ({', '.join(words)})")
+        visits = plan.visits[:3]
+        jobs = [(v.t, plan.job(v)) for v in visits] or [(0.0, plan.source.job(0))]
+        for t, job in jobs:
+            body = job.body().decode()
+            shown = body if len(body) <= 300 else f"{body[:200]} ... {body[-90:]}"
+            print(f"  {t:9.3f} s  POST {job.path}  {shown}")
+
+
+def main() -> None:
+    """`python -m loadtest`."""
+    app()

@@ -1,0 +1,16 @@
+"""What a person who starts a load test can do wrong, and what can then fail."""
+
+
+class ScenarioError(Exception):
+    """The scenario, an option or a file is wrong; nothing was sent. Exit code 2.
+
+    problems: one line each, ready to print.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class RunError(Exception):
+    """The run could not be done: no server, a client process that died. Exit code 1."""

@@ -1,0 +1,77 @@
+"""The reference that `run --verify` compares with: each question of a scenario, asked quietly."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress as Bars
+
+from loadtest.client import Client
+from loadtest.errors import ScenarioError
+from loadtest.plan import PhasePlan, Visit, lay_out
+from loadtest.records import RequestRecord
+from loadtest.runner import first_model
+from loadtest.scenario import Scenario
+from loadtest.verify import Answer, Reference, reference_of, write_references
+from loadtest.work import Job
+
+
+def make(
+    scenario: Scenario, plans: list[PhasePlan], out: Path, console: Console
+) -> tuple[int, int, bool]:
+    """Writes `out`. Returns (questions, answers, interrupted).
+
+    One request at a time, whole, never cancelled or read slowly. A closed loop must say how many
+    requests it sends, or nobody knows which they will be: ScenarioError. So is a scenario whose
+    every question is sampled without a seed.
+    """
+    for plan in plans:
+        if plan.total is None:
+            raise ScenarioError(
+                f"phase {plan.phase.name!r} is a closed loop over a time; with requests instead of "
+                "duration its questions are known"
+            )
+    return asyncio.run(_make(scenario, out, console))
+
+
+def _jobs(plan: PhasePlan) -> Iterator[tuple[int, Job]]:
+    """Every request of a phase, without what would spoil its answer."""
+    visits = plan.visits or [Visit(0.0, number) for number in range(plan.requests or 0)]
+    for visit in visits:
+        for turn in range(1 + len(visit.thinks)):
+            job = plan.job(visit, turn)
+            quiet = job._replace(cancel_chunks=None, cancel_after=None, slow_pause=None)
+            yield visit.index + turn, quiet
+
+
+async def _make(scenario: Scenario, out: Path, console: Console) -> tuple[int, int, bool]:
+    model = scenario.target.model or await first_model(scenario.target)
+    found: dict[str, Reference] = {}
+    asked: set[str] = set()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+
+    def keep(job: Job, record: RequestRecord, answer: Answer) -> None:
+        if record.ok:
+            found[job.key()] = reference_of(job.key(), record, answer)
+
+    client = Client(scenario.target, lambda record: None, keep=keep)
+    with Bars(console=console, disable=not console.is_terminal) as bars:
+        for plan in lay_out(scenario, model):
+            task = bars.add_task(plan.phase.name, total=plan.total)
+            for number, job in _jobs(plan):
+                bars.advance(task)
+                key = job.key()
+                if not job.repeatable or key in asked or stop.is_set():
+                    continue
+                asked.add(key)
+                await client.ask(plan, number, job)
+    client.close()
+    if not asked and not stop.is_set():
+        raise ScenarioError(
+            "no question has one right answer: sampling needs temperature 0 or a seed"
+        )
+    write_references(list(found.values()), out)
+    return len(asked), len(found), stop.is_set()

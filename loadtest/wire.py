@@ -1,0 +1,308 @@
+"""HTTP/1.1 for load: one connection a request at a time, kept for the next, read with one clock
+look for each arrival. No retries and no redirects: a load test counts what the server did."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+clock = time.monotonic
+
+_MAX_HEAD = 2**16
+_MAX_LINE = 2**12
+IDLE_S = 2.0  # servers drop idle connections after 5 s or more; a request must not meet that
+
+
+class Exchange(Protocol):
+    """What takes an answer. Each method gets the time of the bytes' arrival."""
+
+    def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None: ...
+
+    def on_body(self, data: bytes, now: float) -> None: ...
+
+    def on_end(self, now: float) -> None:
+        """The answer is whole."""
+
+    def on_lost(self, error: str, now: float) -> None:
+        """The answer ended too early, or is no HTTP. Not called after on_end."""
+
+
+class Address(NamedTuple):
+    """Where a URL leads. prefix: its path, without a slash at the end."""
+
+    host: str
+    port: int
+    prefix: str
+    tls: ssl.SSLContext | None
+    head: bytes  # the Host line
+
+    @classmethod
+    def of(cls, url: str) -> "Address":
+        parts = urlsplit(url)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        head = f"host: {parts.netloc}\r\n".encode()
+        return cls(parts.hostname or "", port, prefix, tls, head)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection, with at most one request under way."""
+
+    # One buffer for all connections: data is taken out of it before the loop reads the next socket.
+    _shared = memoryview(bytearray(2**17))
+
+    def __init__(self, pool: "Pool", slow_pause: float | None = None) -> None:
+        self._pool = pool
+        self._pause = slow_pause
+        self.transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._rest = b""
+        self._feed: Callable[[bytes, float], None] = self._idle
+        self._left = 0
+        self._chunked = False
+        self._keep = True
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    @property
+    def usable(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def send(self, request: bytes, exchange: Exchange) -> None:
+        assert self.transport is not None and self._exchange is None
+        self._exchange = exchange
+        self._rest = b""
+        self._feed = self._head
+        self.transport.write(request)
+
+    def abandon(self) -> None:
+        """Hang up. The exchange hears nothing more."""
+        self._exchange = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # What arrives.
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared[:1024] if self._pause else self._shared
+
+    def buffer_updated(self, nbytes: int) -> None:
+        now = clock()
+        if self._pause and self.transport is not None:
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._pause, self._resume)
+        try:
+            self._feed(bytes(self._shared[:nbytes]), now)
+        except ValueError as error:
+            self._lose(f"not HTTP: {error}", now)
+
+    def _resume(self) -> None:
+        if self.usable:
+            assert self.transport is not None
+            self.transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        now = clock()
+        if self._feed == self._until_eof:
+            self._end(now)
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.forget(self)
+        self._lose(str(error) if error else "the server closed the connection", clock())
+
+    def _lose(self, what: str, now: float) -> None:
+        exchange, self._exchange = self._exchange, None
+        if self.transport is not None:
+            self.transport.abort()
+        if exchange is not None:
+            exchange.on_lost(what, now)
+
+    def _end(self, now: float) -> None:
+        exchange, self._exchange = self._exchange, None
+        self._feed = self._idle
+        assert self.transport is not None
+        if not self._keep or self._pause:
+            self.transport.close()
+        else:
+            self._pool.give_back(self, now)
+        if exchange is not None:
+            exchange.on_end(now)
+
+    def _idle(self, data: bytes, now: float) -> None:
+        raise ValueError("bytes that nobody asked for")
+
+    def _head(self, data: bytes, now: float) -> None:
+        data = self._rest + data
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > _MAX_HEAD:
+                raise ValueError("a head of more than 64 KiB")
+            self._rest = data
+            return
+        lines = data[:end].split(b"\r\n")
+        version, _, rest = lines[0].partition(b" ")
+        if not version.startswith(b"HTTP/1."):
+            raise ValueError(f"{lines[0][:40]!r} instead of a status")
+        status = int(rest[:3])
+        headers: dict[bytes, bytes] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(b":")
+            headers[name.strip().lower()] = value.strip()
+        self._rest = b""
+        body = data[end + 4 :]
+        if 100 <= status < 200:  # an interim answer; the real one follows
+            if body:
+                self._head(body, now)
+            return
+        connection = headers.get(b"connection", b"").lower()
+        self._keep = b"close" not in connection and version != b"HTTP/1.0"
+        assert self._exchange is not None
+        self._exchange.on_head(status, headers, now)
+        if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
+            self._left, self._feed = -1, self._chunks
+        elif (length := headers.get(b"content-length")) is not None:
+            self._left, self._feed = int(length), self._counted
+            if self._left <= 0:
+                self._end(now)
+                return
+        else:
+            self._keep, self._feed = False, self._until_eof
+        if body and self._exchange is not None:
+            self._feed(body, now)
+
+    def _counted(self, data: bytes, now: float) -> None:
+        if len(data) > self._left:
+            raise ValueError("more bytes than announced")
+        self._left -= len(data)
+        assert self._exchange is not None
+        self._exchange.on_body(data, now)
+        if not self._left and self._exchange is not None:
+            self._end(now)
+
+    def _until_eof(self, data: bytes, now: float) -> None:
+        assert self._exchange is not None
+        self._exchange.on_body(data, now)
+
+    def _chunks(self, data: bytes, now: float) -> None:
+        """left: bytes until the chunk's end, 0 = its line break is due, -1 = a size line is due,
+        -2 = the last chunk has been: trailers, then an empty line."""
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        body: list[bytes] = []
+        position, size, left = 0, len(data), self._left
+        while position < size:
+            if left > 0:
+                taken = data[position : position + left]
+                body.append(taken)
+                position += len(taken)
+                left -= len(taken)
+                continue
+            end = data.find(b"\r\n", position)
+            if end < 0:
+                if size - position > _MAX_LINE:
+                    raise ValueError("a chunk's size line without an end")
+                self._rest = data[position:]
+                break
+            line, position = data[position:end], end + 2
+            if left == 0:
+                if line:
+                    raise ValueError("a chunk longer than its size")
+                left = -1
+            elif left == -1:
+                left = int(line.split(b";", 1)[0], 16)
+                if left < 0:
+                    raise ValueError("a chunk of negative size")
+                left = left or -2
+            elif not line:
+                left = -3
+                break
+        self._left = left
+        if body and self._exchange is not None:
+            self._exchange.on_body(b"".join(body) if len(body) > 1 else body[0], now)
+        if left == -3 and self._exchange is not None:
+            if position < size:
+                raise ValueError("bytes after the last chunk")
+            self._end(now)
+
+
+class Pool:
+    """Connections to one address that wait for a request. The newest is taken first."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._idle: list[Connection] = []
+
+    def take(self, now: float) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and now - connection.idle_since < IDLE_S:
+                return connection
+            connection.abandon()
+        return None
+
+    def give_back(self, connection: Connection, now: float) -> None:
+        connection.idle_since = now
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        with contextlib.suppress(ValueError):
+            self._idle.remove(connection)
+
+    async def connect(self, timeout: float, slow_pause: float | None = None) -> Connection:
+        """A new connection. Raises OSError (TimeoutError, ssl.SSLError among them)."""
+        address = self.address
+        async with asyncio.timeout(timeout):
+            loop = asyncio.get_running_loop()
+            if slow_pause is None:
+                _, made = await loop.create_connection(
+                    lambda: Connection(self), address.host, address.port, ssl=address.tls
+                )
+                return made
+            # A small receive buffer, so that what we do not read is felt by the server.
+            family, kind, proto, _, where = (
+                await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            )[0]
+            sock = socket.socket(family, kind, proto)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            try:
+                await loop.sock_connect(sock, where)
+                host = address.host if address.tls else None
+                _, made = await loop.create_connection(
+                    lambda: Connection(self, slow_pause),
+                    sock=sock,
+                    ssl=address.tls,
+                    server_hostname=host,
+                )
+            except BaseException:
+                sock.close()
+                raise
+            return made
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abandon()
+
+
+def request_head(address: Address, method: str, path: str, headers: dict[str, str]) -> bytes:
+    """Everything of a request's head but the length and the empty line."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    first = f"{method} {address.prefix}{path} HTTP/1.1\r\n"
+    return first.encode() + address.head + lines.encode()
+
+
+def with_body(head: bytes, body: bytes) -> bytes:
+    return b"%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        head,
+        len(body),
+        body,
+    )
