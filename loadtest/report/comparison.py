@@ -1,0 +1,48 @@
+"""The page of a comparison: what changed, how surely, and the curves over one another."""
+
+from loadtest.compare import Comparison, tidy
+from loadtest.report import badges, latency_section, page, subtitle
+from loadtest.report.charts import bars
+from loadtest.report.page import Cell, Tone
+
+_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "no difference shown": "dim"}
+_FOOT = (
+    "A change is called better or worse where its 95 % interval leaves out zero. p: Mann-Whitney's "
+    "two-sided test of the whole distribution, on the values of requests."
+)
+
+
+def comparison_page(found: Comparison) -> str:
+    """A against B; colours: A the first, B the second."""
+    rows = tidy(found.rows)
+    cells = [
+        [name, a, b, change, span, p, Cell(verdict, _TONES[verdict])]
+        for name, a, b, change, span, p, verdict in rows
+    ]
+    head = ["", found.a.name, found.b.name, "change", "95 % interval", "p", ""]
+    spans = [
+        (row.metric, row.low, row.high, f"{row.change * 100:+.1f}%")
+        for row in found.rows
+        if row.relative
+    ]
+    worse = sum(row.verdict == "worse" for row in found.rows)
+    better = sum(row.verdict == "better" for row in found.rows)
+    marks = [
+        Cell(f"{better} better", "good" if better else "dim"),
+        Cell(f"{worse} worse", "bad" if worse else "dim"),
+    ]
+    runs = [(side.name, side.runs[0]) for side in (found.a, found.b)]
+    about = [
+        (name, f"{subtitle(run.summary)} – {', '.join(b.text for b in badges(run.summary))}")
+        for name, run in runs
+    ]
+    body = (
+        page.section("Change from A to B", page.cards([("", bars(spans, name="Changes"))]))
+        + page.section("Figures", page.table(head, cells), found.method)
+        + latency_section(runs)
+        + page.section("The runs", page.facts(about))
+    )
+    title = f"{found.a.name} → {found.b.name}"
+    sub = f"{len(found.a.runs)} against {len(found.b.runs)} runs"
+    header = page.heading(title, sub, marks, found.warnings)
+    return page.document(f"{title} – comparison", header, body, _FOOT)
