@@ -36,6 +36,9 @@ demo: $(STAMP) ## start the default model, print a streamed answer, serve on por
 
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null
+	@echo "== Triton kernels in the interpreter"
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)' tests/kernels
+	@echo "== Everything else"
 	@$(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)' $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy and import-linter

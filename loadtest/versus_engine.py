@@ -173,7 +173,7 @@ def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> N
         for side in ("manta", "vllm")
     }
     document = {
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "config": {"ours": configs["manta"], "peers": {"vllm": configs["vllm"]}},
@@ -190,7 +190,7 @@ def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> N
         )
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
