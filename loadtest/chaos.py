@@ -10,12 +10,14 @@ Every fault, its victim and the moment at which a process of that kind was there
 FaultMark of the run. Which victim: drawn from the seed among the live ones in order of age.
 """
 
+import asyncio
+import heapq
 import random
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +52,15 @@ class Fault:
     @property
     def name(self) -> str:
         return f"{self.action} {self.target}"
+
+
+class Clock(Protocol):
+    """The run's: see runner.Clock."""
+
+    @property
+    def origin(self) -> float: ...
+
+    def mark(self, what: str, t: float | None = None) -> None: ...
 
 
 class Finder(Protocol):
@@ -97,19 +108,48 @@ def _seconds(text: str) -> float:
     return float(number[1]) * _UNITS[number[2]]
 
 
-def schedule(faults: Sequence[Fault], until: float) -> list[tuple[float, Fault]]:
-    """(seconds, fault) in order, up to the end of the run at `until`."""
-    due = []
-    for fault in faults:
-        end = min(until, fault.end if fault.end is not None else until)
-        t, number = fault.start, 0
-        while t <= end:
-            due.append((t, fault))
-            if fault.every is None:
-                break
-            number += 1
-            t = fault.start + number * fault.every
-    return sorted(due, key=lambda item: item[0])
+def schedule(faults: Sequence[Fault]) -> Iterator[tuple[float, Fault]]:
+    """(seconds, fault) in order; without end if a fault repeats without end."""
+    return heapq.merge(*map(_times, faults), key=lambda item: item[0])
+
+
+def _times(fault: Fault) -> Iterator[tuple[float, Fault]]:
+    t, number = fault.start, 0
+    while fault.end is None or t <= fault.end:
+        yield t, fault
+        if fault.every is None:
+            return
+        number += 1
+        t = fault.start + number * fault.every
+
+
+def check_syntax(text: str) -> str:
+    """The text, if parse_chaos() takes it. Raises ValueError."""
+    try:
+        parse_chaos(text)
+    except ScenarioError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Awaitable[None]] | None:
+    """What a run has going on beside its load, or None without faults. Raises ScenarioError if
+    there is nothing to harm at the URL."""
+    faults = [fault for text in texts for fault in parse_chaos(text)]
+    if not faults:
+        return None
+    chaos = Chaos(faults, url=url, seed=seed)
+
+    async def harm(clock: Clock) -> None:
+        chaos.start(clock.origin)
+        try:
+            while chaos.running:
+                await asyncio.sleep(_POLL)
+        finally:
+            for mark in chaos.stop():
+                clock.mark(mark.what, mark.t)
+
+    return harm
 
 
 class Chaos:
@@ -124,17 +164,16 @@ class Chaos:
         faults: Sequence[Fault],
         *,
         url: str = "",
-        until: float = float("inf"),
         seed: int = 0,
         finder: Finder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert until < float("inf") or all(f.every is None for f in faults)
         self._finder: Finder = finder if finder is not None else instance_at(url)
         for fault in faults:
             if not self._finder.find(fault.target):
                 raise ScenarioError(f"{fault.name}: there is no {fault.target} process to harm")
-        self._due = schedule(faults, until)
+        self._schedule = schedule(faults)
+        self._next = next(self._schedule, None)
         self._random = random.Random(seed)
         self._clock = clock
         self._zero = 0.0
@@ -163,6 +202,11 @@ class Chaos:
         return self.marks
 
     @property
+    def running(self) -> bool:
+        """There may be more to come."""
+        return self._thread.is_alive()
+
+    @property
     def marks(self) -> list[FaultMark]:
         return sorted(self._marks, key=lambda mark: mark.t)
 
@@ -173,11 +217,14 @@ class Chaos:
         try:
             while not self._stop.is_set():
                 now = self._now()
-                while self._due and self._due[0][0] <= now:
-                    self._strike(self._due.pop(0)[1])
+                while self._next is not None and self._next[0] <= now:
+                    self._strike(self._next[1])
+                    self._next = next(self._schedule, None)
                 self._wake(now)
                 self._look_for_returned()
-                waits = [t for t, *_ in self._paused] + [t for t, _ in self._due[:1]]
+                waits = [t for t, *_ in self._paused]
+                if self._next is not None:
+                    waits.append(self._next[0])
                 if self._lost:
                     waits.append(now + _POLL)
                 if not waits:

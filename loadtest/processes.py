@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from loadtest.errors import ScenarioError
+from loadtest.errors import RunError, ScenarioError
 
 _SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_[\d-]+_\d+_\d+")
 _LISTEN = "0A"
@@ -38,7 +38,7 @@ class Process:
     title: str
 
     def send(self, number: signal.Signals) -> bool:
-        """False if it has ended; a later process of the same pid is never hit."""
+        """False if it has ended; a later process of the same pid is never hit. Raises RunError."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -46,6 +46,8 @@ class Process:
                 if now is not None and now.started == self.started:
                     signal.pidfd_send_signal(handle, number)
                     return True
+            except PermissionError:
+                raise RunError(f"no permission to signal process {self.pid}") from None
             finally:
                 os.close(handle)
         return False

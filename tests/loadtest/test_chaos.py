@@ -1,5 +1,6 @@
 """Faults are carried out on processes of our own that look like Serve's."""
 
+import itertools
 import os
 import signal
 import socket
@@ -243,7 +244,8 @@ def test_bad_faults_are_refused(text: str, told: str) -> None:
 
 def test_schedule_repeats_until_the_end() -> None:
     """Repeated faults must not drift: each is counted from the start, not from the last."""
-    due = schedule(parse_chaos("kill-engine every 0.1s, kill-router@0.35s"), until=0.45)
+    faults = parse_chaos("kill-engine every 100ms, kill-router@350ms")
+    due = list(itertools.islice(schedule(faults), 5))
     assert [round(t, 6) for t, _ in due] == [0.1, 0.2, 0.3, 0.35, 0.4]
     assert due[3][1].target == "router"
 
