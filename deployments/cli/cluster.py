@@ -66,20 +66,21 @@ class Cluster:
             what = "start Ray" if self.own else f"join Ray at {self.address}"
             raise ClusterError(f"cannot {what}: {reason}; `manta doctor` may tell more") from error
 
-    def close(self, app_name: str) -> None:
-        """Stop what we started. Our own Ray ends at once; in a joined one the application drains.
+    def close(self, app_name: str, *, drain: bool = False) -> None:
+        """Stop what we started. Our own Ray ends at once, unless `drain`; in a joined one the
+        application always drains: no new requests, and those in flight end, for a while.
 
         Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
         """
         # A Ctrl-C may have come in the middle of `import ray`; then there is nothing to stop.
         ray = sys.modules.get("ray")
         if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
-            if not self.own:
+            if drain or not self.own:
                 from ray import serve
 
                 # Nothing to delete if the controller is gone or never came up.
                 with contextlib.suppress(
-                    ray.exceptions.RayError, serve.exceptions.RayServeException
+                    ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError
                 ):
                     serve.delete(app_name)
             ray.shutdown()

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,6 +21,7 @@ from deployments.models import resolve_model
 from engine.errors import ConfigError, MantaError
 
 _POLL = 0.2  # seconds
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 _READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
 
 
@@ -39,7 +39,8 @@ def run(
     address: str | None = None,
     once_ready: Callable[[str, MantaConfig], bool] | None = None,
 ) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns 130 then.
+    """Serve until Ctrl-C, and return 130; or until SIGTERM, let what is in flight end for
+    limits.drain_seconds, and return 0.
 
     once_ready: called with the endpoint's URL when it answers; False ends the serving, exit 0.
     Raises ConfigError before anything is started, MantaError when it cannot be.
@@ -52,7 +53,9 @@ def run(
         with _signals(cluster) as signals:
             try:
                 _start(cluster, config)
+                signals.install()  # Ray has put its own in place of SIGTERM's
                 url = _announce(config)
+                signals.serving = True
                 if once_ready is not None and not once_ready(url, config):
                     return 0
                 _stay(config.app_name)
@@ -60,10 +63,12 @@ def run(
                 # A Ctrl-C inside an import or a callback comes out as whatever that makes of it.
                 if not signals.seen:
                     raise
-                return 130
+                return signals.exit_code
+            except KeyboardInterrupt:
+                return signals.exit_code
             finally:
                 with Status("Stopping"):
-                    cluster.close(config.app_name)
+                    cluster.close(config.app_name, drain=signals.drain)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -207,25 +212,46 @@ def _stay(app_name: str) -> None:
             raise ServeError(f"application {app_name!r} was deleted")
 
 
-@dataclass(slots=True)
-class _Seen:
-    seen: int = 0
+class _Signals:
+    """First SIGINT or SIGTERM: KeyboardInterrupt, a clean stop. Second: everything ends at once.
 
+    seen: signals so far. serving: there may be requests.
+    """
 
-@contextlib.contextmanager
-def _signals(cluster: Cluster) -> Iterator[_Seen]:
-    """First SIGINT or SIGTERM: KeyboardInterrupt, a clean stop. Second: everything ends at once."""
-    signals = _Seen()
+    def __init__(self, cluster: Cluster) -> None:
+        self.seen = 0
+        self.serving = False
+        self._terminated = False
+        self._cluster = cluster
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        signals.seen += 1
-        if signals.seen > 1:
-            cluster.kill()
+    def install(self) -> None:
+        for number in _STOPS:
+            signal.signal(number, self._handle)
+
+    @property
+    def drain(self) -> bool:
+        """A supervisor asks by SIGTERM and waits; who presses Ctrl-C does not want to."""
+        return self._terminated and self.serving
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.drain else 130
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.seen += 1
+        if self.seen > 1:
+            self._cluster.kill()
             os._exit(130)
+        self._terminated = number == signal.SIGTERM
         err.print("Stopping; once more to stop at once")
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@contextlib.contextmanager
+def _signals(cluster: Cluster) -> Iterator[_Signals]:
+    before = {number: signal.getsignal(number) for number in _STOPS}
+    signals = _Signals(cluster)
+    signals.install()
     try:
         yield signals
     finally:

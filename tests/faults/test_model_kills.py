@@ -1,0 +1,65 @@
+"""F1 to F3 with the default model in float32: what a lost replica had computed is computed again
+elsewhere, and the text is the same to the last token."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deployments.serve_cluster import ray_and_serve
+from tests.faults.cluster import Broken, deployed
+from tests.faults.soak import ENGINE
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(200)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Tell me about it."}]
+LONG = [
+    {"role": "user", "content": "Go on with this: " + "the sea is grey, the wind is old, " * 60}
+]
+
+
+@pytest.fixture(scope="module")
+def broken(default_model: Path) -> Iterator[Broken]:
+    with (
+        ray_and_serve(4) as cluster,
+        deployed(
+            cluster, default_model, None, replicas=2, routers=1, num_cpus=0.5, engine=ENGINE
+        ) as found,
+    ):
+        yield found
+
+
+def bodies(stop: str) -> list[dict[str, Any]]:
+    greedy = {"messages": QUESTION, "max_tokens": 32, "temperature": 0}
+    return [
+        greedy,
+        {**greedy, "stop": [stop]},
+        {**greedy, "temperature": 0.9, "seed": 5, "n": 2},
+        {**greedy, "logprobs": True, "top_logprobs": 2},
+        {"messages": LONG, "max_tokens": 12, "temperature": 0.9, "seed": 1},
+    ]
+
+
+@pytest.mark.parametrize("after", [0.3, 2.5])
+def test_f1_f2_f3_same_text_from_another_replica(broken: Broken, after: float) -> None:
+    """Bug: recomputed keys, random counters or the detokeniser's state differ from the first
+    replica's. 0.3 s: in the long prompt; 2.5 s: while the others stream."""
+
+    async def case() -> None:
+        await broken.settled(120)
+        whole = (await broken.ask(bodies("never")[0])).texts[0]
+        asked = bodies(whole[60:68])
+        wanted = await asyncio.gather(*map(broken.ask, asked))
+        assert not any(said.error for said in wanted), wanted
+        assert wanted[1].finishes == {0: "stop"} and wanted[3].items == wanted[3].output
+        tasks = [asyncio.create_task(broken.ask(body)) for body in asked]
+        await asyncio.sleep(after)
+        broken.kill("engine")
+        said = await asyncio.gather(*tasks)
+        for got, right in zip(said, wanted, strict=True):
+            assert got.outcome == right.outcome
+        print(f"killed after {after} s: longest gap {max(one.gap for one in said):.2f} s")
+
+    asyncio.run(case())

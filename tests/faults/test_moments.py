@@ -1,0 +1,37 @@
+"""F2, every moment: a replica is lost after each possible number of tokens, first byte and last
+token included. In one event loop over real sockets, so that the moment is exact."""
+
+import asyncio
+
+import pytest
+
+from deployments.dispatcher import DispatchLimits
+from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text
+
+TOKENS = 24
+
+
+@pytest.mark.parametrize("how", ["engine", "connection"])
+def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
+    """Bug: the loss between two particular messages (nothing sent yet, the last token, the end
+    already seen) repeats, drops or never ends something."""
+
+    async def case() -> None:
+        limits = DispatchLimits(wait_seconds=5, channel=FAST)
+        for moment in range(TOKENS + 1):
+            async with Fleet(2, limits=limits) as fleet:
+                entry = fleet.generate(max_tokens=TOKENS, n=2)
+                first, second = entry.choices
+                while len(first.emitted) < moment:
+                    await asyncio.sleep(0)
+                place = first.place
+                if how == "engine":
+                    fleet.engines[place].die()
+                else:
+                    for router in list(fleet.relays[place]._routers.values()):
+                        router.close("test")
+                said = await read(entry)
+                assert said == {0: text(len(PROMPT), TOKENS), 1: text(len(PROMPT), TOKENS)}, moment
+                assert first.done and second.done and not fleet.dispatcher._entries
+
+    asyncio.run(asyncio.wait_for(case(), 60))

@@ -1,0 +1,111 @@
+"""F34: `manta serve` is told to stop."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.live import ROOT
+from tests.deployments.serve_cluster import free_port, tiny_model
+from tests.faults.clients import Said, ask
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
+
+LENGTH = 2_000  # tokens: some seconds of the tiny model
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    model = tiny_model(folder / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 32768
+    (model / "config.json").write_text(json.dumps(config))
+    port = free_port()
+    engine = {"load_format": "dummy", "num_blocks": 4096, "max_num_seqs": 4}
+    settings = {"model": str(model), "engine": engine, "http": {"port": port, "proxy": "serve"}}
+    path = folder / "manta.yaml"
+    path.write_text(json.dumps(settings))  # which is YAML, too
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deployments.cli.main", "serve", str(path), "--address", "local"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        output = ""
+        while "Serving" not in output:
+            line = process.stdout.readline()
+            assert line, output
+            output += line
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
+    """Bug: a supervisor's stop cuts the streams, or new requests are still taken, or the exit code
+    says that something failed."""
+
+    async def streams(port: int, process: "subprocess.Popen[str]") -> list[Said]:
+        body = {"model": "tiny", "prompt": "the answer", "max_tokens": LENGTH, "ignore_eos": True}
+        tasks = [asyncio.create_task(ask(port, body)) for _ in range(2)]
+        await asyncio.sleep(0.7)
+        assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        while await asyncio.to_thread(ready, port):
+            assert time.monotonic() < began + 5
+            await asyncio.sleep(0.1)
+        print(f"not ready after {time.monotonic() - began:.2f} s")
+        assert not any(t.done() for t in tasks), [t.result() for t in tasks if t.done()]
+        return await asyncio.gather(*tasks)
+
+    with served(tmp_path) as (process, port):
+        said = asyncio.run(streams(port, process))
+        for one in said:
+            assert (one.error, one.finishes, one.output) == ("", {0: "length"}, LENGTH)
+        began = time.monotonic()
+        assert process.wait(30) == 0
+        print(f"exit {time.monotonic() - began:.1f} s after the last token")
+
+
+def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+    """Bug: a stop that nobody can hurry."""
+
+    async def cut(port: int, process: "subprocess.Popen[str]") -> Said:
+        body = {"model": "tiny", "prompt": "the answer", "max_tokens": LENGTH, "ignore_eos": True}
+        task = asyncio.create_task(ask(port, body))
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        return await task
+
+    with served(tmp_path) as (process, port):
+        began = time.monotonic()
+        assert asyncio.run(cut(port, process)).error
+        process.wait(10)
+        assert time.monotonic() - began < 10
