@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadtest import cli_results
+
 if TYPE_CHECKING:
     from loadtest.plan import PhasePlan
     from loadtest.runner import Options, Result, Task
@@ -55,6 +57,9 @@ def run(
         list[str] | None, typer.Option("--assert", help="What must hold; else exit code 1.")
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would be sent; send nothing.")] = False,
+    chaos: Annotated[
+        list[str] | None, typer.Option(help='Faults: "kill-replica@30s, kill-engine every 20s".')
+    ] = None,
     procs: Procs = 1,
     setting: Setting = None,
     lenient: Annotated[
@@ -64,8 +69,10 @@ def run(
     """Run a scenario: open loop, latency from the intended send time."""
     with failing():
         from loadtest import asserts, outputs
+        from loadtest.chaos import beside, parse_chaos
         from loadtest.errors import ScenarioError
         from loadtest.live import show_outcomes, show_summary
+        from loadtest.report import write_report
         from loadtest.runner import Options
         from loadtest.verify import read_references
 
@@ -76,20 +83,25 @@ def run(
                 asserts.parse(text)
             except ValueError as error:
                 raise ScenarioError(f"--assert: {error}") from None
+        faults = [*checked.chaos, *(chaos or [])]
+        for text in faults:
+            parse_chaos(text)
         if verify is not None:
             read_references(verify)
         if dry_run:
             _show_plan(checked, plans)
             return
         folder = out or checked.out or _default_folder(checked, scenario)
+        harm = beside(faults, checked.target.urls[0], checked.seed)
         outputs.prepare(folder)
-        result = execute(task, Options(procs=procs, verify=verify), plans)
+        result = execute(task, Options(procs=procs, verify=verify, beside=harm), plans)
         outputs.write(folder, result.summary, result.records)
+        write_report(folder)
         console = _console(stderr=False)
         show_summary(result.summary, console)
         outcomes = asserts.evaluate(wanted, result.summary)
         show_outcomes(outcomes, console)
-        console.print(f"results: {folder}", markup=False)
+        console.print(f"results: {folder}, to look at: {folder / 'report.html'}", markup=False)
         if result.interrupted:
             raise typer.Exit(130)
         refused = result.summary.verdict != "ok" and not lenient
@@ -139,6 +151,16 @@ def list_() -> None:
             lengths = f" ({named.input.text} in, {named.output.text} out)"
         print(f"{name:{width}}  {named.about}{lengths}")
     print(f"\nmetrics: {', '.join(METRICS)}, errors.CLASS")
+
+
+app.command(epilog="Example:  loadtest report loadtest-results/chat")(cli_results.report)
+app.command(
+    epilog='Example:  loadtest compare before after --html diff.html --fail-if "p99_ttft>+10%"'
+)(cli_results.compare)
+app.command(
+    epilog='Example:  loadtest search chat.yaml --slo "p99_ttft<500ms, p99_tpot<50ms"  |  '
+    "loadtest search chat.yaml --sweep 1..64"
+)(cli_results.search)
 
 
 def read(

@@ -84,11 +84,11 @@ class Comparison:
 def read_side(path: Path) -> Side:
     """A run's folder, or a folder of such folders. Raises ScenarioError."""
     if (path / "summary.json").exists():
-        return Side(path.name, (read_run(path),))
+        return Side(path.resolve().name, (read_run(path),))
     found = sorted(inner.parent for inner in path.glob("*/summary.json"))
     if not found:
         raise ScenarioError(f"{path}: neither a run's folder nor a folder of runs")
-    return Side(path.name, tuple(read_run(inner) for inner in found))
+    return Side(path.resolve().name, tuple(read_run(inner) for inner in found))
 
 
 def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> Comparison:

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from loadtest import arrivals, asserts, yaml_text
+from loadtest import arrivals, asserts, chaos, yaml_text
 from loadtest.errors import ScenarioError
 from loadtest.lengths import Length, LengthError, parse_length
 
@@ -294,6 +294,7 @@ class Phase(_Model):
 
 
 Assertion = Annotated[str, AfterValidator(asserts.check_syntax)]
+Faults = Annotated[str, AfterValidator(chaos.check_syntax)]
 
 
 class Slo(_Model):
@@ -318,6 +319,7 @@ class Scenario(_Model):
     phases: Annotated[list[Phase], Field(min_length=1)]
     slo: Slo = Slo()
     asserts: Annotated[list[Assertion], Field(alias="assert")] = []
+    chaos: list[Faults] = []  # faults in the middle of the run: see loadtest/chaos.py
     no_service_after: Duration = 1.0
     out: Path | None = None
 

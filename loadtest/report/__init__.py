@@ -275,23 +275,29 @@ def _phases(s: Summary) -> str:
     ) + _group_table("phase", s.phases)
 
 
-def load_curve(points: Sequence[tuple[str, float, float, Percentiles, Percentiles]]) -> str:
-    """Throughput against latency: (label, requests/s, tokens/s, ttft, tpot) of each load."""
+def load_curve(
+    points: Sequence[tuple[str, float, float, Percentiles, Percentiles]],
+    unit: str = "requests/s",
+) -> str:
+    """Throughput against latency: (label, load, tokens/s, ttft, tpot) of each load."""
     charts = []
     points = sorted(points, key=lambda point: point[1])
-    for title, index in (("Time to first token against load", 3), ("Time per output token", 4)):
+    for title, index in (
+        ("Time to first token against load", 3),
+        ("Time per output token against load", 4),
+    ):
         series = []
         for q, colour in (("p50", 0), ("p99", 1)):
             known = [p for p in points if p[index].count]
             xs, ys = [p[1] for p in known], [getattr(p[index], q) for p in known]
             series += [Series(q, xs, ys, colour), Series(q, xs, ys, colour, "dots")]
         if series[0].xs:
-            x, y = Axis("requests a second", low=0.0), Axis(log=True, form=duration)
+            x, y = Axis(unit, low=0.0), Axis(log=True, form=duration)
             charts.append((title, line_chart(series, x, y, name=title)))
     xs, ys = [p[1] for p in points], [p[2] for p in points]
     series = [Series("tokens/s", xs, ys, 2), Series("tokens/s", xs, ys, 2, "dots")]
-    title = "Output tokens a second"
-    x = Axis("requests a second", low=0.0)
+    title = "Output tokens a second against load"
+    x = Axis(unit, low=0.0)
     charts.append((title, line_chart(series, x, Axis(low=0.0), name=title)))
     return page.keys(["p50", "p99"]) + page.cards(charts)
 

@@ -154,12 +154,24 @@ def timeline(
     return _svg(width, floor + 38, name, "".join(parts))
 
 
-def bars(rows: Sequence[tuple[str, float, float, str]], *, name: str, width: int = 560) -> str:
-    """Horizontal ranges around zero: (label, low, high, text), for differences with intervals."""
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A value with its interval. tone: a CSS class: good, bad or unsure."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    text: str
+    tone: str
+
+
+def ranges(rows: Sequence[Range], *, name: str, width: int) -> str:
+    """Horizontal intervals around zero, for relative changes."""
     if not rows:
         return ""
-    reach = max(0.01, *(abs(v) for _, low, high, _ in rows for v in (low, high)))
-    left, right, line = 8 + _CHAR * max(len(r[0]) for r in rows), 70, 24
+    reach = max(0.01, *(abs(v) for r in rows for v in (r.low, r.high)))
+    left, right, line = 8 + _CHAR * max(len(r.label) for r in rows), 66, 24
     span = width - left - right
     middle = left + span / 2
 
@@ -168,14 +180,14 @@ def bars(rows: Sequence[tuple[str, float, float, str]], *, name: str, width: int
 
     bottom = 10 + line * len(rows)
     parts = [f'<line class="zero" x1="{middle}" x2="{middle}" y1="4" y2="{bottom}"/>']
-    for index, (label, low, high, text) in enumerate(rows):
+    for index, row in enumerate(rows):
         y = 20 + line * index
-        sure = "sure" if low > 0 or high < 0 else "unsure"
         parts.append(
-            f'<text x="{left - 8:.0f}" y="{y + 4}" class="right">{escape(label)}</text>'
-            f'<line class="range {sure}" x1="{px(low):.1f}" x2="{px(high):.1f}" y1="{y}" y2="{y}"/>'
-            f'<circle class="{sure}" cx="{px((low + high) / 2):.1f}" cy="{y}" r="4"/>'
-            f'<text x="{width - right + 8}" y="{y + 4}">{escape(text)}</text>'
+            f'<text x="{left - 8:.0f}" y="{y + 4}" class="right">{escape(row.label)}</text>'
+            f'<line class="range {row.tone}" y1="{y}" y2="{y}" '
+            f'x1="{px(row.low):.1f}" x2="{px(row.high):.1f}"/>'
+            f'<circle class="{row.tone}" cx="{px(row.value):.1f}" cy="{y}" r="4"/>'
+            f'<text x="{width - right + 8}" y="{y + 4}">{escape(row.text)}</text>'
         )
     for value in (-reach, 0.0, reach):
         parts.append(

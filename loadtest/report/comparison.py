@@ -2,7 +2,7 @@
 
 from loadtest.compare import Comparison, tidy
 from loadtest.report import badges, latency_section, page, subtitle
-from loadtest.report.charts import bars
+from loadtest.report.charts import Range, ranges
 from loadtest.report.page import Cell, Tone
 
 _TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "no difference shown": "dim"}
@@ -21,10 +21,14 @@ def comparison_page(found: Comparison) -> str:
     ]
     head = ["", found.a.name, found.b.name, "change", "95 % interval", "p", ""]
     spans = [
-        (row.metric, row.low, row.high, f"{row.change * 100:+.1f}%")
+        Range(
+            *(row.metric, row.change, row.low, row.high, f"{row.change * 100:+.1f}%"),
+            _TONES[row.verdict] if row.shown else "unsure",
+        )
         for row in found.rows
         if row.relative
     ]
+    drawn = [ranges(spans, name="Changes with their intervals", width=w) for w in (1300, 380)]
     worse = sum(row.verdict == "worse" for row in found.rows)
     better = sum(row.verdict == "better" for row in found.rows)
     marks = [
@@ -37,12 +41,13 @@ def comparison_page(found: Comparison) -> str:
         for name, run in runs
     ]
     body = (
-        page.section("Change from A to B", page.cards([("", bars(spans, name="Changes"))]))
+        page.section("Change from A to B", page.wide_and_narrow(*drawn))
         + page.section("Figures", page.table(head, cells), found.method)
         + latency_section(runs)
         + page.section("The runs", page.facts(about))
     )
     title = f"{found.a.name} → {found.b.name}"
-    sub = f"{len(found.a.runs)} against {len(found.b.runs)} runs"
+    counts = (f"{len(s.runs)} run{'s' * (len(s.runs) > 1)}" for s in (found.a, found.b))
+    sub = " against ".join(counts)
     header = page.heading(title, sub, marks, found.warnings)
     return page.document(f"{title} – comparison", header, body, _FOOT)

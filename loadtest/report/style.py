@@ -69,7 +69,8 @@ svg .mark text{fill:var(--fault);font-weight:600}
 svg .band{fill:var(--gap)}
 svg .zero{stroke:var(--soft)}
 svg .range{stroke-width:5;stroke-linecap:round;stroke:var(--s7);opacity:.55}
-svg .range.sure{stroke:var(--s0)}svg circle.sure{fill:var(--s0)}svg circle.unsure{fill:var(--s7)}
+svg .range.good{stroke:var(--good)}svg circle.good{fill:var(--good)}
+svg .range.bad{stroke:var(--bad)}svg circle.bad{fill:var(--bad)}svg circle.unsure{fill:var(--s7)}
 .keys{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--soft);margin:0 0 8px}
 .keys i{display:inline-block;width:12px;height:8px;border-radius:2px;margin-right:6px}
 @media (max-width:720px){.wide{display:none!important}.narrow{display:block!important}

@@ -1,0 +1,268 @@
+"""The commands that look at results, or make many: report, compare, search."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loadtest.compare import Comparison
+    from loadtest.records import RequestRecord, Summary
+    from loadtest.runner import Options, Task
+    from loadtest.scenario import Scenario
+    from loadtest.search import RunOnce, Trial
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="A run's or a search's folder.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Default: report.html in the folder.")] = None,
+) -> None:
+    """Write the HTML page of a run or a search: one file, no network needed."""
+    from loadtest.cli import failing
+
+    with failing():
+        print(_write_page(folder, out))
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A run's folder, or a folder of repeats.")],
+    b: Annotated[Path, typer.Argument(help="The other.")],
+    html: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help='Exit code 1 if "p99_ttft>+10%" and it is not chance.'),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
+) -> None:
+    """Two runs side by side, with 95 % intervals of what changed."""
+    from loadtest.cli import failing
+
+    with failing():
+        from loadtest.compare import compare as compared
+        from loadtest.compare import parse_conditions, read_side
+        from loadtest.errors import RunError
+        from loadtest.report.comparison import comparison_page
+
+        conditions = [c for text in fail_if or [] for c in parse_conditions(text)]
+        found = compared(read_side(a), read_side(b), seed=seed)
+        _show(found)
+        if html is not None:
+            _save(html, comparison_page(found))
+        met = [condition.text for condition in conditions if condition.met(found)]
+        if met:
+            raise RunError(f"--fail-if: {', '.join(met)}")
+
+
+def search(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml")],
+    slo: Annotated[
+        str | None, typer.Option(help='"p99_ttft<500ms, p99_tpot<50ms, error_rate<1%"')
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="These loads instead of a search: 1,2,4 or 1..64 or 10..50:10."),
+    ] = None,
+    start: Annotated[float, typer.Option(min=0.001, help="First load of the search.")] = 1.0,
+    top: Annotated[float, typer.Option(min=0.001, help="Never above this load.")] = 10_000.0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.001, max=1, help="How close kept and broken loads must be.")
+    ] = 0.05,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=100, help="At most so many runs of a load that is unclear.")
+    ] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder; one with this search in it goes on. Default: NAME-search."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Server, instead of target.url.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model; default: the first.")] = None,
+    procs: Annotated[int, typer.Option(min=1, max=256, help="Client processes.")] = 1,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A scenario value.")
+    ] = None,
+) -> None:
+    """The highest load that keeps an SLO, or a sweep. The load: rate, or closed concurrency."""
+    from loadtest.cli import failing, read
+
+    with failing():
+        from loadtest import search as searching
+        from loadtest.errors import ScenarioError
+        from loadtest.runner import Options
+
+        task, checked, _ = read(scenario, url, model, setting)
+        if (slo is None) == (sweep is None):
+            raise ScenarioError("search: give --slo to search, or --sweep for given loads")
+        limits = searching.parse_slo(slo) if slo is not None else _limits(checked)
+        keys, unit = _load_keys(checked)
+        whole = unit == "at a time"
+        loads = searching.loads_of(sweep) if sweep is not None else []
+        name = checked.name or scenario.stem
+        folder = out if out is not None else Path(f"{name}-search")
+        fresh = searching.Search(
+            key=_key(task, [limit.text for limit in limits]), name=name, unit=unit, slo=limits
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ScenarioError(f"{folder}: {error.strerror or error}") from None
+        trials = searching.Trials(
+            _run_once(task, checked, Options(procs=procs), keys, folder, whole),
+            searching.resume(folder, fresh),
+            folder=folder,
+            repeats=repeats if limits else 1,
+            open_loop=not whole,
+            on_trial=_tell(unit),
+        )
+        if sweep is not None:
+            found = searching.sweep(trials, loads)
+        else:
+            found = searching.highest(
+                trials, start=start, top=top, tolerance=tolerance, whole=whole
+            )
+        print(_write_page(folder, None))
+        if found.slo:
+            best = "none" if found.best is None else f"{found.best:g} {unit}"
+            print(f"highest load that keeps the SLO: {best} ({found.ended})")
+        if found.knee is not None:
+            print(f"knee: {found.knee:g} {unit}")
+        if found.slo and found.best is None:
+            raise typer.Exit(1)
+
+
+def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
+    """The scenario values that the load is, and its unit. Raises ScenarioError."""
+    from loadtest.errors import ScenarioError
+
+    keys, units = [], set()
+    for number, phase in enumerate(scenario.phases):
+        if phase.warmup:
+            continue
+        for name, unit in (("rate", "requests/s"), ("concurrency", "at a time")):
+            if hasattr(phase.arrivals, name):
+                keys.append(f"phases.{number}.arrivals.{name}")
+                units.add("sessions/s" if phase.arrivals.kind == "sessions" else unit)
+                break
+        else:
+            raise ScenarioError(
+                f"phase {phase.name}: arrivals {phase.arrivals.kind} have neither rate nor "
+                "concurrency, so there is nothing to search"
+            )
+    if len(units) > 1:
+        raise ScenarioError("phases with a rate and others with a concurrency: one load only")
+    return keys, units.pop()
+
+
+def _limits(scenario: "Scenario") -> "list[Any]":
+    """The scenario's own SLO, at 99 % of the requests: what a sweep marks as kept or broken."""
+    from loadtest.search import parse_slo
+
+    texts = [f"p99_{name}<{seconds:g}s" for name, seconds in scenario.slo.limits().items()]
+    return parse_slo(", ".join(texts)) if texts else []
+
+
+def _key(task: "Task", limits: list[str]) -> str:
+    import hashlib
+    import json
+
+    parts = [task.text, json.dumps(task.overrides, sort_keys=True, default=str), *limits]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _run_once(
+    task: "Task",
+    scenario: "Scenario",
+    options: "Options",
+    keys: Sequence[str],
+    folder: Path,
+    whole: bool,
+) -> "RunOnce":
+    """Each trial is a run with a folder of its own, which `report` and `compare` take."""
+
+    def once(load: float, repeat: int) -> "tuple[Summary, Sequence[RequestRecord]]":
+        from dataclasses import replace
+
+        from loadtest import outputs
+        from loadtest.cli import execute
+        from loadtest.plan import lay_out
+
+        values = dict.fromkeys(keys, int(load) if whole else load)
+        changed = replace(
+            task, overrides={**task.overrides, **values, "seed": scenario.seed + repeat}
+        )
+        checked = changed.scenario()
+        plans = lay_out(checked, checked.target.model or "(the first served)")
+        result = execute(changed, options, plans)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        place = folder / f"{load:g}-{repeat + 1}"
+        place.mkdir(parents=True, exist_ok=True)
+        outputs.write(place, result.summary, result.records)
+        return result.summary, result.records
+
+    return once
+
+
+def _tell(unit: str) -> "Callable[[Trial], None]":
+    def tell(trial: "Trial") -> None:
+        word = "saturated" if trial.saturated else trial.state
+        served = f"served {trial.served_per_s:.4g}/s, {trial.tokens_per_s:.4g} tokens/s"
+        print(f"{trial.load:g} {unit}, run {trial.repeats}: {word}; {served}", flush=True)
+
+    return tell
+
+
+def _write_page(folder: Path, out: Path | None) -> Path:
+    """Of a search or a run, by what is in the folder."""
+    from loadtest.report import write_report
+    from loadtest.report.search_page import search_page
+    from loadtest.search import STATE, read_search
+
+    if not (folder / STATE).exists():
+        return write_report(folder, out)
+    path = out if out is not None else folder / "report.html"
+    _save(path, search_page(read_search(folder)))
+    return path
+
+
+def _save(path: Path, text: str) -> None:
+    from loadtest.errors import ScenarioError
+
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ScenarioError(f"{path}: {error.strerror or error}") from None
+
+
+def _show(found: "Comparison") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from loadtest.compare import tidy
+
+    console = Console(highlight=False)
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    heads = (
+        "",
+        found.a.name,
+        found.b.name,
+        "change",
+        "95 % interval",
+        "p",
+        "",
+    )  # 80 columns hold them
+    for index, head in enumerate(heads):
+        table.add_column(escape(head), justify="left" if index in (0, 6) else "right", no_wrap=True)
+    colours = {"better": "green", "worse": "red", "no difference shown": "dim"}
+    for row in tidy(found.rows):
+        word = row[-1] if row[-1] in ("better", "worse") else "–"
+        table.add_row(*row[:-1], f"[{colours[row[-1]]}]{word}[/]")
+    console.print(table)
+    console.print(found.method, markup=False)
+    console.print("p: Mann-Whitney's test, two-sided, on the values of requests", markup=False)
+    for warning in found.warnings:
+        console.print(f"note: {warning}", style="yellow", markup=False)
