@@ -55,7 +55,7 @@ def through(segments: Iterable[Segment], gaps: Iterable[float]) -> Iterator[floa
     target = 0.0
     for gap in gaps:
         target += gap
-        while mass + _mass(seconds, low, high) < target:
+        while mass + _mass(seconds, low, high) <= target:
             start, mass = start + seconds, mass + _mass(seconds, low, high)
             following = next(parts, None)
             if following is None:
@@ -70,9 +70,11 @@ def _mass(seconds: float, low: float, high: float) -> float:
 
 def _invert(mass: float, seconds: float, low: float, high: float) -> float:
     """The time after which a rate going from low to high over `seconds` has summed up to `mass`."""
+    if mass <= 0:
+        return 0.0
     slope = 0.0 if math.isinf(seconds) else (high - low) / seconds
     if slope == 0.0:
-        return mass / low if low else 0.0
+        return mass / low
     # low t + slope t^2 / 2 = mass, in the form that does not cancel for a small slope.
     return 2 * mass / (low + math.sqrt(max(0.0, low * low + 2 * slope * mass)))
 

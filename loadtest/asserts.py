@@ -28,7 +28,7 @@ _PLAIN = (
 TIMES = frozenset({*_DURATIONS, *(f"{p}_{name}" for name in _LATENCIES for p in _POINTS)})
 NAMES = (*_PLAIN, *_FRACTIONS, *sorted(TIMES))
 
-_SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "%": 0.01}
+_PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # of a second, of one
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -79,7 +79,7 @@ def parse(text: str) -> list[Assertion]:
             raise ValueError(f"{part.strip()!r}: {name} is not a fraction")
         if unit not in (None, "%") and name not in TIMES:
             raise ValueError(f"{part.strip()!r}: {name} is not a time")
-        found.append(Assertion(name, sign, float(number) * _SCALES[unit or "s"], part.strip()))
+        found.append(Assertion(name, sign, float(number) / _PARTS[unit or "s"], part.strip()))
     return found
 
 

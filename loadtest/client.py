@@ -12,8 +12,9 @@ import asyncio
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -56,10 +57,13 @@ class Client:
         *,
         references: dict[str, Reference] | None = None,
         keep: Callable[[Job, RequestRecord, Answer], None] | None = None,
+        barrier: Callable[[], Awaitable[float]] | None = None,
     ) -> None:
-        """references: compare answers with them. keep: take each answer."""
+        """references: compare answers with them. keep: take each answer. barrier: the time at which
+        all processes of a run begin the next phase, where that hangs on answers."""
         self._target = target
         self._sink, self._references, self._keep = sink, references, keep
+        self._barrier = barrier
         self._pools = [Pool(Address.of(url)) for url in target.urls]
         headers = {"accept": "text/event-stream, application/json"}
         if target.key_file is not None:
@@ -130,7 +134,9 @@ class Client:
             await self._closed(plan, begin)
             if plan.seconds is not None and not plan.drain and plan.requests is None:
                 return begin + plan.seconds
-            return clock()
+            if plan.drain:
+                await self._drain()
+            return await self._together(begin)
         for visit in plan.visits:
             due = begin + visit.t
             if due - clock() > 0:
@@ -143,8 +149,24 @@ class Client:
         await self._wait(end)
         if plan.drain:
             await self._drain()
-            return max(end, clock())
+            return await self._together(end)
         return end
+
+    async def _together(self, least: float) -> float:
+        """When the next phase begins, after one that took as long as its answers."""
+        if self._barrier is None or self._stop.is_set():
+            return max(least, clock())
+        together, stopped = asyncio.ensure_future(self._barrier()), self._stopped()
+        both: list[asyncio.Future[Any]] = [together, stopped]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not together.done():
+            together.cancel()
+            return clock()
+        return max(least, together.result())
+
+    def _stopped(self) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._stop.wait())
 
     async def _wait(self, until: float) -> None:
         """Until then, or until stop()."""
@@ -205,8 +227,7 @@ class Client:
             over.set()
         for _ in range(plan.concurrency):
             next_one(begin)
-        stopped = asyncio.create_task(self._stop.wait())
-        waits = [asyncio.create_task(over.wait()), stopped]
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(over.wait()), self._stopped()]
         timeout = None if end is None or plan.drain else max(0.0, end - clock())
         await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

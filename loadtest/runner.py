@@ -28,9 +28,10 @@ from loadtest.plan import PhasePlan, lay_out
 from loadtest.records import FaultMark, RequestRecord, RunInfo, Summary, read_records
 from loadtest.scenario import AtOnce, Scenario, Target, parse, read_key
 from loadtest.wire import Address, Pool, clock, request_head
-from loadtest.worker import Finished, Go, Message, Order, Ready, Report
+from loadtest.worker import Finished, Go, Message, Order, Ready, Report, Waiting
 
 _START_S = 0.3  # from "go" to time 0, so that every process is there in time
+_MEET_S = 0.05
 _READY_TIMEOUT_S = 300.0
 
 
@@ -174,7 +175,16 @@ async def _until_done(
         if options.on_progress is not None:
             options.on_progress([worker.progress for worker in crew])
 
-    waits = [asyncio.create_task(worker.listen(show)) for worker in crew]
+    def meet() -> None:
+        """Everyone who still runs waits for the next phase: they begin it together."""
+        running = [worker for worker in crew if not worker.over]
+        if all(worker.waiting for worker in running):
+            start = clock() + _MEET_S
+            for worker in running:
+                worker.waiting = False
+                worker.go(start)
+
+    waits = [asyncio.create_task(worker.listen(show, meet)) for worker in crew]
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     beside = None
     if options.beside is not None:
@@ -212,6 +222,8 @@ class _Worker:
         self.kept = folder / f"kept-{number}.jsonl"
         self.progress = Progress()
         self.finished: Finished | None = None
+        self.waiting = False
+        self.over = False
         self._order = Order(
             scenario=task.text,
             folder=str(task.folder.absolute()),
@@ -247,23 +259,28 @@ class _Worker:
             if not isinstance(await self._message(), Ready):
                 raise RunError("a client process did not start; its message is above")
 
-    def go(self, origin: float) -> None:
+    def go(self, at: float) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(Go(origin)) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(Go(at)) + b"\n")
 
     async def _message(self) -> Message | None:
         assert self._process is not None and self._process.stdout is not None
         line = await self._process.stdout.readline()
         return self._decode(line) if line.strip() else None
 
-    async def listen(self, show: Callable[[], None]) -> None:
+    async def listen(self, show: Callable[[], None], meet: Callable[[], None]) -> None:
         """Until it has finished, or died."""
         while (message := await self._message()) is not None:
             if isinstance(message, Report):
                 self.progress = message.progress
                 show()
+            elif isinstance(message, Waiting):
+                self.waiting = True
+                meet()
             elif isinstance(message, Finished):
                 self.finished = message
+        self.over = True
+        meet()
 
     def stop(self) -> None:
         """Let it hang up and write what it has."""

@@ -1,7 +1,9 @@
 """One client process of a run. Started by runner.py; talks JSON lines over its pipes.
 
-    stdin   Order, then {"origin": seconds on the monotonic clock}; its end means: hang up, go
-    stdout  {"ready": requests}, then Progress lines, then Finished
+    stdin   Order, then Go with the time 0 of the run; its end means: hang up, go
+    stdout  Ready, then Report lines, then Finished; Waiting asks for the next Go, which comes when
+            every process has asked: where a phase's end hangs on answers, they begin the next
+            one together
 
 Records go to a file. Processes instead of threads: the terminal's table, or another client, must
 not be able to hold up a send.
@@ -47,11 +49,17 @@ class Order(msgspec.Struct, kw_only=True):
 
 
 class Go(msgspec.Struct):
-    origin: float
+    """at: a time on the monotonic clock."""
+
+    at: float
 
 
 class Ready(msgspec.Struct, tag="ready"):
     requests: int
+
+
+class Waiting(msgspec.Struct, tag="waiting"):
+    pass
 
 
 class Report(msgspec.Struct, tag="progress"):
@@ -63,7 +71,7 @@ class Finished(msgspec.Struct, tag="finished"):
     unsent: int
 
 
-Message = Ready | Report | Finished
+Message = Ready | Waiting | Report | Finished
 
 
 def _say(message: Message) -> None:
@@ -101,8 +109,18 @@ async def _work(order: Order) -> None:
         if record.ok:
             kept[job.key()] = reference_of(job.key(), record, answer)
 
+    starts: asyncio.Queue[float] = asyncio.Queue()
+
+    async def barrier() -> float:
+        _say(Waiting())
+        return await starts.get()
+
     client = Client(
-        scenario.target, records.add, references=references, keep=keep if order.keep else None
+        scenario.target,
+        records.add,
+        references=references,
+        keep=keep if order.keep else None,
+        barrier=barrier if order.procs > 1 else None,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -115,10 +133,10 @@ async def _work(order: Order) -> None:
         return
     watch = [
         asyncio.create_task(_report(client)),
-        asyncio.create_task(_stop_at_eof(lines, client)),
+        asyncio.create_task(_listen(lines, starts, client)),
     ]
     try:
-        await client.run(plans, go.origin)
+        await client.run(plans, go.at)
     finally:
         for task in watch:
             task.cancel()
@@ -141,9 +159,11 @@ async def _report(client: Client) -> None:
         client.progress.late.clear()
 
 
-async def _stop_at_eof(lines: asyncio.StreamReader, client: Client) -> None:
-    while await lines.readline():
-        pass
+async def _listen(
+    lines: asyncio.StreamReader, starts: asyncio.Queue[float], client: Client
+) -> None:
+    while line := await lines.readline():
+        starts.put_nowait(msgspec.json.decode(line, type=Go).at)
     client.stop()
 
 
