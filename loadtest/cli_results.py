@@ -71,8 +71,11 @@ def search(
         float, typer.Option(min=0.001, max=1, help="How close kept and broken loads must be.")
     ] = 0.05,
     repeats: Annotated[
-        int, typer.Option(min=1, max=100, help="At most so many runs of a load that is unclear.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1, max=100, help="At most so many runs of a load; default: 3, in a sweep 1."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder; one with this search in it goes on. Default: NAME-search."),
@@ -83,6 +86,9 @@ def search(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A scenario value.")
     ] = None,
+    lenient: Annotated[
+        bool, typer.Option(help="Take runs in which the client was the bottleneck, too.")
+    ] = False,
 ) -> None:
     """The highest load that keeps an SLO, or a sweep. The load: rate, or closed concurrency."""
     from loadtest.cli import failing, read
@@ -112,8 +118,9 @@ def search(
             _run_once(task, checked, Options(procs=procs), keys, folder, whole),
             searching.resume(folder, fresh),
             folder=folder,
-            repeats=repeats if limits else 1,
+            repeats=repeats or (1 if sweep is not None else 3),
             open_loop=not whole,
+            lenient=lenient,
             on_trial=_tell(unit),
         )
         if sweep is not None:

@@ -69,7 +69,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     state: State = "unclear"
     kept: bool = False
     saturated: bool = False
-    client_bottleneck: bool = False
     offered_per_s: float = 0.0
     served_per_s: float = 0.0
     tokens_per_s: float = 0.0
@@ -176,7 +175,11 @@ def is_saturated(records: Sequence[RequestRecord]) -> bool:
 
 
 class Trials:
-    """Runs loads, each until it is clear, and keeps them in a folder."""
+    """Runs loads, each until it is clear, and keeps them in a folder.
+
+    A run in which the client was the bottleneck is done again, up to `repeats` times; unless
+    `lenient`, which takes it as it is.
+    """
 
     def __init__(
         self,
@@ -186,6 +189,7 @@ class Trials:
         folder: Path | None = None,
         repeats: int = 3,
         open_loop: bool = True,
+        lenient: bool = False,
         on_trial: Callable[[Trial], None] | None = None,
     ) -> None:
         self._run_once = run_once
@@ -193,28 +197,34 @@ class Trials:
         self._folder = folder
         self._repeats = repeats
         self._open_loop = open_loop
+        self._lenient = lenient
         self._on_trial = on_trial
 
     def at(self, load: float) -> Trial:
         """The trial at a load: the stored one if it is done, else run. Raises RunError when the
         client could not keep up."""
         trial = next((t for t in self.search.trials if t.load == load), Trial(load=load))
+        refused = 0
         while not self._done(trial):
-            trial = self._again(trial)
-            self._store(trial)
-        if trial.client_bottleneck:
-            raise RunError(
-                f"at {load:g} {self.search.unit} the client was the bottleneck, so nothing above "
-                "can be measured; give it more --procs or another machine"
-            )
+            summary, records = self._run_once(trial.load, trial.repeats)
+            if summary.verdict == "ok" or self._lenient:
+                trial = self._with(trial, summary, records)
+                self._store(trial)
+                continue
+            refused += 1
+            if refused == self._repeats:
+                raise RunError(
+                    f"at {load:g} {self.search.unit} the client was the bottleneck, so nothing can "
+                    "be measured; give it more --procs or another machine"
+                )
         return trial
 
     def _done(self, trial: Trial) -> bool:
-        clear = trial.state != "unclear" or trial.saturated or trial.client_bottleneck
+        clear = trial.state != "unclear" or not self.search.slo
         return trial.repeats > 0 and (clear or trial.repeats >= self._repeats)
 
-    def _again(self, trial: Trial) -> Trial:
-        summary, records = self._run_once(trial.load, trial.repeats)
+    def _with(self, trial: Trial, summary: Summary, records: Sequence[RequestRecord]) -> Trial:
+        """The trial and one run more."""
         slo = self.search.slo
         counts = {
             limit.text: trial.counts.get(limit.text, Count()) + count(records, limit)
@@ -231,7 +241,6 @@ class Trials:
             state="broken" if saturated else state,
             kept=not saturated and state != "broken" and enough,
             saturated=saturated,
-            client_bottleneck=summary.verdict == "client_bottleneck",
             offered_per_s=summary.offered_per_s,
             served_per_s=summary.served_per_s,
             tokens_per_s=summary.output_tokens_per_s,
