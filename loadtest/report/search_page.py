@@ -19,14 +19,12 @@ def search_page(search: Search) -> str:
     limits = ", ".join(limit.text for limit in s.slo)
     tiles = []
     if s.slo:
-        best = "none" if s.best is None else f"{number(s.best)} {s.unit}"
-        tiles.append(
-            Tile("Highest load that keeps the SLO", best, limits, "good" if s.best else "bad")
-        )
-        over = "none tried" if s.first_broken is None else f"{number(s.first_broken)} {s.unit}"
-        tiles.append(Tile("Lowest load that breaks it", over))
+        best = "none" if s.best is None else number(s.best)
+        tiles.append(Tile("Keeps the SLO up to", best, s.unit, "good" if s.best else "bad"))
+        over = "none tried" if s.first_broken is None else number(s.first_broken)
+        tiles.append(Tile("Breaks it from", over, s.unit))
     if s.knee is not None:
-        tiles.append(Tile("Knee", f"{number(s.knee)} {s.unit}", "most served for its latency"))
+        tiles.append(Tile("Knee", number(s.knee), f"{s.unit}, most served for its latency"))
     most = max(s.trials, key=lambda t: t.tokens_per_s, default=None)
     if most is not None:
         at = f"at {number(most.load)} {s.unit}"

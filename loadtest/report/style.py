@@ -34,7 +34,7 @@ font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:12.5px;line-height:1.35;display:block}
 .tile .what{color:var(--ink);font-size:13px}
 .tile.bad b{color:var(--bad)}.tile.good b{color:var(--good)}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,310px),1fr));gap:14px}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,310px),1fr));gap:14px}
 .card{padding:14px 14px 8px;min-width:0}
 .card svg{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto;padding:0}
