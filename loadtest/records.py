@@ -123,7 +123,6 @@ ERROR_CLASSES: dict[str, str] = {
     "http_503": "the server has no place, or is going away",
     "stream_error": "an error event inside the stream",
     "bad_answer": "not HTTP, not JSON, or not an OpenAI answer",
-    "client": "the load tester's own fault",
 }
 
 

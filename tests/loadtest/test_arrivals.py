@@ -40,7 +40,7 @@ def test_rate_and_burstiness(cv: float) -> None:
 
 
 def test_poisson_counts() -> None:
-    """Counts of a Poisson process vary as much as they are: variance = mean; and it has no memory."""
+    """A process with the right mean and the wrong variance, or with a memory."""
     found = times(arrivals.constant(20), 1, duration=5_000)
     counts = [0] * 5_000
     for t in found:

@@ -192,8 +192,7 @@ def test_ctrl_c_keeps_what_there_is(scenario: Path, tmp_path: Path) -> None:
     out = tmp_path / "o"
     with FakeServer(first=0.05) as server:
         run = subprocess.Popen(
-            [sys.executable, "-m", "loadtest", "run", str(scenario), "--url", server.url]
-            + ["--out", str(out)],
+            [sys.executable, "-m", "loadtest", "run", scenario, "--url", server.url, "--out", out],
             cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         deadline = time.monotonic() + 30

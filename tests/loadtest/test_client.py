@@ -1,5 +1,5 @@
-"""The client against a server whose delays, losses and lies are known: every measure is right, every
-fault is told. The machine may be slow, so times have a lower bound and a generous upper one."""
+"""The client against a server whose delays, losses and lies are known: every measure is right and
+every fault told. The machine may be slow: times have a lower bound and a generous upper one."""
 
 import asyncio
 import itertools

@@ -1,5 +1,7 @@
 """HTTP as it may come: in any pieces, with any framing."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +49,7 @@ def feed(data: bytes, cuts: list[int], eof: bool = False) -> tuple[Taker, Connec
     taker = Taker()
     connection.send(b"", taker)
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece = data[start:end]
         connection.get_buffer(-1)[: len(piece)] = piece
         connection.buffer_updated(len(piece))
