@@ -342,8 +342,11 @@ async def get(target: Target, path: str) -> tuple[int, bytes]:
         raise RunError(f"{url}: TLS failed: {error.reason or error}") from None
     except TimeoutError:
         raise RunError(f"{url}: no connection within {target.connect_timeout:g} s") from None
+    except socket.gaierror as error:
+        raise RunError(f"{url}: {error.strerror}") from None
     except OSError as error:
-        raise RunError(f"{url}: {error.strerror or error}") from None
+        told = os.strerror(error.errno) if error.errno else str(error)
+        raise RunError(f"{url}: {told}") from None
     try:
         head = request_head(address, "GET", path, headers | target.headers)
         connection.send(head + b"\r\n", answer)
