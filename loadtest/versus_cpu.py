@@ -138,6 +138,7 @@ def main() -> None:
             },
             "rows": rows,
         }
+        args.out.mkdir(parents=True, exist_ok=True)
         stem = args.out / f"versus-cpu-{date}"
         Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
         Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -20,7 +20,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-cli.add_typer(loadtest)
+cli.add_typer(loadtest, epilog="Example:  manta loadtest run chat.yaml --url http://host:8000")
 
 _Spec = Annotated[
     str,
