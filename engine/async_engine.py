@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, MantaError, Overloaded, RequestFailed
 from engine.handle import RequestHandle
 from engine.llm import load_tokenizer, start_request
-from engine.messages import EngineStats, Ready, StepFrame
+from engine.messages import AdapterInfo, EngineStats, Ready, StepFrame
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.session import Messages, Prompt, Session
@@ -63,7 +63,8 @@ class AsyncEngine:
     ) -> RequestHandle:
         """Start a request from text, token ids or chat messages; returns at once.
 
-        request_id: must not be that of an open request. options: detokenize, priority.
+        request_id: must not be that of an open request. options: detokenize, priority,
+        cache_salt, adapter.
         Raises InvalidRequest, EngineDead, and Overloaded while it drains.
         """
         if self._idle is not None:
@@ -115,6 +116,16 @@ class AsyncEngine:
         handle = self._session.find(request_id)
         if handle is not None:
             handle.stop()
+
+    async def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Make a PEFT adapter known, or replace the one of that name: requests that run finish on
+        the old weights. Raises AdapterError, EngineDead.
+        """
+        return await self._client.add_adapter(name, folder)
+
+    async def remove_adapter(self, name: str) -> AdapterInfo:
+        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
+        return await self._client.remove_adapter(name)
 
     async def stats(self) -> EngineStats:
         """The engine's state now. Raises EngineDead."""

@@ -7,17 +7,23 @@ anything for each request: whoever uses them maps ids to requests.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDead, MantaError
+from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
 from engine.messages import (
     Abort,
+    AdapterAnswer,
+    AdapterInfo,
+    AddAdapter,
     Control,
     EngineRequest,
     EngineStats,
@@ -25,6 +31,7 @@ from engine.messages import (
     FromEngine,
     Progress,
     Ready,
+    RemoveAdapter,
     StepFrame,
 )
 from engine.supervisor import EngineProcess
@@ -56,6 +63,8 @@ class _Client:
         self._engine: EngineProcess | None = None
         self._failed: Failed | None = None
         self._error: MantaError | None = None  # why it is of no use any more
+        self._tickets = itertools.count(1)
+        self._asked: dict[int, Future[AdapterInfo]] = {}  # adapter messages without an answer
         self.ready: Ready | None = None
         self.stats = EngineStats()
 
@@ -85,6 +94,43 @@ class _Client:
         """ "drain", "stats" or "reset_prefix_cache" (see `Control`). Raises EngineDead."""
         self._live().send(Control(what))
 
+    def _add_adapter(
+        self, name: str, folder: str | Path, revision: str, load: bool
+    ) -> Future[AdapterInfo]:
+        path = os.path.abspath(folder)
+        return self._ask(lambda ticket: AddAdapter(ticket, name, path, revision, load))
+
+    def _remove_adapter(self, name: str, revision: str) -> Future[AdapterInfo]:
+        return self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
+
+    def _ask(self, message: Callable[[int], AddAdapter | RemoveAdapter]) -> Future[AdapterInfo]:
+        engine, ticket = self._live(), next(self._tickets)
+        future: Future[AdapterInfo] = Future()
+        self._asked[ticket] = future
+        try:
+            engine.send(message(ticket))
+        except MantaError:
+            self._asked.pop(ticket, None)
+            raise
+        if self._error is not None:  # it ended meanwhile, perhaps before it saw the new ticket
+            self._fail_asked(self._error)
+        return future
+
+    def _answer(self, answer: AdapterAnswer) -> None:
+        future = self._asked.pop(answer.ticket, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return  # nobody waits any more
+        if answer.info is not None:
+            future.set_result(answer.info)
+        else:
+            future.set_exception(AdapterError(answer.message, code=answer.code))
+
+    def _fail_asked(self, error: MantaError) -> None:
+        while self._asked:
+            _, future = self._asked.popitem()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
     def _live(self) -> EngineProcess:
         if self._error is not None:
             raise self._error
@@ -97,6 +143,8 @@ class _Client:
         if type(message) is StepFrame:
             self.stats = message.stats
             self._on_frame(message)
+        elif isinstance(message, AdapterAnswer):
+            self._answer(message)
         elif isinstance(message, Ready):
             assert self._engine is not None
             self._engine.hide()
@@ -198,6 +246,7 @@ class EngineClient(_Client):
             return
         self._stop_reading()
         error = self._error = self._death(status)
+        self._fail_asked(error)
         assert self._started is not None
         if not self._started.done():
             self._started.set_exception(error)
@@ -210,11 +259,26 @@ class EngineClient(_Client):
             self._loop.remove_reader(self._fd)
             self._fd = -1
 
+    async def add_adapter(
+        self, name: str, folder: str | Path, *, revision: str = "", load: bool = True
+    ) -> AdapterInfo:
+        """Make a PEFT adapter known to the engine, or replace the one of that name: requests that
+        were submitted before finish on the old weights. See `AddAdapter`.
+
+        Raises AdapterError (nothing has changed then), EngineDead.
+        """
+        return await asyncio.wrap_future(self._add_adapter(name, folder, revision, load))
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        """Forget it; accepted requests finish on it. Raises AdapterError, EngineDead."""
+        return await asyncio.wrap_future(self._remove_adapter(name, revision))
+
     async def close(self, timeout: float = STOP_SECONDS) -> None:
         """End the process; open requests get no more frames. Idempotent."""
         self._stop_reading()
         engine, self._engine = self._engine, None
         self._error = self._error or EngineDead("the engine is closed")
+        self._fail_asked(self._error)
         if self._started is not None:
             self._started.cancel()
         if engine is not None:
@@ -280,6 +344,7 @@ class BlockingEngineClient(_Client):
 
     def _end_with(self, error: MantaError) -> None:
         self._error = error
+        self._fail_asked(error)
         if self._changed.is_set() and self._on_death is not None:
             self._on_death(error)
         self._changed.set()
@@ -308,10 +373,21 @@ class BlockingEngineClient(_Client):
         except zmq.Again:
             return
 
+    def add_adapter(
+        self, name: str, folder: str | Path, *, revision: str = "", load: bool = True
+    ) -> AdapterInfo:
+        """As `EngineClient.add_adapter`, blocking. Not from the callbacks."""
+        return self._add_adapter(name, folder, revision, load).result()
+
+    def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        """As `EngineClient.remove_adapter`, blocking. Not from the callbacks."""
+        return self._remove_adapter(name, revision).result()
+
     def close(self, timeout: float = STOP_SECONDS) -> None:
         """As `EngineClient.close`, blocking. Not from the callbacks."""
         engine, self._engine = self._engine, None
         self._error = self._error or EngineDead("the engine is closed")
+        self._fail_asked(self._error)
         if engine is None:
             return
         self._closing = True

@@ -40,6 +40,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         32 up to max_num_seqs.
     admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
         when their prompt fits, preempting if it goes wrong).
+    batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
+        time, in the order of arrival (kept for comparison: it collapses when adapters alternate).
+    max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
+    max_lora_rank: of one adapter; the device has max_loras slots of this rank, allocated at start.
+    lora_host_bytes: host memory for adapters that are not on the device (pinned on CUDA); 0 = the
+        smaller of 4 GiB and a quarter of the free memory.
     deterministic: the same numbers whatever else is in the batch, where a faster way would differ.
     num_threads: CPU threads of the step; 0 = the process's share of cores.
     seed: of the dummy weights and of seeds drawn for requests that give none.
@@ -62,6 +68,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] = ()
     admission: Literal["optimistic", "sum", "reserved", "peak"] = "optimistic"
+    batching: Literal["mixed", "split"] = "mixed"
+    max_loras: int = 0
+    max_lora_rank: int = 64
+    lora_host_bytes: int = 0
     deterministic: bool = False
     num_threads: int = 0
     seed: int = 0
@@ -82,8 +92,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_cache_bytes",
             "num_blocks",
             "num_threads",
+            "max_loras",
+            "lora_host_bytes",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)
+        if not 1 <= self.max_lora_rank <= 256:
+            raise ConfigError(
+                f"max_lora_rank must be 1..256, got {self.max_lora_rank}", param="max_lora_rank"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")

@@ -14,14 +14,22 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from engine.batch import Batch, StepResult
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
-from engine.messages import Delta, EngineRequest, EngineStats
+from engine.lora.names import disabled
+from engine.messages import (
+    AdapterAnswer,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    RemoveAdapter,
+)
 from engine.request import Phase, Request, validate
 from engine.scheduler import Scheduler
 from engine.trial import Trial
@@ -69,6 +77,7 @@ class EngineCore:
         self._runner = runner
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
+        self._answers: list[AdapterAnswer] = []
         self._step_seconds = 0.0
         self._trial: Trial | None = None
         self._unproven = False  # a request was found guilty, and no step has succeeded since
@@ -188,6 +197,23 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests that run keep their blocks."""
         self.scheduler.reset_prefix_cache()
+
+    def add_adapter(self, message: AddAdapter) -> None:
+        self._refuse_adapter(message.ticket)
+
+    def remove_adapter(self, message: RemoveAdapter) -> None:
+        self._refuse_adapter(message.ticket)
+
+    def _refuse_adapter(self, ticket: int) -> None:
+        error = disabled()
+        self._answers.append(AdapterAnswer(ticket, None, error.code, error.message))
+
+    def answers(self) -> list[AdapterAnswer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """See engine.process.Core."""
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters

@@ -31,6 +31,18 @@ class ConfigError(MantaError, ValueError):
     code = "invalid_config"
 
 
+class AdapterError(MantaError):
+    """An adapter cannot be had; the model and the other adapters are unaffected.
+
+    code: adapter_not_found (no such name, or no such folder), adapter_invalid (its files are broken
+        or ask for what is not supported), adapter_incompatible (made for another model, or of too
+        large a rank), adapter_changed (its files are not those that were added: add it again), or
+        adapters_disabled (max_loras is 0).
+    """
+
+    code = "adapter_invalid"
+
+
 class EngineDead(MantaError):
     """The engine process is gone; requests in flight did not finish there."""
 

@@ -1,20 +1,30 @@
 """A core without a model, for tests and benchmarks of everything around the engine.
 
 Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of a sequence is
-first + p % (vocab_size - first), a function of the position alone: so a stream that went on
-elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
-model's.
+first + p % (vocab_size - first), a function of the position alone (and of the adapter's name and
+revision, which shift p): so a stream that went on elsewhere can be checked for gaps and repeats,
+and the CPU cost of router and client shows without a model's.
 """
 
 import os
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.messages import Delta, EngineRequest, EngineStats, Ready
+from engine.lora.fake import FakeAdapters
+from engine.messages import (
+    AdapterAnswer,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Ready,
+    RemoveAdapter,
+)
 
 PREFIX = "fake:"
 
@@ -28,6 +38,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_tokens: end with the end token after as many; 0 = never.
     eos: the end token.
     poison: a prompt with this token fails alone.
+    adapter_seconds: an adapter takes as long to reach the device.
     fail_start, fail_step, exit_step: raise at start, raise at that step, or exit without a word.
     """
 
@@ -40,6 +51,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_tokens: int = 0
     eos: int = 2
     poison: int = -1
+    adapter_seconds: float = 0.0
     fail_start: bool = False
     fail_step: int = -1
     exit_step: int = -1
@@ -68,6 +80,7 @@ class FakeCore:
         self._new: set[int] = set()
         self._ended: list[Delta] = []  # refused or aborted since the last step
         self._stats = EngineStats(total_blocks=1, block_size=config.block_size)
+        self._adapters = FakeAdapters(config.max_loras, self._options.adapter_seconds)
 
     def ready(self) -> Ready:
         o = self._options
@@ -78,6 +91,8 @@ class FakeCore:
             self._end(request.id, "error", "draining: this engine takes no new requests")
         elif self._options.poison in request.token_ids:
             self._end(request.id, "error", "poisoned: the prompt has the poison token")
+        elif (refusal := self._adapters.claim(request)) is not None:
+            self._end(request.id, "error", f"{refusal.code}: {refusal.message}")
         else:
             self._requests[request.id] = request
             self._new.add(request.id)
@@ -89,6 +104,7 @@ class FakeCore:
         for request_id in ids:
             if self._requests.pop(request_id, None) is not None:
                 self._new.discard(request_id)
+                self._adapters.release(request_id)
                 self._end(request_id, "abort")
 
     def has_work(self) -> bool:
@@ -106,7 +122,10 @@ class FakeCore:
             time.sleep(options.step_seconds)
         deltas, self._ended = self._ended, []
         for request in list(self._requests.values())[: self._limit]:
-            deltas.append(self._advance(request))
+            if self._adapters.on_device(request.id):
+                deltas.append(self._advance(request))
+        if self._requests and not deltas:
+            time.sleep(0.001)  # all of them wait for their adapters
         stats.finished += sum(1 for delta in deltas if delta.finish)
         stats.step_seconds = time.monotonic() - began
         return deltas
@@ -114,6 +133,7 @@ class FakeCore:
     def _advance(self, request: EngineRequest) -> Delta:
         options, params, tokens = self._options, request.params, request.token_ids
         new: list[int] = []
+        shift = self._adapters.shift(request.id)
         finish, stop_token = "", None
         limit = self._max_len
         if params.max_tokens is not None:
@@ -122,7 +142,7 @@ class FakeCore:
             if len(tokens) >= limit:
                 finish = "length"
                 break
-            token = options.first + len(tokens) % (options.vocab_size - options.first)
+            token = options.first + (len(tokens) + shift) % (options.vocab_size - options.first)
             produced = len(tokens) - request.num_prompt_tokens + 1
             if produced == options.answer_tokens and not params.ignore_eos:
                 token = options.eos
@@ -142,6 +162,7 @@ class FakeCore:
             delta.cached = 0
         if finish:
             del self._requests[request.id]
+            self._adapters.release(request.id)
         return delta
 
     def stats(self) -> EngineStats:
@@ -149,6 +170,7 @@ class FakeCore:
         stats.running = min(len(self._requests), self._limit)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = stats.total_blocks if not self._requests else 0
+        stats.adapters, stats.adapter_loads = self._adapters.resident, self._adapters.loads
         return stats
 
     def drain(self) -> None:
@@ -156,6 +178,18 @@ class FakeCore:
 
     def reset_prefix_cache(self) -> None:
         """There is none."""
+
+    def add_adapter(self, message: AddAdapter) -> None:
+        self._adapters.add(message)
+
+    def remove_adapter(self, message: RemoveAdapter) -> None:
+        self._adapters.remove(message)
+
+    def answers(self) -> list[AdapterAnswer]:
+        return self._adapters.take_answers()
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """Nothing happens between steps."""
 
     def check_integrity(self) -> None:
         assert not self._requests and not self._new and not self._ended

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest
 from engine.fake import PREFIX as FAKE
 from engine.handle import RequestHandle
-from engine.messages import EngineStats, Ready
+from engine.messages import AdapterInfo, EngineStats, Ready
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.session import Messages, Prompt, Session, make_config
@@ -79,12 +79,14 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         params: Params = None,
         *,
+        adapter: str | Sequence[str] = "",
         detokenize: bool = True,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many (text or token ids); the outputs are in the same order.
 
-        params: for all, or one for each. detokenize=False leaves text "" (and saves its time).
+        params: for all, or one for each. adapter: a name known by `add_adapter`, or one for each
+        prompt; "" = the model itself. detokenize=False leaves text "" (and saves its time).
         progress: show a bar; default only at a terminal.
         All prompts are checked before any is run. A request that fails while the others go on has
         finish_reason "error". Raises InvalidRequest, EngineDead.
@@ -92,7 +94,8 @@ class LLM:
         many = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         every = self._session.encode_all(many)
-        return self._run(list(zip(texts, every, strict=True)), params, detokenize, progress)
+        prompts_ids = list(zip(texts, every, strict=True))
+        return self._run(prompts_ids, params, adapter, detokenize, progress)
 
     def chat(
         self,
@@ -101,6 +104,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        adapter: str | Sequence[str] = "",
         detokenize: bool = True,
         progress: bool | None = None,
         **template: Any,
@@ -114,6 +118,7 @@ class LLM:
         return self._run(
             [(None, self._session.encode_chat(cast(Messages, chat), options)) for chat in many],
             params,
+            adapter,
             detokenize,
             progress,
         )
@@ -126,6 +131,7 @@ class LLM:
         request_id: str | None = None,
         detokenize: bool = True,
         priority: int = 0,
+        adapter: str = "",
     ) -> RequestHandle:
         """Start one request and return at once. Raises InvalidRequest, EngineDead."""
         return start_request(
@@ -135,7 +141,19 @@ class LLM:
             request_id=request_id,
             detokenize=detokenize,
             priority=priority,
+            adapter=adapter,
         )
+
+    def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Make a PEFT adapter known, or replace the one of that name. Needs max_loras > 0.
+
+        Raises AdapterError, EngineDead.
+        """
+        return self._client.add_adapter(name, folder)
+
+    def remove_adapter(self, name: str) -> AdapterInfo:
+        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
+        return self._client.remove_adapter(name)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -145,17 +163,25 @@ class LLM:
         self,
         prompts: list[tuple[str | None, list[int]]],
         params: Params,
+        adapter: str | Sequence[str],
         detokenize: bool,
         progress: bool | None,
     ) -> list[RequestOutput]:
         each = _params_for(prompts, params)
+        adapters = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
+        if len(adapters) != len(prompts):
+            raise InvalidRequest(
+                f"{len(adapters)} adapters for {len(prompts)} prompts", param="adapter"
+            )
         for item in each:
             item.check_vocabulary(self.ready.vocab_size)
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
         try:
-            for (text, ids), item in zip(prompts, each, strict=True):
-                handles.append(self._session.start(ids, item, prompt=text, detokenize=detokenize))
+            for (text, ids), item, name in zip(prompts, each, adapters, strict=True):
+                handles.append(
+                    self._session.start(ids, item, prompt=text, detokenize=detokenize, adapter=name)
+                )
             show = sys.stderr.isatty() if progress is None else progress
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())

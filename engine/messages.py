@@ -1,8 +1,9 @@
 """What crosses the boundary of the engine process, as msgpack. Token ids only: no text.
 
-client -> engine   EngineRequest | Abort | Control
+client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
 engine -> client   Progress while it starts, Ready, then one StepFrame for each step that
-                   produced something (or on a state change); Failed instead, if it cannot
+                   produced something (or on a state change), and an AdapterAnswer for each
+                   adapter message; Failed instead, if it cannot
 """
 
 import msgspec
@@ -18,6 +19,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
         counters count from there, so a resumed request goes on as if nothing had happened.
     cache_salt: part of the prefix-cache key; requests share cached blocks only within one salt.
+    adapter: name of a known adapter, or "name@revision" (a request resumed elsewhere goes on with
+        the weights that it began with); "" = the model itself.
     priority: smaller runs earlier; ties by arrival.
     """
 
@@ -46,6 +49,49 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
     """
 
     what: str
+
+
+class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
+    """Make the adapter in folder `path` known as `name`; it replaces one of that name for requests
+    that come after the answer, and those before it finish on the old weights.
+
+    revision: names this state of the files; "" = a hash of what they hold.
+    load: False reads the configuration only, and the weights when a request first needs them.
+    """
+
+    ticket: int  # the answer's
+    name: str
+    path: str
+    revision: str = ""
+    load: bool = True
+
+
+class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):
+    """Forget an adapter; requests that were accepted finish on it. revision "" = any."""
+
+    ticket: int
+    name: str
+    revision: str = ""
+
+
+class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
+    """A known adapter."""
+
+    name: str
+    revision: str
+    kind: str  # "lora", "prefix_tuning" or "prompt_tuning"
+    rank: int  # the largest; of a tuned prompt: its virtual tokens
+    num_bytes: int  # on the device
+    targets: list[str]  # the linear layers it changes, e.g. "q_proj"
+
+
+class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
+    """To AddAdapter and RemoveAdapter. info None: it failed, with code and message."""
+
+    ticket: int
+    info: AdapterInfo | None = None
+    code: str = ""
+    message: str = ""
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
@@ -85,6 +131,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     step_seconds: float = 0.0  # duration of the last step
     finished: int = 0
     draining: bool = False
+    adapters: list[str] = []  # on the device, the last used first
+    adapter_loads: int = 0  # host to device, since start
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
@@ -119,5 +167,5 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
     fraction: float
 
 
-ToEngine = EngineRequest | Abort | Control
-FromEngine = Progress | Ready | StepFrame | Failed
+ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
+FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Failed

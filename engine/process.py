@@ -5,6 +5,7 @@ has bound, and runs the step loop. It never outlives its parent: stdin stays ope
 whose end is the parent's, and on Linux the kernel kills it when the parent's spawning thread ends.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -23,6 +24,8 @@ from engine.config import EngineConfig
 from engine.errors import MantaError
 from engine.messages import (
     Abort,
+    AdapterAnswer,
+    AddAdapter,
     Control,
     Delta,
     EngineRequest,
@@ -31,6 +34,7 @@ from engine.messages import (
     FromEngine,
     Progress,
     Ready,
+    RemoveAdapter,
     StepFrame,
     ToEngine,
 )
@@ -69,6 +73,17 @@ class Core(Protocol):
     def drain(self) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def check_integrity(self) -> None: ...
+    def add_adapter(self, message: AddAdapter) -> None: ...
+    def remove_adapter(self, message: RemoveAdapter) -> None: ...
+
+    def answers(self) -> list[AdapterAnswer]:
+        """Those that came since the last call."""
+        ...
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """wake() is to be called, from any thread, whenever `has_work` or `answers` has news that
+        no message and no step brought: an adapter has been read."""
+        ...
 
 
 Report = Callable[[str, float], None]  # phase, fraction done
@@ -110,6 +125,18 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._refused: list[Delta] = []
         self._stopped = False
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._waker, False)
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+        core.on_loaded(self._wake)
+
+    def _wake(self) -> None:
+        """Any thread: end the wait for input."""
+        with contextlib.suppress(BlockingIOError):  # full of earlier calls, so it wakes anyway
+            os.write(self._waker, b"x")
 
     def run(self) -> None:
         """Until "stop". Raises what `Core.step` raises: a step that fails leaves no state to go on
@@ -131,6 +158,8 @@ class EngineLoop:
             if self._refused:
                 deltas = self._refused + deltas
                 self._refused = []
+            for answer in core.answers():
+                self._send(answer)
             if stepped or asked or deltas:
                 self._send(StepFrame(core.stats(), deltas))
 
@@ -140,7 +169,9 @@ class EngineLoop:
         """
         asked = False
         if block:
-            self._inbox.poll()
+            self._poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
         while True:
             try:
                 raw = self._inbox.recv(zmq.NOBLOCK)
@@ -155,6 +186,10 @@ class EngineLoop:
                 self._core.add(message)
             elif isinstance(message, Abort):
                 self._core.abort(message.ids)
+            elif isinstance(message, AddAdapter):
+                self._core.add_adapter(message)
+            elif isinstance(message, RemoveAdapter):
+                self._core.remove_adapter(message)
             else:
                 asked = True
                 self._control(message)

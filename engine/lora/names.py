@@ -1,0 +1,64 @@
+"""AdapterNames: which adapter a name means now, and which revision it was. No torch here."""
+
+from typing import Generic, TypeVar
+
+from engine.errors import AdapterError
+
+T = TypeVar("T")
+
+
+class AdapterNames(Generic[T]):
+    """name -> its current adapter; "name@revision" is understood too, while it is the current one
+    or still in `retired`."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, tuple[str, T]] = {}  # name -> (revision, adapter)
+        self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, yet in use
+
+    def put(self, name: str, revision: str, adapter: T) -> T | None:
+        """Make it current; returns what it replaces."""
+        before = self._current.get(name)
+        self._current[name] = (revision, adapter)
+        self._retired.pop((name, revision), None)
+        if before is None:
+            return None
+        if before[0] != revision:
+            self._retired[name, before[0]] = before[1]
+        return before[1]
+
+    def remove(self, name: str, revision: str = "") -> T:
+        """Returns what the name meant. Raises AdapterError if it means nothing, or another
+        revision."""
+        found = self._current.get(name)
+        if found is None or revision not in ("", found[0]):
+            raise not_found(f"{name}@{revision}" if revision else name)
+        del self._current[name]
+        self._retired[name, found[0]] = found[1]
+        return found[1]
+
+    def find(self, name: str) -> T:
+        """name: or "name@revision". Raises AdapterError."""
+        base, _, revision = name.partition("@")
+        found = self._current.get(base)
+        if found is not None and revision in ("", found[0]):
+            return found[1]
+        if revision and (base, revision) in self._retired:
+            return self._retired[base, revision]
+        raise not_found(name)
+
+    def forget(self, name: str, revision: str) -> None:
+        """A retired adapter is used no more."""
+        self._retired.pop((name, revision), None)
+
+    def current(self) -> list[T]:
+        return [adapter for _, adapter in self._current.values()]
+
+
+def not_found(name: str) -> AdapterError:
+    return AdapterError(f"no adapter is called {name[:300]!r} here", code="adapter_not_found")
+
+
+def disabled() -> AdapterError:
+    return AdapterError(
+        "this engine takes no adapters; start it with max_loras > 0", code="adapters_disabled"
+    )

@@ -1,0 +1,254 @@
+"""PeftConfig: what an adapter's adapter_config.json says, as far as it is supported. No torch here.
+
+The fields are PEFT's. What would change the result and is not supported is refused, never ignored.
+"""
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from engine.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")  # safe in a path, a URL and a log line
+KINDS = {"LORA": "lora", "PREFIX_TUNING": "prefix_tuning", "PROMPT_TUNING": "prompt_tuning"}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """One adapter's configuration.
+
+    kind: a value of KINDS. base: base_model_name_or_path, for messages.
+    rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
+    targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
+    virtual_tokens: of a tuned prompt.
+    """
+
+    kind: str
+    base: str = ""
+    rank: int = 0
+    alpha: float = 0.0
+    rslora: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    targets: tuple[str, ...] | None = None
+    virtual_tokens: int = 0
+
+    def rank_of(self, module: str) -> int:
+        """module: its full name in the model, e.g. model.layers.0.self_attn.q_proj."""
+        return int(_match(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What the product of its two matrices is multiplied by."""
+        rank = self.rank_of(module)
+        alpha = _match(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    @property
+    def max_rank(self) -> int:
+        return max([self.rank, *(rank for _, rank in self.rank_pattern)])
+
+
+def check_name(name: str) -> None:
+    """Raises AdapterError for a name that could be a path or break a log line."""
+    if not NAME.fullmatch(name):
+        raise AdapterError(
+            f"adapter name {name[:140]!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ - and not "
+            "dots alone",
+            code="invalid_model_name",
+        )
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """The regular file `name` of the folder. Raises AdapterError if it is not there, or a link
+    that leads out of the folder.
+    """
+    try:
+        root = folder.resolve(strict=True)
+        path = (folder / name).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        pickled = (folder / name).with_suffix(".bin")
+        what = f"{name} is missing"
+        if name == WEIGHTS_FILE and pickled.exists():
+            raise AdapterError(
+                f"{folder}: {what}; {pickled.name} is a pickle, which can run code when it is read "
+                "and is not supported: save the adapter as safetensors"
+            ) from None
+        raise AdapterError(
+            f"{folder}: {what}; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}",
+            code="adapter_not_found",
+        ) from None
+    if not path.is_relative_to(root):
+        raise AdapterError(f"{folder}: {name} is a link out of the adapter's folder")
+    if not path.is_file():
+        raise AdapterError(f"{folder}: {name} is not a regular file")
+    return path
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Raises AdapterError naming the field that is wrong or not supported."""
+    path = file_in(folder, CONFIG_FILE)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path}: not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise AdapterError(f"{path}: not a JSON object")
+    return _Reader(path, fields).read()
+
+
+def stamp(folder: Path) -> str:
+    """Changes when the adapter's files do; without reading them. Raises AdapterError."""
+    state = blake2b(digest_size=16)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            stat = os.stat(file_in(folder, name))
+        except OSError as error:
+            raise AdapterError(f"{folder}: {name}: {error.strerror}") from None
+        state.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\0".encode())
+    return state.hexdigest()
+
+
+# Fields that change what an adapter computes: PEFT's default, which is all that is supported.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "fan_in_fan_out": (None, False),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None, {}),
+    "loftq_config": (None, {}),
+    # Others begin by changing the model's own weights, so the adapter alone would be wrong.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+    "corda_config": (None, {}),
+    "encoder_reparameterization_type": (None, "MLP"),
+    "prefix_projection": (None, False),
+}
+_REFUSED_TARGETS = ("embed_tokens", "lm_head")
+
+
+class _Reader:
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self._path = path
+        self._fields = fields
+
+    def read(self) -> PeftConfig:
+        fields = self._fields
+        kind = KINDS.get(str(fields.get("peft_type", "")).upper())
+        if kind is None:
+            raise self._error(
+                "peft_type", f"{fields.get('peft_type')!r}; supported: {', '.join(KINDS)}"
+            )
+        task = fields.get("task_type")
+        if task not in (None, "CAUSAL_LM"):
+            raise self._error("task_type", f"{task!r}; supported: CAUSAL_LM")
+        for field, supported in _ONLY.items():
+            value = fields.get(field)
+            if value not in supported:
+                raise self._error(field, f"{str(value)[:80]!r} is not supported")
+        base = str(fields.get("base_model_name_or_path") or "")
+        if kind != "lora":
+            return PeftConfig(kind, base, virtual_tokens=self._int("num_virtual_tokens"))
+        alpha = fields.get("lora_alpha")
+        if not _is_number(alpha):
+            raise self._error("lora_alpha", f"{alpha!r} is not a number")
+        return PeftConfig(
+            kind,
+            base,
+            rank=self._int("r"),
+            alpha=float(alpha),
+            rslora=self._bool("use_rslora"),
+            rank_pattern=tuple(
+                (str(key), self._positive("rank_pattern", value))
+                for key, value in self._dict("rank_pattern").items()
+            ),
+            alpha_pattern=tuple(
+                (str(key), self._number("alpha_pattern", value))
+                for key, value in self._dict("alpha_pattern").items()
+            ),
+            targets=self._targets(),
+        )
+
+    def _targets(self) -> tuple[str, ...] | None:
+        value = self._fields.get("target_modules")
+        if value is None or isinstance(value, str):  # a pattern: the weights say what it matched
+            return None
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self._error("target_modules", "must be names or a pattern")
+        ends = tuple(sorted({name.rsplit(".", 1)[-1] for name in value}))
+        for name in ends:
+            if name in _REFUSED_TARGETS:
+                raise self._error(
+                    "target_modules", f"{name} is not supported; supported: linear layers"
+                )
+        return ends
+
+    def _bool(self, field: str) -> bool:
+        value = self._fields.get(field, False)
+        if not isinstance(value, bool | None):
+            raise self._error(field, f"{value!r} is not true or false")
+        return bool(value)
+
+    def _dict(self, field: str) -> dict[str, Any]:
+        value = self._fields.get(field) or {}
+        if not isinstance(value, dict):
+            raise self._error(field, "must be an object")
+        for key in value:
+            try:
+                re.compile(key)
+                simple = len(key) <= 1000 and len(re.findall(r"[*+{]", key)) <= 2
+            except (re.error, RecursionError):
+                simple = False
+            if not simple:  # nested repeats could take for ever to match
+                raise self._error(field, f"{key[:80]!r} is not a pattern that is supported")
+        return value
+
+    def _int(self, field: str) -> int:
+        return self._positive(field, self._fields.get(field))
+
+    def _positive(self, field: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:
+            raise self._error(field, f"{value!r} is not a positive number")
+        return value
+
+    def _number(self, field: str, value: Any) -> float:
+        if not _is_number(value):
+            raise self._error(field, f"{value!r} is not a number")
+        return float(value)
+
+    def _error(self, field: str, what: str) -> AdapterError:
+        return AdapterError(f"{self._path}: {field}: {what}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _match(pattern: tuple[tuple[str, float], ...], module: str, default: float) -> float:
+    """PEFT's rule: the first pattern that matches the end of the name, at a dot."""
+    for key, value in pattern:
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
