@@ -140,6 +140,7 @@ class Relay:
             self._moved = time.monotonic()
         if self._draining:
             stats.draining = True
+        stats.routers = len(self._routers)
         self.stats = stats
         # No frame will follow this one: a router without it would see load until the next beat.
         last = not stats.running and not stats.waiting

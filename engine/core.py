@@ -233,6 +233,7 @@ class EngineCore:
             step_seconds=self._step_seconds,
             finished=counters.finished,
             draining=self.draining,
+            rows=min(scheduler.config.max_num_seqs, scheduler.config.max_num_batched_tokens),
         )
 
     def check_integrity(self) -> None:

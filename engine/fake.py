@@ -39,7 +39,8 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos: the end token.
     poison: a prompt with this token fails alone.
     adapter_seconds: an adapter takes as long to reach the device.
-    fail_start, fail_step, exit_step: raise at start, raise at that step, or exit without a word.
+    fail_start, fail_step, exit_step, hang_step: raise at start, raise at that step, exit without a
+        word, or never end it.
     """
 
     vocab_size: int = 1000
@@ -55,6 +56,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_start: bool = False
     fail_step: int = -1
     exit_step: int = -1
+    hang_step: int = -1
 
     @classmethod
     def parse(cls, model: str) -> "FakeOptions":
@@ -69,6 +71,8 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FakeCore:
     """The interface of `engine.core.EngineCore`; what is waiting runs in the next step."""
 
+    on_device = False
+
     def __init__(self, config: EngineConfig) -> None:
         self._options = FakeOptions.parse(config.model)
         self._limit = config.max_num_seqs or 1024
@@ -79,12 +83,17 @@ class FakeCore:
         self._requests: dict[int, EngineRequest] = {}  # in order of arrival
         self._new: set[int] = set()
         self._ended: list[Delta] = []  # refused or aborted since the last step
-        self._stats = EngineStats(total_blocks=1, block_size=config.block_size)
+        # Memory for as many of the longest requests as can run: rows are what runs out.
+        self._blocks = -(-self._max_len // config.block_size)
+        self._stats = EngineStats(
+            total_blocks=self._blocks * self._limit, block_size=config.block_size, rows=self._limit
+        )
         self._adapters = FakeAdapters(config.max_loras, self._options.adapter_seconds)
 
     def ready(self) -> Ready:
         o = self._options
-        return Ready(self._max_len, o.vocab_size, self._block_size, 1, [o.eos], {}, "fake")
+        blocks = self._stats.total_blocks
+        return Ready(self._max_len, o.vocab_size, self._block_size, blocks, [o.eos], {}, "fake")
 
     def add(self, request: EngineRequest) -> None:
         if self._stats.draining:
@@ -118,6 +127,8 @@ class FakeCore:
             raise RuntimeError("the fake engine was told to fail")
         if stats.step == options.exit_step:
             os._exit(3)
+        if stats.step == options.hang_step:
+            time.sleep(3600)
         if options.step_seconds:
             time.sleep(options.step_seconds)
         deltas, self._ended = self._ended, []
@@ -159,6 +170,7 @@ class FakeCore:
             delta.logprobs = [TokenLogprobs(t, -1.0, 1, [t], [-1.0]) for t in new]
         if request.id in self._new:
             self._new.discard(request.id)
+            self._stats.prompt_tokens += len(tokens) - len(new)
             delta.cached = 0
         if finish:
             del self._requests[request.id]
@@ -169,7 +181,7 @@ class FakeCore:
         stats = self._stats
         stats.running = min(len(self._requests), self._limit)
         stats.waiting = len(self._requests) - stats.running
-        stats.free_blocks = stats.total_blocks if not self._requests else 0
+        stats.free_blocks = stats.total_blocks - stats.running * self._blocks
         stats.adapters, stats.adapter_loads = self._adapters.resident, self._adapters.loads
         return stats
 
