@@ -292,6 +292,7 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.edge:install",
     }
     if proxy(config) == "serve":
         return same_loop

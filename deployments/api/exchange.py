@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +31,13 @@ class ClientGone(Exception):
     """Nobody is left to answer. Ends a request quietly."""
 
 
+def request_id(given: Sequence[bytes] = ()) -> str:
+    """The first of the ids that came with a request, with nothing in it that is unsafe in a header
+    or a log; or a new one."""
+    text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
+    return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
+
+
 class Exchange:
     """Reads the request, writes the answer.
 
@@ -49,7 +56,7 @@ class Exchange:
         for name, value in scope["headers"]:
             self._headers.setdefault(name.lower(), []).append(value)
         self.path = _path(scope)
-        self.request_id = self._clean_id()
+        self.request_id = request_id(self.values(b"x-request-id"))
         self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])
         self._header_count = len(scope["headers"])
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(
@@ -59,11 +66,6 @@ class Exchange:
     def values(self, name: bytes) -> list[bytes]:
         """All values of a header; name in lower case."""
         return self._headers.get(name, [])
-
-    def _clean_id(self) -> str:
-        given = self._headers.get(b"x-request-id", [])
-        text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
-        return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
 
     def check_envelope(self) -> None:
         """Sizes and framing, before anything is read. Raises ApiError 400, 414 or 431."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import json, os, shutil, sys, tempfile, time
+import json, os, shutil, socket, sys, tempfile, time
 from pathlib import Path
 
 from ray import serve
@@ -30,6 +30,13 @@ config = parse_config(
 )
 assert proxy(config) == sys.argv[1]
 os.environ.update(cluster_environment(config, folder))
+
+def raw(port, head):
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
+        line.sendall(head + b"\\r\\nConnection: close\\r\\n\\r\\n")
+        return b"".join(iter(lambda: line.recv(65536), b""))
+
+
 body = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}
 path = "/v1/chat/completions"
 with ray_and_serve() as cluster:
@@ -54,6 +61,10 @@ with ray_and_serve() as cluster:
     assert answer["error"]["param"] == "temperature", answer
     ids = cluster.open(path, body | {"max_tokens": 1}).headers.get_all("x-request-id")
     assert len(ids) == 1, ids  # Serve answers it too; clients would join the two by a comma
+    answer = raw(cluster.port, b"GET /nothing HTTP/1.1\\r\\nHost: a\\r\\nX-Request-Id: a <\\xff>b")
+    assert b" 404 " in answer and answer.lower().count(b"x-request-id: ab\\r\\n") == 1, answer
+    answer = raw(cluster.port, b"FOO / HTTP/1.1\\r\\nHost: a")  # what the parser itself refuses
+    assert b" 501 " in answer and b'"code":"not_implemented"' in answer, answer
     handle = serve.get_app_handle("manta")  # this driver has the usual settings
     answer = handle.generate.remote({**body, "max_tokens": 30}).result()
     assert answer["choices"] == whole["choices"]

@@ -11,11 +11,11 @@ import uvicorn
 
 
 @contextlib.contextmanager
-def serve(app: Any, http: str = "httptools") -> Iterator[int]:
-    """Run app; yields the port. http: "httptools" (what Serve uses) or "h11"."""
+def serve(app: Any, http: Any = "httptools") -> Iterator[int]:
+    """Run app; yields the port. http: "httptools" (what Serve uses), "h11" or a protocol class."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", http=http, loop="asyncio", lifespan="on")
+    config = uvicorn.Config(app, log_level="critical", http=http, loop="asyncio", lifespan="auto")
     server = uvicorn.Server(config)
     started = threading.Event()
 
