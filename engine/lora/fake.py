@@ -1,4 +1,4 @@
-"""FakeAdapters: the adapters of a fake core. Real names, configurations, slots and errors; no weights."""
+"""FakeAdapters: a fake core's adapters: real names, slots and errors, no weights."""
 
 import time
 from dataclasses import dataclass
