@@ -1,7 +1,9 @@
 """An OpenAI-compatible server whose every delay, loss and lie is known.
 
 In a thread of the test:      with FakeServer(first=0.05, gap=0.01) as server: ... server.url
-As a process of its own:      python -m tests.loadtest.fake_server FIRST GAP   (prints its URL)
+As a process of its own:      python -m tests.loadtest.fake_server 0.04..0.1 0.012
+    prints its URL; the first token 40 to 100 ms after the request, drawn for each, then one every
+    12 ms; ends with its standard input. Without figures: NullServer, as fast as it can be.
 """
 
 import asyncio
@@ -59,7 +61,7 @@ class FakeServer:
         self.seen_headers: list[dict[str, str]] = []
         self.broken_off = 0
         self._port = port
-        self._up = threading.Event()
+        self.up = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, daemon=True)
 
@@ -69,7 +71,7 @@ class FakeServer:
 
     def __enter__(self) -> "FakeServer":
         self._thread.start()
-        assert self._up.wait(10)
+        assert self.up.wait(10)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,7 +87,7 @@ class FakeServer:
         self._stop = asyncio.Event()
         server = await asyncio.start_server(self._connection, "127.0.0.1", self._port, backlog=2048)
         self._port = server.sockets[0].getsockname()[1]
-        self._up.set()
+        self.up.set()
         await self._stop.wait()
         server.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -113,8 +115,9 @@ class FakeServer:
         headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines if line)}
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
         method, path, _ = first.split()
-        if method == "GET" and path == "/v1/models":
-            self._json(writer, 200, {"object": "list", "data": [{"id": "fake"}]})
+        if method == "GET" and path in ("/v1/models", "/health"):
+            card = {"id": "fake", "object": "model"}
+            self._json(writer, 200, {"object": "list", "data": [card]})
             return True
         if method != "POST" or path not in ("/v1/completions", "/v1/chat/completions"):
             self._json(writer, 404, {"error": {"message": path, "code": "not_found"}})
@@ -198,8 +201,10 @@ class FakeServer:
             b"transfer-encoding: chunked\r\nx-request-id: r1\r\n" + extra.encode() + b"\r\n"
         )
         told = (body.get("stream_options") or {}).get("continuous_usage_stats")
+        kind = {"id": "r1", "object": "chat.completion.chunk" if chat else "text_completion"}
         if chat:
-            self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            self._event(writer, {**kind, "choices": [role]})
         due = time.monotonic()
         for at in range(0, len(ids), self.per_chunk):
             if at and self.gap:
@@ -226,7 +231,7 @@ class FakeServer:
             choice |= {"delta": {"content": text}} if chat else {"text": text}
             if shows_ids:
                 choice["token_ids"] = piece
-            event: dict[str, Any] = {"choices": [choice]}
+            event: dict[str, Any] = {**kind, "choices": [choice]}
             if told:
                 event["usage"] = {"completion_tokens": at + len(piece)}
             self._event(writer, event)
@@ -234,9 +239,9 @@ class FakeServer:
         if fault != "no_finish":
             last: dict[str, Any] = {"index": 0, "finish_reason": "length"}
             last |= {"delta": {}} if chat else {"text": ""}
-            self._event(writer, {"choices": [last]})
+            self._event(writer, {**kind, "choices": [last]})
         self._data(writer, b": a comment\n\n")
-        self._event(writer, {"choices": [], "usage": usage})
+        self._event(writer, {**kind, "choices": [], "usage": usage})
         if fault != "no_done":
             self._data(writer, b"data: [DONE]\n\n")
         self._data(writer, b"")
@@ -334,5 +339,20 @@ class NullServer(asyncio.Protocol):
             await asyncio.sleep(due - time.monotonic())
 
 
+async def serve_delays(first: str, gap: str) -> None:
+    """A FakeServer until standard input ends."""
+    low, high = map(float, first.split("..")) if ".." in first else (float(first),) * 2
+
+    def drawn(number: int) -> float:
+        return low + (high - low) * (number * 0.6180339887498949 % 1.0)
+
+    server = FakeServer(first=drawn, gap=float(gap))
+    served = asyncio.create_task(server.serve())
+    await asyncio.to_thread(server.up.wait)
+    print(server.url, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    served.cancel()
+
+
 if __name__ == "__main__":
-    asyncio.run(NullServer.serve())
+    asyncio.run(serve_delays(*sys.argv[1:]) if sys.argv[1:] else NullServer.serve())
