@@ -84,13 +84,14 @@ class ChannelLimits:
 
     handshake: 5 s is long for three frames inside a cluster and short for a port scanner.
     heartbeat, timeout: five missed beats, so that a second of stalled interpreter is not taken for
-    a death. max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
+    a death. Beats are counted, not seconds: who was stopped himself has missed none.
+    max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
     max_backlog: bytes waiting for a peer that does not read.
     """
 
     handshake: float = 5.0
-    heartbeat: float = 1.0
-    timeout: float = 5.0
+    heartbeat: float = 0.5
+    timeout: float = 2.5
     max_frame: int = 32 * 2**20
     max_backlog: int = 64 * 2**20
 
@@ -116,7 +117,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._tail = bytearray()  # the beginning of a frame that has not come whole
         self._max_frame = _MAX_HANDSHAKE_FRAME
-        self._received = 0.0  # loop time of the last bytes
+        self._heard = False  # bytes have come since the last tick
+        self._missed = 0  # ticks in a row without
         self._sent = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reason = ""
@@ -133,13 +135,12 @@ class Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = str(transport.get_extra_info("peername"))
-        self._received = self._loop.time()
         self._timer = self._loop.call_later(
             self._limits.handshake, self.close, "no handshake in time"
         )
 
     def data_received(self, data: bytes) -> None:
-        self._received = self._loop.time()
+        self._heard = True
         buffer: bytes | bytearray = data
         if self._tail:
             self._tail += data
@@ -219,11 +220,13 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(self._limits.heartbeat, self._tick)
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        if now - self._received > self._limits.timeout:
-            self.close(f"silent for {now - self._received:.1f} s")
+        limits = self._limits
+        self._missed = 0 if self._heard else self._missed + 1
+        self._heard = False
+        if self._missed * limits.heartbeat >= limits.timeout:
+            self.close(f"silent for {self._missed * limits.heartbeat:.3g} s")
             return
-        if now - self._sent >= self._limits.heartbeat * 0.9:
+        if self._loop.time() - self._sent >= limits.heartbeat * 0.9:
             self.send(self._beat())
         self._timer = self._loop.call_later(self._limits.heartbeat, self._tick)
 

@@ -128,14 +128,14 @@ class RouterConfig(_Section):
         "may be the cause.",
     )
     heartbeat_seconds: float = Field(
-        1.0, gt=0, le=60, description="Between signs of life on a channel. Costs nothing at 1 s."
+        0.5, gt=0, le=60, description="Between signs of life on a channel; costs nothing."
     )
     silence_seconds: float = Field(
-        5.0,
+        2.5,
         gt=0,
         le=600,
-        description="A channel silent for so long is dead and its requests move. Five beats: a "
-        "busy interpreter may miss one.",
+        description="A channel silent for so long is dead and its requests move: how soon a lost "
+        "machine is noticed. Five beats: a busy interpreter may miss one.",
     )
 
     @model_validator(mode="after")
@@ -216,8 +216,9 @@ class LimitsConfig(_Section):
         30.0,
         ge=1,
         le=3600,
-        description="An engine with work and no step for so long is replaced. 30 s: the first "
-        "steps may compile.",
+        description="An engine whose step takes so long is replaced. 30 s: a CPU may need it for a "
+        "prompt. One that computes nothing meanwhile is told after 8 s, one without a sign of life "
+        "after 3 s.",
     )
 
 

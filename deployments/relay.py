@@ -9,10 +9,20 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from deployments.channel import ChannelLimits, ReplicaEnd, Submit
+from deployments.watch import StallLimits, Watch
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, MantaError
-from engine.messages import Abort, Delta, EngineRequest, EngineStats, Failed, Ready, StepFrame
+from engine.messages import (
+    Abort,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    Pulse,
+    Ready,
+    StepFrame,
+)
 
 logger = logging.getLogger("manta.replica")
 
@@ -34,13 +44,17 @@ class Engine(Protocol):
     @property
     def pid(self) -> int: ...
 
+    @property
+    def pulses(self) -> int: ...
+
+    @property
+    def pulse(self) -> Pulse: ...
+
     async def start(self, config: EngineConfig) -> Ready: ...
 
     def submit(self, request: EngineRequest) -> None: ...
 
     def abort(self, ids: list[int]) -> None: ...
-
-    def control(self, what: str) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -56,21 +70,22 @@ class Relay:
     """
 
     def __init__(
-        self, limits: ChannelLimits, stall_seconds: float, make_engine: MakeEngine = EngineClient
+        self, limits: ChannelLimits, stall: StallLimits, make_engine: MakeEngine = EngineClient
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
         self.failed: Failed | None = None
         self.port = 0
         self._limits = limits
-        self._stall_seconds = stall_seconds
         self._engine = make_engine(self.on_frame, self.on_death)
         self._server: asyncio.Server | None = None
         self._strangers: set[ReplicaEnd] = set()
         self._routers: dict[int, ReplicaEnd] = {}
         self._indices = itertools.count(1)
         self._draining = False
-        self._moved = time.monotonic()  # when the engine last showed progress, or had nothing to do
+        self._stall = stall
+        self._watch = Watch(stall)
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
@@ -79,10 +94,12 @@ class Relay:
         ready = await self._engine.start(config)
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
-        self._moved = time.monotonic()
+        self._look()
         return ready
 
     async def stop(self) -> None:
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
         if self._server is not None:
             self._server.close()
         for connection in [*self._strangers, *self._routers.values()]:
@@ -115,29 +132,26 @@ class Relay:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Raises EngineDead when the engine is gone, or has work and has made no step for too
-        long."""
+        """Raises EngineDead when the engine is gone or stuck."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
-        now = time.monotonic()
-        if not (self.stats.running or self.stats.waiting or self.in_flight):
-            self._moved = now
-        elif now - self._moved > self._stall_seconds:
-            message = f"the engine has work and has made no step for {now - self._moved:.0f} s"
-            error = EngineDead(message, code="engine_stalled")
-            self.on_death(error)
-            raise error
-        # A long prompt makes steps without tokens, hence without frames: ask.
-        self._engine.control("stats")
+
+    def _look(self) -> None:
+        """Once a tick: is the engine stuck?"""
+        engine, stats = self._engine, self.stats
+        busy = bool(stats.running or stats.waiting or self.in_flight)
+        wrong = self._watch.look(engine.pulses, engine.pulse, stats.step, busy=busy)
+        if wrong:
+            self.on_death(EngineDead(wrong, code="engine_stalled"))
+        if self.failed is None:
+            self._watch_timer = self._loop.call_later(self._stall.tick, self._look)
 
     # -- from the engine
 
     def on_frame(self, frame: StepFrame) -> None:
         stats = frame.stats
-        if stats.step != self.stats.step:
-            self._moved = time.monotonic()
         if self._draining:
             stats.draining = True
         stats.routers = len(self._routers)
@@ -226,8 +240,6 @@ class Relay:
             connection.close(f"request number {request.id} is out of range or in use")
             return
         request.id = id
-        if not self.stats.running and not self.stats.waiting:
-            self._moved = time.monotonic()
         connection.live.add(id)
         self._tell(self._engine.submit, request)
 

@@ -14,6 +14,7 @@ import ray
 from deployments.channel import ChannelLimits
 from deployments.relay import Relay
 from deployments.serve_logging import log_through_serve
+from deployments.watch import StallLimits
 from engine.config import EngineConfig
 
 logger = logging.getLogger("manta.replica")
@@ -46,7 +47,7 @@ class EngineReplica:
         log_through_serve()
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
-        self._relay = Relay(settings.channel, settings.stall_seconds)
+        self._relay = Relay(settings.channel, StallLimits(step=settings.stall_seconds))
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
         host = _address(settings.loopback)

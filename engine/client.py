@@ -30,6 +30,7 @@ from engine.messages import (
     Failed,
     FromEngine,
     Progress,
+    Pulse,
     Ready,
     RemoveAdapter,
     StepFrame,
@@ -67,6 +68,8 @@ class _Client:
         self._asked: dict[int, Future[AdapterInfo]] = {}  # adapter messages without an answer
         self.ready: Ready | None = None
         self.stats = EngineStats()
+        self.pulses = 0  # signs of life, and the last of them
+        self.pulse = Pulse()
 
     @property
     def alive(self) -> bool:
@@ -143,6 +146,9 @@ class _Client:
         if type(message) is StepFrame:
             self.stats = message.stats
             self._on_frame(message)
+        elif type(message) is Pulse:
+            self.pulses += 1
+            self.pulse = message
         elif isinstance(message, AdapterAnswer):
             self._answer(message)
         elif isinstance(message, Ready):

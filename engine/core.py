@@ -74,6 +74,7 @@ class EngineCore:
         self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
         self.scheduler = Scheduler(self.config)
         self.draining = False
+        self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
@@ -130,11 +131,13 @@ class EngineCore:
             failure, suspect = error, -1
         try:
             if pending and (batch is None or not ahead or len(pending) > 1 or failure):
+                self.on_device = True
                 result = pending.popleft().wait()
         except AssertionError:
             raise
         except Exception as error:
             failure, suspect = error, 0
+        self.on_device = False
         assert result or failure or batch or self._trial or not self.scheduler.requests, (
             "requests are left, yet none can run"
         )

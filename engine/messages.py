@@ -3,7 +3,7 @@
 client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
 engine -> client   Progress while it starts, Ready, then one StepFrame for each step that
                    produced something (or on a state change), and an AdapterAnswer for each
-                   adapter message; Failed instead, if it cannot
+                   adapter message, and a Pulse twice a second; Failed instead, if it cannot
 """
 
 import msgspec
@@ -101,6 +101,8 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_token: the end token that finished it; None if none did. It is included in token_ids.
     cached: prompt tokens that came from the prefix cache; -1 on all but a request's first delta.
     error: with finish "error": "code: message".
+    queued_us: from the request's arrival here to its first step, in microseconds; -1 on all but its
+        first delta.
     """
 
     id: int
@@ -111,6 +113,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
+    queued_us: int = -1
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -142,6 +145,17 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     deltas: list[Delta]
 
 
+class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
+    """A sign of life, from a thread beside the step loop: it comes in the middle of a step too.
+
+    doing: "step" = in one, "device" = in one and waiting for the device, "" = in none.
+    cpu_seconds: what the process has used so far.
+    """
+
+    doing: str = ""
+    cpu_seconds: float = 0.0
+
+
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine can serve; what it decided, for logs, plan and /v1/models."""
 
@@ -170,4 +184,4 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
 
 
 ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
-FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Failed
+FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Pulse | Failed

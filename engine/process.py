@@ -33,6 +33,7 @@ from engine.messages import (
     Failed,
     FromEngine,
     Progress,
+    Pulse,
     Ready,
     RemoveAdapter,
     StepFrame,
@@ -41,6 +42,7 @@ from engine.messages import (
 
 PR_SET_PDEATHSIG = 1
 LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
+PULSE_SECONDS = 0.5
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,6 +66,8 @@ class Core(Protocol):
     """What the loop needs of an engine core. Errors of one request come as its delta, not as
     exceptions.
     """
+
+    on_device: bool  # the step waits for the device
 
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, ids: list[int]) -> None: ...
@@ -119,6 +123,7 @@ class EngineLoop:
     def __init__(
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
     ) -> None:
+        self.stepping = False
         self._core = core
         self._inbox = inbox
         self._send = send
@@ -154,7 +159,9 @@ class EngineLoop:
             if self._stopped:
                 return
             stepped = core.has_work()
+            self.stepping = stepped
             deltas = core.step() if stepped else []
+            self.stepping = False
             if self._refused:
                 deltas = self._refused + deltas
                 self._refused = []
@@ -162,6 +169,11 @@ class EngineLoop:
                 self._send(answer)
             if stepped or asked or deltas:
                 self._send(StepFrame(core.stats(), deltas))
+
+    def pulse(self) -> Pulse:
+        """For a thread beside the loop."""
+        doing = ("device" if self._core.on_device else "step") if self.stepping else ""
+        return Pulse(doing, time.process_time())
 
     def _take_input(self, *, block: bool) -> bool:
         """Handle everything that has arrived; with block, wait for something first. True: show the
@@ -226,6 +238,13 @@ def _tie_to_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
+    """Sign of life while a step takes its time; a process that is stopped gives none."""
+    while True:
+        send(loop.pulse())
+        time.sleep(PULSE_SECONDS)
+
+
 def _set_threads(count: int) -> None:
     """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
     if count:
@@ -262,8 +281,12 @@ def main() -> int:
         socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
 
+    outbox_lock = threading.Lock()
+
     def send(message: FromEngine) -> None:
-        outbox.send(encoder.encode(message))
+        with outbox_lock:
+            if not outbox.closed:
+                outbox.send(encoder.encode(message))
 
     shown: list[tuple[str, int]] = []  # the last (phase, percent) sent
 
@@ -284,13 +307,16 @@ def main() -> int:
     except Exception as error:
         send(_failure(error, "the engine could not start"))
     else:
+        loop = EngineLoop(core, inbox, send)
+        threading.Thread(target=_give_pulse, args=(loop, send), name="pulse", daemon=True).start()
         try:
-            EngineLoop(core, inbox, send).run()
+            loop.run()
             code = 0
         except Exception as error:
             send(_failure(error, "a step failed"))
     inbox.close(0)
-    outbox.close(LAST_WORDS_MS)
+    with outbox_lock:
+        outbox.close(LAST_WORDS_MS)
     context.term()
     return code
 

@@ -12,10 +12,11 @@ from deployments.channel import ChannelLimits
 from deployments.dispatcher import Dispatcher, DispatchLimits
 from deployments.ledger import Entry
 from deployments.relay import Relay
+from deployments.watch import StallLimits
 from engine import fake
 from engine.config import EngineConfig
 from engine.errors import EngineDead, MantaError
-from engine.messages import Delta, EngineRequest, Ready, StepFrame
+from engine.messages import Delta, EngineRequest, Pulse, Ready, StepFrame
 from engine.sampling_params import SamplingParams
 
 FAST = ChannelLimits(handshake=0.3, heartbeat=0.1, timeout=0.5)
@@ -46,6 +47,8 @@ class LocalEngine:
         self.alive = False
         self.stuck = False
         self.lethal = -1
+        self.pulse = Pulse()
+        self._pulses = 0
         self._on_frame = on_frame
         self._on_death = on_death
         self._timer: asyncio.TimerHandle | None = None
@@ -66,10 +69,11 @@ class LocalEngine:
         self.core.abort(ids)
         self._wake()
 
-    def control(self, what: str) -> None:
-        self._check()
-        if what == "stats" and not self.stuck:
-            self._send([])
+    @property
+    def pulses(self) -> int:
+        """A sign of life whenever somebody looks."""
+        self._pulses += not self.stuck
+        return self._pulses
 
     async def close(self) -> None:
         self.alive = False
@@ -114,14 +118,14 @@ class Fleet:
         *,
         limits: DispatchLimits | None = None,
         options: str = "",
-        stall_seconds: float = 30.0,
+        stall: StallLimits | None = None,
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
         self._count = count
         self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
         self._options = options
-        self._stall = stall_seconds
+        self._stall = stall or StallLimits()
 
     async def __aenter__(self) -> Self:
         card = ModelCard("m", 4096, VOCAB, (2,), 0)

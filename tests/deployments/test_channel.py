@@ -21,6 +21,7 @@ from deployments.channel import (
     Welcome,
 )
 from deployments.relay import Relay
+from deployments.watch import StallLimits
 from engine.config import EngineConfig
 from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
@@ -182,7 +183,7 @@ def test_too_many_strangers_do_not_keep_a_router_out():
     """A port scan that locks the routers out."""
 
     async def case():
-        relay = Relay(FAST, 30.0, LocalEngine)
+        relay = Relay(FAST, StallLimits(), LocalEngine)
         await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
         pairs = [await asyncio.open_connection("127.0.0.1", relay.port) for _ in range(80)]
         await until(lambda: len(relay._strangers) <= 64)
@@ -334,7 +335,7 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
         from deployments.link import Endpoint, Link
 
         rounds, size = 300, 64
-        relay = Relay(FAST, 30.0, LocalEngine)
+        relay = Relay(FAST, StallLimits(), LocalEngine)
         end = ReplicaEnd(
             SECRET,
             FAST,

@@ -9,6 +9,7 @@ import pytest
 
 from deployments.channel import RouterEnd, Submit
 from deployments.relay import Relay
+from deployments.watch import StallLimits
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Abort, EngineRequest, Failed, StepFrame
@@ -165,7 +166,7 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
     """A hung engine that passes health checks for ever; a quiet night that restarts replicas."""
 
     async def case():
-        async with Fleet(0, stall_seconds=0.2) as fleet:
+        async with Fleet(0, stall=StallLimits(tick=0.02, silent=0.2)) as fleet:
             relay = await fleet.add("r0")
             router = await Router().connect(relay)
             await asyncio.sleep(0.3)
@@ -178,13 +179,10 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
             await until(lambda: bool(router.tokens(2)))
             relay.check_health()
             fleet.engines["r0"].stuck = True
-            began = time.monotonic()
+            await until(lambda: router.failed is not None, seconds=2)
             with pytest.raises(EngineDead) as caught:
-                while time.monotonic() - began < 2:
-                    relay.check_health()
-                    await asyncio.sleep(0.02)
-            assert caught.value.code == "engine_stalled"
-            await until(lambda: router.failed is not None)
+                relay.check_health()
+            assert caught.value.code == router.failed.code == "engine_stalled"
 
     run(case())
 
@@ -193,7 +191,7 @@ def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
     """A relay that only works with the tests' engine; a killed process that nobody notices."""
 
     async def case():
-        relay = Relay(FAST, 30.0)
+        relay = Relay(FAST, StallLimits())
         await relay.start(EngineConfig(model="fake:step_seconds=0.002"), "127.0.0.1")
         try:
             router = await Router().connect(relay)
@@ -212,11 +210,40 @@ def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
     run(case())
 
 
+@pytest.mark.parametrize("how", ["stopped", "hung"])
+def test_a_real_engine_process_that_is_stuck(how):
+    """F11. A stopped process, or a step that never ends in one that lives, that holds its streams
+    until somebody looks."""
+
+    async def case():
+        stall = StallLimits(tick=0.5, silent=1.5, hung=2.0)
+        relay = Relay(FAST, stall)
+        options = "step_seconds=0.002" + (",hang_step=20" if how == "hung" else "")
+        await relay.start(EngineConfig(model=f"fake:{options}"), "127.0.0.1")
+        try:
+            router = await Router().connect(relay)
+            await asyncio.sleep(0.6)  # the process is not taken for stuck while it idles
+            router.submit(1, max_tokens=4000)
+            await until(lambda: bool(router.tokens(1)))
+            began = time.monotonic()
+            if how == "stopped":
+                os.kill(relay._engine.pid, signal.SIGSTOP)
+            await until(lambda: router.failed is not None, seconds=6)
+            assert 1.0 < time.monotonic() - began < 4
+            assert router.failed.code == "engine_stalled"
+            assert ("no sign of life" in router.failed.message) == (how == "stopped")
+        finally:
+            os.kill(relay._engine.pid, signal.SIGKILL)
+            await relay.stop()
+
+    run(case())
+
+
 def test_a_start_that_fails_says_why():
     """A replica that is up without an engine, or an error without its cause."""
 
     async def case():
-        relay = Relay(FAST, 30.0)
+        relay = Relay(FAST, StallLimits())
         with pytest.raises(ConfigError, match="told not to start"):
             await relay.start(EngineConfig(model="fake:fail_start=true"), "127.0.0.1")
         await relay.stop()

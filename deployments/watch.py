@@ -1,0 +1,61 @@
+"""Watch: is the engine process stuck? Pure; no clock: it counts the relay's ticks, so that a relay
+which could not run itself does not take its own pause for the engine's.
+
+Three kinds of stuck, from the quickest told to the slowest:
+
+    no sign of life        the process is stopped, or its machine swaps itself to death
+    a step that computes   on the device, or nothing at all: a kernel or a collective that hangs
+      nothing
+    a step without end     the host computes: a large step on a CPU, a kernel being compiled
+"""
+
+from dataclasses import dataclass
+
+from engine.messages import Pulse
+
+_COMPUTES = 0.01  # seconds of CPU in a tick that count as work; the pulse itself takes less
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """Seconds. tick: between two looks; an engine gives a sign of life as often. silent: without
+    one. hung: in a step in which the host computes nothing. step: for any step."""
+
+    step: float = 30.0
+    tick: float = 0.5
+    silent: float = 3.0
+    hung: float = 8.0
+
+
+class Watch:
+    """Call `look` every `limits.tick` seconds."""
+
+    def __init__(self, limits: StallLimits) -> None:
+        self._limits = limits
+        self._pulses = self._step = -1
+        self._cpu_seconds = 0.0
+        self._silent = self._hung = self._still = 0  # ticks
+
+    def look(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
+        """What is wrong, "" if nothing is. pulses: signs of life so far, and the last of them.
+        step: the last one that came to an end. busy: there is work."""
+        limits = self._limits
+        heard = pulses != self._pulses
+        computed = pulse.cpu_seconds - self._cpu_seconds
+        moved = step != self._step or not busy
+        self._pulses, self._step, self._cpu_seconds = pulses, step, pulse.cpu_seconds
+        self._silent = 0 if heard else self._silent + 1
+        self._still = 0 if moved else self._still + 1
+        waits = pulse.doing == "device" or (pulse.doing == "step" and computed < _COMPUTES)
+        if moved or (heard and not waits):
+            self._hung = 0
+        else:
+            self._hung += 1
+        for ticks, seconds, what in (
+            (self._silent, limits.silent, "no sign of life from the engine process for"),
+            (self._hung, min(limits.hung, limits.step), "a step in which nothing moves for"),
+            (self._still, limits.step, "the engine has work and has ended no step for"),
+        ):
+            if ticks * limits.tick >= seconds:
+                return f"{what} {ticks * limits.tick:.3g} s"
+        return ""
