@@ -78,7 +78,7 @@ class Answer:
                     if left and not delta.finish:
                         generation.abort(index)
         shaped = [self._whole(index, choice) for index, choice in enumerate(choices)]
-        body = {**self.head, "choices": shaped, "usage": self.usage()}
+        body = {**self.head, "choices": shaped, "usage": self.usage(generation)}
         if self.chat and call.prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
         if self.chat and call.return_token_ids:
@@ -142,7 +142,7 @@ class Answer:
         items = with_first(self.choices[index].prompt_logprobs, len(ids))
         return completion_logprobs(call.tokenizer, ids, items, offsets)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self, generation: Generation) -> dict[str, Any]:
         """A prompt counts once, however many choices it has; cached is what all of them found."""
         call, n = self.call, self.call.params.n
         prompt = sum(map(len, call.prompts))
@@ -151,12 +151,20 @@ class Answer:
             min(c.cached for c in self.choices[i * n : (i + 1) * n])
             for i in range(len(call.prompts))
         )
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if call.timing:
+            told = generation.timing()
+            usage["timing"] = {
+                "queue_ms": round(told.queue_s * 1000, 3),
+                "migrations": told.migrations,
+                "replicas": told.replicas,
+            }
+        return usage
 
     # --- streamed ---
 
@@ -210,7 +218,7 @@ class Answer:
             await exchange.write(b"data: %b\n\n" % answer.body(), more=False)
             return
         if self.call.include_usage:
-            out.append(self._data({"choices": [], "usage": self.usage()}))
+            out.append(self._data({"choices": [], "usage": self.usage(generation)}))
         out.append(b"data: [DONE]\n\n")
         await exchange.write(b"".join(out), more=False)
 

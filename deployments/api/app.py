@@ -143,6 +143,7 @@ class Api:
             body = await self.read(exchange)
             call = await (chat_call if chat else completion_call)(body, self.backend, self.options)
             exchange.ignored += call.ignored
+            call.timing = exchange.values(b"x-return-timing") == [b"1"]
             await self._answer(exchange, call, chat)
         finally:
             self.in_flight -= 1

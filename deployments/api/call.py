@@ -49,6 +49,7 @@ class Call:
 
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
+    timing: usage tells how the request fared (the header x-return-timing).
     ignored: request fields without effect.
     """
 
@@ -66,6 +67,7 @@ class Call:
     echo: bool = False
     texts: list[str] = field(default_factory=list)
     score_only: bool = False
+    timing: bool = False
     ignored: list[str] = field(default_factory=list)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:

@@ -27,6 +27,19 @@ _BOUNDS = (
     ("minProperties", "maxProperties"),
 )
 _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P=|\()|\\[1-9]")  # look-around, back-reference
+# Of grammars in EBNF (GBNF, Lark): what matches text, or nothing; groups; a rule's name; a name.
+# What is not closed goes to the end of its line, so that no text is looked at twice.
+_TERMINAL = re.compile(
+    "|".join(
+        rf"{quote}(?:[^{end}\\\n]|\\.?)*(?:{end}|$)"
+        for quote, end in (('"', '"'), ("'", "'"), (r"\[", r"\]"))
+    )
+    + r"|//.*|/(?:[^/\\\n]|\\.?)*(?:/|$)|#.*|^%.*",
+    re.MULTILINE,
+)
+_GROUP = re.compile(r"\((?:[^()]|\([^()]*\))*\)[?*+]?")
+_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:::=|:)", re.MULTILINE)
+_NAME = re.compile(r"([A-Za-z_][\w-]*)([?*]?)")
 _COUNT = re.compile(r"\{(\d{0,9}),?(\d{0,9})\}")
 
 
@@ -176,6 +189,36 @@ def _check(kind: str, value: Any, path: str) -> None:
         _pattern(value, path, "invalid_regex")
     elif not value.strip():
         raise invalid(f"{path} is empty", path, "invalid_grammar")
+    elif _endless(value):
+        raise invalid(f"the first rule of {path} has no end", path, "invalid_grammar")
+
+
+def _endless(grammar: str) -> bool:
+    """Whether every text of the first rule would be infinite: each of its alternatives leads back
+    into a rule of which the same is true. Groups in parentheses and names without a rule count as
+    ending. Linear in the grammar's length."""
+    _, *parts = _RULE.split(_GROUP.sub("", _TERMINAL.sub("", grammar)))
+    names = parts[::2]
+    users: dict[str, list[list[str]]] = {name: [] for name in names}
+    ending: list[str] = []
+    for name, body in zip(names, parts[1::2], strict=True):
+        for alternative in body.split("|"):
+            needs = {n for n, optional in _NAME.findall(alternative) if not optional and n in users}
+            waiting = [name, *needs]  # for each need that ends, one item goes
+            for need in needs:
+                users[need].append(waiting)
+            if not needs:
+                ending.append(name)
+    seen = set(ending)
+    ending = list(seen)
+    while ending:
+        done = ending.pop()
+        for waiting in users[done]:
+            waiting.pop()
+            if len(waiting) == 1 and waiting[0] not in seen:
+                seen.add(waiting[0])
+                ending.append(waiting[0])
+    return bool(names) and names[0] not in seen
 
 
 def _pattern(pattern: str, path: str, code: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from deployments.api.call import Call
 from deployments.api.errors import SERVER, ApiError, from_backend
-from deployments.backend import Backend, Generation
+from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.detokenizer import ChoiceDecoder, Decoded
 from engine.errors import RequestFailed
@@ -61,6 +61,14 @@ class Merged:
             generation.abort()
         for task in self._tasks:
             task.cancel()
+
+    def timing(self) -> Timing:
+        parts = [generation.timing() for generation in self._generations]
+        return Timing(
+            max(part.queue_s for part in parts),
+            sum(part.migrations for part in parts),
+            tuple(replica for part in parts for replica in part.replicas),
+        )
 
 
 def start(call: Call, backend: Backend, request_id: str) -> Generation:

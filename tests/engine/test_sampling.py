@@ -340,6 +340,9 @@ def test_bias_forces_and_forbids() -> None:
     got = run(logits, SamplingParams(temperature=0, logit_bias=best))
     assert not set(got.tokens.tolist()) & set(best)
     assert not got.bad.any()
+    every = dict.fromkeys(range(200), -100.0)  # -100 is added like any other: nothing changes
+    got = run(logits, SamplingParams(temperature=0, logit_bias=every))
+    assert got.tokens.tolist() == logits.argmax(-1).tolist() and not got.bad.any()
     got = run(logits[:, :2], SamplingParams(min_tokens=3), stop_ids=[0, 1])
     assert got.bad.all()
 

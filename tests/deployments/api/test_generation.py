@@ -71,6 +71,19 @@ def test_include_usage(client: Client) -> None:
     assert whole["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
+def test_timing_for_those_who_ask(client: Client) -> None:
+    """A load tester that has to guess how long a request queued and whether it moved; usage with
+    fields in it that nobody asked for."""
+    asks = ((b"content-type", b"application/json"), (b"x-return-timing", b"1"))
+    reply = run(client.post("/v1/completions", {**COMPLETION, "prompt": ["a", "b"]}, headers=asks))
+    told = reply.json()["usage"]["timing"]
+    assert told == {"queue_ms": 250.0, "migrations": 2, "replicas": ["r0", "r1", "r0", "r1"]}
+    streamed = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    events = run(client.post("/v1/chat/completions", streamed, headers=asks)).events()
+    assert events[-2]["usage"]["timing"]["migrations"] == 1
+    assert "timing" not in run(client.chat()).json()["usage"]
+
+
 def test_each_token_is_an_event_and_the_first_comes_at_once(
     backend: FakeBackend, client: Client
 ) -> None:
@@ -302,6 +315,8 @@ def test_concurrent_requests_do_not_mix(client: Client) -> None:
             400,
             "context_length_exceeded",
         ),
+        (InvalidRequest("NaN in a tensor", code="adapter_invalid"), 422, "adapter_invalid"),
+        (InvalidRequest("rank 512", code="adapter_incompatible"), 422, "adapter_incompatible"),
         (MantaError("too late", code="deadline_exceeded"), 408, "deadline_exceeded"),
         (RuntimeError("/secret/path 0xdeadbeef"), 500, "internal_error"),
     ],
