@@ -40,6 +40,17 @@ class GenerationRequest:
     deadline: float | None = None  # time.monotonic() seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a client that measures cannot see. queue_s: from arrival at the router to the first step
+    in an engine, of the choice that waited longest. migrations: how often a choice went on at
+    another replica after losing its own. replicas: where it has been, in order."""
+
+    queue_s: float = 0.0
+    migrations: int = 0
+    replicas: tuple[str, ...] = ()
+
+
 class Generation(Protocol):
     """The n choices of one prompt in flight.
 
@@ -60,6 +71,10 @@ class Generation(Protocol):
         Idempotent; legal after the end. An aborted choice may still deliver deltas; callers ignore
         them.
         """
+        ...
+
+    def timing(self) -> Timing:
+        """So far."""
         ...
 
 

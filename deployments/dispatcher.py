@@ -160,6 +160,9 @@ class Dispatcher:
             return
         link = self._links[replica]
         assert link.connection is not None
+        entry = choices[0].entry
+        entry.placed = time.monotonic()
+        entry.replicas.append(replica)
         for choice in choices:
             choice.place = replica
             choice.progressed = False
@@ -263,6 +266,7 @@ class Dispatcher:
                 choice.entry.fail(RequestFailed(message))
                 continue
             self.metrics.migrations.add()
+            choice.entry.migrations += 1
             if choice.losses:
                 # It may be the cause: let those that are not go first, to be ahead of its next
                 # death; and let all news of replicas that died at once arrive.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from deployments.backend import GenerationRequest
+from deployments.backend import GenerationRequest, Timing
 from deployments.metrics import RouterMetrics
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
@@ -88,6 +88,10 @@ class Entry:
         self.arrived = time.monotonic()
         self.choices = [Choice(self, index, first_id + index) for index in range(request.params.n)]
         self.timers: list[asyncio.TimerHandle] = []
+        self.placed = 0.0  # monotonic seconds of the last Submit
+        self.replicas: list[str] = []  # where it has been
+        self.migrations = 0
+        self._queue_s = 0.0
         self._open = len(self.choices)
         self._metrics = metrics
         self._on_end = on_end
@@ -114,6 +118,9 @@ class Entry:
             self._metrics.finished.add(len(stopped), "abort")
             self._end(stopped)
 
+    def timing(self) -> Timing:
+        return Timing(self._queue_s, self.migrations, tuple(self.replicas))
+
     def fail(self, error: MantaError) -> None:
         """The request cannot go on: what has come is still handed out, then next() raises."""
         if self._open:
@@ -127,6 +134,8 @@ class Entry:
         tokens = len(delta.token_ids)
         if choice.last == 0.0:
             metrics.first_token.observe(now - self.arrived)
+            queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
+            self._queue_s = max(self._queue_s, queued)
             if delta.cached > 0:
                 metrics.cached_tokens.add(delta.cached)
             choice.last = now

@@ -11,6 +11,7 @@ While a request decodes, its num_computed grows by one a step and stays unwritte
 """
 
 import enum
+import time
 from typing import Any
 
 from engine.batch import TokenLogprobs
@@ -35,6 +36,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "arrived",
         "base",
         "blocks",
         "cacheable",
@@ -54,6 +56,7 @@ class Request:
         "phase",
         "prompt_logprobs",
         "queued_tokens",
+        "queued_us",
         "root",
         "row",
         "seed",
@@ -92,6 +95,8 @@ class Request:
         self.base = 0  # while decoding: num_computed = base + step
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
         self.queued_tokens = 0  # tokens to compute when it was put into the queue
+        self.arrived = time.monotonic_ns()
+        self.queued_us = -1  # from there to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
         self.delivered = False  # its first delta is out
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (

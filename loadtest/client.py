@@ -65,7 +65,7 @@ class Client:
         self._sink, self._references, self._keep = sink, references, keep
         self._barrier = barrier
         self._pools = [Pool(Address.of(url)) for url in target.urls]
-        headers = {"accept": "text/event-stream, application/json"}
+        headers = {"accept": "text/event-stream, application/json", "x-return-timing": "1"}
         if target.key_file is not None:
             headers["authorization"] = f"Bearer {read_key(target.key_file)}"
         self._headers = headers | target.headers

@@ -12,11 +12,27 @@ from loadtest.wire import Connection
 from loadtest.work import Job
 
 
+class _Timing(msgspec.Struct):
+    """What Manta's usage has for those who send x-return-timing."""
+
+    queue_ms: float | None = None
+    migrations: int | None = None
+    replicas: list[str] = []
+
+    @classmethod
+    def of(cls, value: Any) -> "_Timing":
+        """Another server may mean anything by that name."""
+        try:
+            return cls() if value is None else msgspec.convert(value, cls)
+        except msgspec.ValidationError:
+            return cls()
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: dict[str, Any] | None = None
-    migrations: int | None = None
+    timing: Any = None
 
 
 class _Message(msgspec.Struct):
@@ -44,7 +60,6 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
-    migrations: int | None = None
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -63,7 +78,6 @@ class Exchange:
         "_exact",
         "_finish",
         "_headers",
-        "_migrations",
         "_on_done",
         "_origin",
         "_sse",
@@ -109,7 +123,6 @@ class Exchange:
         self._exact = True
         self._usage: _Usage | None = None
         self._finish: str | None = None
-        self._migrations: int | None = None
         self._error: tuple[str, str | None, str | None] | None = None
         self._done = False
         self._cancelled = False
@@ -226,10 +239,6 @@ class Exchange:
             if part.choices and part.usage.completion_tokens is not None and self.job.stream:
                 known = part.usage.completion_tokens - (before or 0)
             self._usage = part.usage
-            if part.usage.migrations is not None:
-                self._migrations = part.usage.migrations
-        if part.migrations is not None:
-            self._migrations = part.migrations
         tokens = 0
         for choice in part.choices:
             message = choice.delta or choice.message
@@ -287,6 +296,8 @@ class Exchange:
         error = self._error or (None, None, None)
         details = (usage.prompt_tokens_details or {}) if usage else {}
         cached = details.get("cached_tokens")
+        timing = _Timing.of(usage.timing if usage else None)
+        queue_s = _milliseconds(timing.queue_ms or self._headers.get(b"x-queue-time"))  # or TGI's
         return RequestRecord(
             index=self.index,
             phase=self.plan.phase.name,
@@ -314,16 +325,12 @@ class Exchange:
             cancelled=self._cancelled and self._error is None,
             slow_reader=job.slow_pause is not None,
             warmup=self.plan.phase.warmup,
-            migrations=self._migrations_told(),
-            queue_s=_milliseconds(self._headers.get(b"x-queue-time")),
-            replica=_text(self._headers.get(b"x-replica")),
+            migrations=timing.migrations,
+            queue_s=queue_s,
+            replica=timing.replicas[-1] if timing.replicas else None,
             missing_tokens=missing,
             doubled_tokens=doubled,
         )
-
-    def _migrations_told(self) -> int | None:
-        header = self._headers.get(b"x-migrations", b"")
-        return int(header) if self._migrations is None and header.isdigit() else self._migrations
 
 
 def _other(message: _Message) -> bool:
@@ -344,7 +351,7 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def _milliseconds(value: bytes | None) -> float | None:
+def _milliseconds(value: float | bytes | None) -> float | None:
     try:
         return None if value is None else float(value) / 1000
     except ValueError:

@@ -12,7 +12,7 @@ from functools import cache
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from deployments.backend import BackendState, GenerationRequest, ModelCard
+from deployments.backend import BackendState, GenerationRequest, ModelCard, Timing
 from engine.batch import TokenLogprobs
 from engine.chat_template import ChatTemplate
 from engine.errors import MantaError
@@ -97,6 +97,9 @@ class FakeGeneration:
                 self.aborted_at = time.monotonic()
                 self.backend.aborts.append(self)
             self._end()
+
+    def timing(self) -> Timing:
+        return Timing(0.25, 1, ("r0", "r1"))
 
     def _end(self) -> None:
         self._alive.clear()

@@ -52,11 +52,11 @@ class FakeServer:
         fault: Callable[[int, dict[str, Any]], str | None] | None = None,
         headers: dict[str, str] | None = None,
         tells_ids: bool = True,
-        migrations: int | None = None,
+        timing: Any = None,
         port: int = 0,
     ) -> None:
         self.first, self.gap, self.per_chunk, self.fault = first, gap, per_chunk, fault
-        self.headers, self.tells_ids, self.migrations = headers or {}, tells_ids, migrations
+        self.headers, self.tells_ids, self.timing = headers or {}, tells_ids, timing
         self.seen: list[dict[str, Any]] = []
         self.seen_headers: list[dict[str, str]] = []
         self.broken_off = 0
@@ -169,8 +169,8 @@ class FakeServer:
             "completion_tokens": len(right),
             "prompt_tokens_details": {"cached_tokens": 1},
         }
-        if self.migrations is not None:
-            usage["migrations"] = self.migrations
+        if self.timing is not None and self.seen_headers[number].get("x-return-timing") == "1":
+            usage["timing"] = self.timing
         shows_ids = self.tells_ids and bool(body.get("return_token_ids"))
         if not body.get("stream") or fault == "not_sse":
             if fault == "garbage":

@@ -245,7 +245,8 @@ def test_mixes_reach_the_server() -> None:
         "stream: 0.5, adapters: {names: [x, y], choice: round_robin}, "
         "tenants: [{name: a, headers: {x-tenant: a}, priority: 3}]"
     )
-    with FakeServer(migrations=2) as server:
+    timing = {"queue_ms": 7.5, "migrations": 2, "replicas": ["r0", "r1"]}
+    with FakeServer(timing=timing) as server:
         records = load(server, tokens(FAST, count=20, work=work))
     assert Counter(body["model"] for body in server.seen) == {"x": 10, "y": 10}
     assert all(headers["x-tenant"] == "a" for headers in server.seen_headers)
@@ -253,7 +254,12 @@ def test_mixes_reach_the_server() -> None:
     streams = sum(bool(body.get("stream")) for body in server.seen)
     assert 2 < streams < 18 and streams == sum(r.stream for r in records)
     assert {r.tenant for r in records} == {"a"} and {r.adapter for r in records} == {"x", "y"}
-    assert summarise(records, RUN).migrations == 40
+    summary = summarise(records, RUN)
+    assert summary.migrations == 40 and {r.replica for r in records} == {"r1"}
+    assert summary.queue.p50 == summary.queue.max == 0.0075
+    with FakeServer(timing="another server's") as server:
+        strange = load(server, tokens(FAST, count=2))
+    assert all(r.ok and r.migrations is None and r.queue_s is None for r in strange)
 
 
 def test_verification() -> None:
