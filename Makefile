@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) with venv is needed: apt-get install python3.11-venv, or PYTHON=... make" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,loadtest]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target $(VENV)/openai-1 -r tests/openai-1.txt
 	@rm -f $(VENV)/.installed-*
 	@touch $@
@@ -56,7 +56,7 @@ hooks: $(STAMP) ## run the checks before each commit
 
 constraints: ## renew constraints.txt from a fresh environment
 	rm -rf $(VENV)-fresh && $(PYTHON) -m venv $(VENV)-fresh
-	$(VENV)-fresh/bin/python -m pip install $(PIP_ARGS) '.[dev,loadtest]'
+	$(VENV)-fresh/bin/python -m pip install $(PIP_ARGS) '.[dev]'
 	grep '^#' constraints.txt > $(VENV)-fresh/new
 	$(VENV)-fresh/bin/python -m pip freeze --exclude manta-serve | sed 's/+cpu$$//' >> $(VENV)-fresh/new
 	mv $(VENV)-fresh/new constraints.txt && rm -rf $(VENV)-fresh

@@ -197,8 +197,9 @@ def _rate_row(metric: str, a: Side, b: Side, rng: np.random.Generator, resamples
         draws.append(pool[rng.integers(0, len(pool), (resamples, len(pool)))].mean(axis=1))
     change = draws[1] / np.maximum(draws[0], 1e-12) - 1
     low, high = np.percentile(change, (2.5, 97.5))
-    point = points[1] / max(points[0], 1e-12) - 1
-    return Row(metric, *points, point, float(low), float(high))
+    before, after = points
+    point = after / max(before, 1e-12) - 1
+    return Row(metric, before, after, point, float(low), float(high))
 
 
 def _per_second(run: Run, metric: str) -> float:
@@ -236,11 +237,11 @@ def _share_row(metric: str, a: Side, b: Side) -> Row | None:
             return None
         shares.append(hits / len(records))
         spans.append(wilson(hits, len(records)))
-    (low_a, high_a), (low_b, high_b) = spans
-    change = shares[1] - shares[0]
-    low = change - math.hypot(shares[1] - low_b, high_a - shares[0])
-    high = change + math.hypot(high_b - shares[1], shares[0] - low_a)
-    return Row(metric, *shares, change, low, high)
+    (share_a, share_b), ((low_a, high_a), (low_b, high_b)) = shares, spans
+    change = share_b - share_a
+    low = change - math.hypot(share_b - low_b, high_a - share_a)
+    high = change + math.hypot(high_b - share_b, share_a - low_a)
+    return Row(metric, share_a, share_b, change, low, high)
 
 
 def mann_whitney(a: Floats, b: Floats) -> float:

@@ -282,14 +282,14 @@ def load_curve(
     """Throughput against latency: (label, load, tokens/s, ttft, tpot) of each load."""
     charts = []
     points = sorted(points, key=lambda point: point[1])
-    for title, index in (
-        ("Time to first token against load", 3),
-        ("Time per output token against load", 4),
+    for title, latencies in (
+        ("Time to first token against load", [(p[1], p[3]) for p in points]),
+        ("Time per output token against load", [(p[1], p[4]) for p in points]),
     ):
         series = []
         for q, colour in (("p50", 0), ("p99", 1)):
-            known = [p for p in points if p[index].count]
-            xs, ys = [p[1] for p in known], [getattr(p[index], q) for p in known]
+            known = [(load, latency) for load, latency in latencies if latency.count]
+            xs, ys = [load for load, _ in known], [getattr(latency, q) for _, latency in known]
             series += [Series(q, xs, ys, colour), Series(q, xs, ys, colour, "dots")]
         if series[0].xs:
             x, y = Axis(unit, low=0.0), Axis(log=True, form=duration)
@@ -306,7 +306,7 @@ def _errors(run: Run) -> str:
     s = run.summary
     if not s.errors:
         return ""
-    rows = []
+    rows: list[Sequence[Cell | str]] = []
     for name, count in sorted(s.errors.items(), key=lambda item: -item[1]):
         mine = [r for r in run.records if r.error_class == name]
         codes = sorted({r.error_code or str(r.status) for r in mine if r.error_code or r.status})
@@ -323,7 +323,7 @@ def _errors(run: Run) -> str:
             ]
         )
     wide = [Cell("meaning", "wrap"), Cell("first message", "wrap")]
-    head = ["class", "count", "share", "first at", "code", *wide]
+    head: list[Cell | str] = ["class", "count", "share", "first at", "code", *wide]
     return page.section("Errors", page.table(head, rows))
 
 
@@ -332,7 +332,7 @@ def _faults(run: Run) -> str:
     if not s.faults:
         return ""
     stretches = silences(run.records, s.no_service_after_s)
-    rows = []
+    rows: list[Sequence[Cell | str]] = []
     for index, mark in enumerate(s.faults, 1):
         until = s.faults[index].t if index < len(s.faults) else float("inf")
         failed = sum(r.failed and mark.t <= r.end_s < until for r in run.records)
@@ -346,7 +346,13 @@ def _faults(run: Run) -> str:
                 Cell(duration(gap), "bad" if gap else "dim"),
             ]
         )
-    head = ["", "at", Cell("what", "wrap"), "failed until the next", "without service"]
+    head: list[Cell | str] = [
+        "",
+        "at",
+        Cell("what", "wrap"),
+        "failed until the next",
+        "without service",
+    ]
     return page.section("Faults", page.table(head, rows))
 
 

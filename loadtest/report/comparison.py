@@ -15,7 +15,7 @@ _FOOT = (
 def comparison_page(found: Comparison) -> str:
     """A against B; colours: A the first, B the second."""
     rows = tidy(found.rows)
-    cells = [
+    cells: list[list[Cell | str]] = [
         [name, a, b, change, span, p, Cell(verdict, _TONES[verdict])]
         for name, a, b, change, span, p, verdict in rows
     ]

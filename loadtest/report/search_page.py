@@ -56,7 +56,7 @@ def _row(search: Search, t: Trial) -> list[Cell | str]:
         tone: Tone = "good" if share >= limit.share else "bad"
         row.append(Cell(f"{percent(round(share, 5))} of {found.total}", tone))
     row.append(str(t.repeats))
-    word = "saturated" if t.saturated else t.state
+    word: str = "saturated" if t.saturated else t.state
     if not search.slo:
         word = "saturated" if t.saturated else ""
     row.append(Cell(word, "dim" if word == "unclear" else "good" if t.kept else "bad"))

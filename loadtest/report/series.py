@@ -101,7 +101,7 @@ def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
         (w for w in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600) if end / w <= bins), 3600.0
     )
     count = max(1, int(np.ceil(end / width)))
-    edges = np.arange(count + 1) * width
+    edges = np.arange(count + 1, dtype=np.float64) * width
 
     def rate(times: Iterable[float], weights: Iterable[float] | None = None) -> list[float]:
         at = np.fromiter(times, dtype=np.float64)
