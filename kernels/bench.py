@@ -126,7 +126,6 @@ def pointwise_us(rows: int) -> dict[str, tuple[float, float]]:
     hidden, inner = 4096, 14336
     count = 8
     xs = [random(rows, hidden) for _ in range(count)]
-    rs = [random(rows, hidden) for _ in range(count)]
     weight = random(hidden)
     gates = [random(rows, 2 * inner) for _ in range(count)]
     qkvs = [random(rows, (HEADS + 2 * KV_HEADS) * DIM) for _ in range(count)]
@@ -138,15 +137,10 @@ def pointwise_us(rows: int) -> dict[str, tuple[float, float]]:
     def rope(weights: Tensor | None, qkv: Tensor) -> Tensor:
         return cuda.rope_kv_write(qkv, cos_sin, weights, weights, 1e-6, *kv, HEADS, meta)
 
-    pair = list(zip(xs, rs, strict=True))
     return {
         "rms_norm": (
             time_us([lambda x=x: cuda.rms_norm(x, weight, 1e-5) for x in xs]),
             4.0 * rows * hidden,
-        ),
-        "add_rms_norm": (
-            time_us([lambda x=x, r=r: cuda.add_rms_norm(x, r, weight, 1e-5) for x, r in pair]),
-            8.0 * rows * hidden,
         ),
         "silu_mul": (
             time_us([lambda x=x: cuda.silu_mul(x) for x in gates]),

@@ -10,10 +10,9 @@ from kernels.gemm_small_m import few_rows, few_rows_fit
 from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
 from kernels.metadata import AttentionMeta
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import rms_norm
 
 __all__ = [
-    "add_rms_norm",
     "attention",
     "gelu_tanh_mul",
     "linear",

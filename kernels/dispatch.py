@@ -32,15 +32,6 @@ class Kernels(Protocol):
         """x / rms(x) * weight, computed in float32, returned in x's dtype."""
         ...
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual; returns (rms_norm(residual'), residual').
-
-        May reuse either input's memory.
-        """
-        ...
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
         ...

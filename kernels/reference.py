@@ -27,7 +27,6 @@ from torch.nn.functional import (
 from kernels.metadata import AttentionMeta
 
 __all__ = [
-    "add_rms_norm",
     "attention",
     "gelu_tanh_mul",
     "linear",
@@ -57,11 +56,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @lru_cache(maxsize=8)
 def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    residual.add_(x)
-    return rms_norm(residual, weight, eps), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.gemm_small_m import few_rows  # noqa: E402
 from kernels.gemv import gemv  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
-from kernels.norm import add_rms_norm, rms_norm  # noqa: E402
+from kernels.norm import rms_norm  # noqa: E402
 from kernels.sampling import choose  # noqa: E402
 from kernels.sampling_edits import add_bias, ban, penalise  # noqa: E402
 from kernels.sampling_filters import filter_thresholds  # noqa: E402
@@ -127,7 +127,6 @@ def int64(*shape: int) -> Tensor:
 def layers(d: Dims) -> None:
     """Norms, products and activations of a layer."""
     rms_norm(bf16(3, d.hidden), bf16(d.hidden), EPS)
-    add_rms_norm(bf16(3, d.hidden), bf16(3, d.hidden), bf16(d.hidden), EPS)
     silu_mul(bf16(3, 2 * d.intermediate))
     gelu_tanh_mul(bf16(3, 2 * d.intermediate))
     x, norm = bf16(1, d.hidden), bf16(d.hidden)

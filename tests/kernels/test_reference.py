@@ -69,13 +69,9 @@ def test_is_a_complete_back_end() -> None:
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 def test_norms_and_activations(dtype: torch.dtype) -> None:
     """eps outside the root, a sum of squares rounded to 16 bits, gate and up exchanged."""
-    x, residual = torch.randn(2, 7, 48).to(dtype) * 1e-2
+    x = torch.randn(7, 48).to(dtype) * 1e-2
     weight = torch.randn(48).to(dtype)
-    total = (x + residual).clone()
     assert error(reference.rms_norm(x, weight, 1e-3), normed(x, weight, 1e-3)) < BOUND[dtype]
-    out, summed = reference.add_rms_norm(x, residual, weight, 1e-3)
-    assert torch.equal(summed, total)
-    assert error(out, normed(total, weight, 1e-3)) < BOUND[dtype]
     gate_up = torch.randn(5, 64).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert error(reference.silu_mul(gate_up), gate * gate.sigmoid() * up) < BOUND[dtype]
