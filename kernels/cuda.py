@@ -1,8 +1,10 @@
 """The CUDA back end: `kernels.dispatch.Kernels`, in Triton where that beats the library."""
 
-from torch import Tensor
-from torch.nn.functional import linear as cublas_linear
+from collections.abc import Sequence
 
+from torch import Tensor
+
+from kernels import cublaslt
 from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention_decode import attention_decode, plan
 from kernels.attention_prefill import attention_prefill
@@ -23,6 +25,7 @@ __all__ = [
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
+    "tune_linear",
 ]
 
 GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
@@ -31,7 +34,9 @@ GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if fits(x):
         return gemv(x, weight, bias)
-    return few_rows(x, weight, bias) if few_rows_fit(x, weight) else cublas_linear(x, weight, bias)
+    if few_rows_fit(x, weight):
+        return few_rows(x, weight, bias)
+    return cublaslt.linear(x, weight, bias)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,7 +60,11 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         return few_rows(x, weight, bias, residual)
     if bias is not None:
         residual += bias
-    return residual.addmm_(x, weight.t())
+    return cublaslt.linear_add_(x, weight, residual)
+
+
+def tune_linear(weights: Sequence[Tensor], rows: int, add: bool) -> None:
+    cublaslt.tune(weights, rows, add)
 
 
 def prepare(

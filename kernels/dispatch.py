@@ -3,7 +3,7 @@
 Layers hold the Kernels they were built with; nobody asks again at run time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -95,6 +95,11 @@ class Kernels(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
         """residual + linear(x), written over residual."""
+        ...
+
+    def tune_linear(self, weights: Sequence[Tensor], rows: int, add: bool) -> None:
+        """Look for a faster way to do linear (add: linear_add) with these weights, all of one
+        shape, for this many rows of x. It may do nothing."""
         ...
 
 

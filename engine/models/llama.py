@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from engine.layers.linear import Linear, LinearFactory
+from engine.layers.linear import Linear, LinearFactory, RowParallelLinear
 from engine.layers.rotary import cos_sin_table
 from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
@@ -177,6 +177,15 @@ class Llama:
         if self.head is None:
             return self._unquantized.apply(self._tied_head, hidden)
         return self.group.all_gather_columns(self.head(hidden))
+
+    def tune(self, rows: int) -> None:
+        for alike in zip(*(layer.linears for layer in self.layers), strict=True):
+            added = isinstance(alike[0], RowParallelLinear) and self.group.size == 1
+            alike[0].method.tune([linear.state for linear in alike], rows, added)
+        if self.head is None:
+            self._unquantized.tune([self._tied_head], rows, add=False)
+        else:
+            self.head.method.tune([self.head.state], rows, add=False)
 
     def parameters(self) -> Iterator[Parameter]:
         vocab, hidden = self.embedding.shape

@@ -47,6 +47,10 @@ class Model(Protocol):
         dtype."""
         ...
 
+    def tune(self, rows: int) -> None:
+        """Look for the fastest products for steps of this many tokens (CUDA; a no-op elsewhere)."""
+        ...
+
     def parameters(self) -> Iterator[Parameter]:
         """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...

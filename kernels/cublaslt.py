@@ -1,0 +1,240 @@
+"""Matrix products by the fastest of cuBLASLt's algorithms, found by timing them.
+
+For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
+torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch
+(docs/performance.md), so `tune` times them on the model's own weights, and `linear` and
+`linear_add_` use the winner for that number of rows; other shapes go the library's usual way.
+
+The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
+cannot be had, nothing is tuned. A choice depends on timing, so two processes may differ in the last
+bits; `engine.config.EngineConfig.deterministic` does without.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
+_CANDIDATES = 16  # asked for; today's libraries return eight at most
+_COLD = 128 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
+_QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
+_CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
+_FEW_ROWS = 48  # below, reading the weights is all, and every algorithm does it alike
+
+# cublasLt.h; the numbers are part of its interface.
+_COMPUTE_32F = 68
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
+_DESC_TRANSA = 3
+_OP_T = 1
+_PREFERENCE_WORKSPACE = 1
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class _Library:
+    """libcublasLt with a handle and a workspace on one device.
+
+    Steps of one engine follow each other on one stream, so that one workspace serves them all.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
+        self._lib = lib
+        self.handle = ctypes.c_void_p()
+        self.call("cublasLtCreate", ctypes.byref(self.handle))
+        self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        self.one = ctypes.c_float(1.0)
+        self.zero = ctypes.c_float(0.0)
+        self.matmul = lib.cublasLtMatmul
+
+    def call(self, name: str, *args: object) -> None:
+        status = getattr(self._lib, name)(*args)
+        if status:
+            raise RuntimeError(f"{name}: cuBLASLt status {status}")
+
+
+@lru_cache
+def _library(device: torch.device) -> _Library | None:
+    """None where torch has not loaded a cuBLASLt that can be called."""
+    for version in (13, 12):
+        try:
+            lib = ctypes.CDLL(f"libcublasLt.so.{version}")
+        except OSError:
+            continue
+        return _Library(lib, device)
+    return None
+
+
+class _Product:
+    """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add; with its candidates."""
+
+    def __init__(self, lib: _Library, rows: int, weight: Tensor, add: bool) -> None:
+        n, k = weight.shape
+        kind = _TYPES[weight.dtype]
+        self._lib = lib
+        self._beta = ctypes.byref(lib.one if add else lib.zero)
+        self._desc = ctypes.c_void_p()
+        lib.call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), _COMPUTE_32F, 0)
+        transpose = ctypes.c_int(_OP_T)
+        lib.call(
+            "cublasLtMatmulDescSetAttribute",
+            self._desc,
+            _DESC_TRANSA,
+            ctypes.byref(transpose),
+            ctypes.c_size_t(4),
+        )
+        # The library thinks in columns: y.T [n, rows] = (weight.T [k, n]).T @ x.T [k, rows].
+        self._weight, self._x, self._y = (
+            self._layout(kind, *size) for size in ((k, n), (k, rows), (n, rows))
+        )
+        preference = ctypes.c_void_p()
+        lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limit = ctypes.c_size_t(_WORKSPACE)
+        lib.call(
+            "cublasLtMatmulPreferenceSetAttribute",
+            preference,
+            _PREFERENCE_WORKSPACE,
+            ctypes.byref(limit),
+            ctypes.c_size_t(8),
+        )
+        found = (_Heuristic * _CANDIDATES)()
+        count = ctypes.c_int()
+        layouts = (self._weight, self._x, self._y, self._y)
+        lib.call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            *(lib.handle, self._desc, *layouts, preference, _CANDIDATES, found),
+            ctypes.byref(count),
+        )
+        lib.call("cublasLtMatmulPreferenceDestroy", preference)
+        self.candidates = [found[i] for i in range(count.value) if found[i].state == 0]
+
+    def _layout(self, kind: int, rows: int, columns: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._lib.call(
+            "cublasLtMatrixLayoutCreate",
+            *(ctypes.byref(layout), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns)),
+            ctypes.c_int64(rows),
+        )
+        return layout
+
+    def run(self, algorithm: _Heuristic, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        lib = self._lib
+        status = lib.matmul(
+            lib.handle,
+            self._desc,
+            ctypes.byref(lib.one),
+            ctypes.c_void_p(weight.data_ptr()),
+            self._weight,
+            ctypes.c_void_p(x.data_ptr()),
+            self._x,
+            self._beta,
+            ctypes.c_void_p(y.data_ptr()),
+            self._y,
+            ctypes.c_void_p(y.data_ptr()),
+            self._y,
+            ctypes.byref(algorithm.algo),
+            ctypes.c_void_p(lib.workspace.data_ptr()),
+            ctypes.c_size_t(algorithm.workspace),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if status:
+            raise RuntimeError(f"cublasLtMatmul: cuBLASLt status {status}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    product: _Product
+    algorithm: _Heuristic
+
+
+_Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
+
+# What `tune` found. One a process, as with Triton's tuner.
+_choices: dict[_Key, _Choice] = {}
+
+
+def _key(
+    rows: int, weight: Tensor, add: bool
+) -> tuple[int, int, int, torch.dtype, bool, torch.device]:
+    n, k = weight.shape
+    return rows, n, k, weight.dtype, add, weight.device
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, k] @ weight [n, k].T + bias [n] -> [rows, n]."""
+    choice = _choices.get(_key(x.shape[0], weight, False)) if bias is None else None
+    if choice is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    choice.product.run(choice.algorithm, x, weight, y)
+    return y
+
+
+def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual [rows, n] + x [rows, k] @ weight [n, k].T, written over residual."""
+    choice = _choices.get(_key(x.shape[0], weight, True))
+    if choice is None:
+        return residual.addmm_(x, weight.t())
+    choice.product.run(choice.algorithm, x, weight, residual)
+    return residual
+
+
+def _time(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
+    """Millitook of one pass over the weights."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_QUEUE_CYCLES * len(weights))
+    begin.record()
+    for weight in weights:
+        run(weight)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def tune(weights: Sequence[Tensor], rows: int, add: bool) -> None:
+    """Find the fastest algorithm for this many rows of x; weights are of one shape.
+
+    add: for `linear_add_`, else for `linear`. Takes about as long as a few hundred such products.
+    """
+    weight = weights[0]
+    key = _key(rows, weight, add)
+    lib = _library(weight.device)
+    if lib is None or rows < _FEW_ROWS or key in _choices or weight.dtype not in _TYPES:
+        return
+    n, k = weight.shape
+    # Not zeros: what is multiplied decides the power drawn, hence the clock.
+    x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
+    y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
+    weights = weights[: 1 + _COLD // weight.nbytes]
+    product = _Product(lib, rows, weight, add)
+
+    def library(w: Tensor) -> None:
+        y.addmm_(x, w.t()) if add else torch.mm(x, w.t(), out=y)
+
+    least = _CLEARLY * min(_time(library, weights) for _ in range(2))
+    best: _Heuristic | None = None
+    for algorithm in product.candidates:
+
+        def run(w: Tensor, algorithm: _Heuristic = algorithm) -> None:
+            product.run(algorithm, x, w, y)
+
+        took = _time(run, weights)
+        if took < 1.1 * least:
+            took = min(took, _time(run, weights))
+        if took < least:
+            least, best = took, algorithm
+    if best is not None:
+        _choices[key] = _Choice(product, best)
