@@ -18,6 +18,11 @@ import msgspec
 from engine.sampling_params import SamplingParams
 
 
+class OutOfMemory(Exception):
+    """The device had no memory for a step. Nothing of it has happened that counts, and the device is
+    well."""
+
+
 @dataclass(slots=True)
 class NewRow:
     """A request takes (or retakes, after preemption) a row."""

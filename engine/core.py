@@ -7,7 +7,8 @@ One step, one batch ahead (async_scheduling):
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
 wait, update, all of one step.
 
-A step that raises costs the requests that are to blame, not the engine: see trial.py.
+A step that raises costs the requests that are to blame, not the engine: see trial.py. One that the
+device has no memory for costs nobody: it is computed again in smaller steps.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from engine.batch import Batch, StepResult
+from engine.batch import Batch, OutOfMemory, StepResult
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
 from engine.lora.names import disabled
@@ -38,6 +39,9 @@ __all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
 
 logger = logging.getLogger("manta.engine")
 
+_SHORTAGES = 3  # in a row, until the KV cache has to give memory back: an eighth of it
+_PATIENCE = 64  # good steps until larger ones are tried again; twice as many after each shortage
+
 _GUILTY = "engine_error: the engine fails on this request, and only on it"
 
 
@@ -53,12 +57,16 @@ class Runner(Protocol):
     """Runs batches on a device, in order. At most two are launched and not waited for."""
 
     def launch(self, batch: Batch) -> Pending:
-        """Start a step, and take all it needs from `batch` before returning."""
+        """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
         ...
 
     def recover(self) -> bool:
         """A step has raised and nothing is in flight. Ready for the next one; False: the device is
         lost."""
+        ...
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give back the memory of all KV blocks but so many; what was in any of them is gone."""
         ...
 
 
@@ -82,6 +90,9 @@ class EngineCore:
         self._step_seconds = 0.0
         self._trial: Trial | None = None
         self._unproven = False  # a request was found guilty, and no step has succeeded since
+        self._shortages = 0  # of memory, since a step succeeded
+        self._good_steps = 0
+        self._patience = _PATIENCE
 
     def add(self, message: EngineRequest) -> None:
         """Queue a request. One that cannot run ends with its delta in the next step's."""
@@ -144,7 +155,9 @@ class EngineCore:
         if result is not None:
             self._unproven = False
             deltas += self.scheduler.update(result)
-        if failure is not None:
+        if isinstance(failure, OutOfMemory) and batch is not None and self._trial is None:
+            self._go_on_smaller(failure, batch)
+        elif failure is not None:
             self._begin_trial(failure, suspect)
         if self._trial is not None:
             deltas += self._go_on_with(self._trial, succeeded=result is not None)
@@ -153,6 +166,11 @@ class EngineCore:
 
     def _begin_trial(self, failure: Exception, suspect: int) -> None:
         """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
+            self._shortages = 0
+            self._good_steps += 1
+            if self._good_steps % self._patience == 0:
+                limit = 2 * self.scheduler.token_limit
+                self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
         device is lost."""
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
         failure.with_traceback(None)  # its frames hold tensors
@@ -161,6 +179,37 @@ class EngineCore:
                 pending.wait()
         self._pending.clear()
         if not self._runner.recover():
+    def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
+        """No memory for this step: all back to the queue, and smaller steps from now on. If it does
+        not fit however small, somebody is to blame."""
+        self._shortages += 1
+        if self._shortages == 1:
+            self._patience *= 2
+        self._good_steps = 0
+        scheduler = self.scheduler
+        scheduler.counters.out_of_memory += 1
+        fewer = scheduler.blocks.num_blocks * 7 // 8
+        can_shrink = fewer * self.config.block_size >= self.config.max_model_len
+        smaller = batch.num_tokens // 2
+        if not smaller and not can_shrink:
+            self._begin_trial(failure, -1)
+            return
+        assert not self._pending
+        if not self._runner.recover():
+            raise failure
+        scheduler.requeue(trusted=False)
+        scheduler.token_limit = max(1, smaller)
+        logger.warning(
+            "out of memory in a step of %d tokens: steps of at most %d from now on",
+            batch.num_tokens,
+            scheduler.token_limit,
+        )
+        if self._shortages % _SHORTAGES == 0 and can_shrink:
+            logger.warning("out of memory %d times: %d KV blocks", self._shortages, fewer)
+            self._runner.shrink(fewer)
+            scheduler.shrink(fewer)
+            self.config = scheduler.config
+
             raise failure
         flight = self.scheduler.flights[suspect]
         suspects = [r for r in flight.requests if r.phase is not Phase.ENDED]
@@ -242,3 +291,4 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert that no row, block or request is lost. Meant for idle moments; legal at any."""
         self.scheduler.check_integrity()
+            out_of_memory=counters.out_of_memory,

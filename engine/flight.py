@@ -41,6 +41,7 @@ class Counters:
     output_tokens: int = 0
     finished: int = 0
 
+    out_of_memory: int = 0
 
 @dataclass(slots=True)
 class Draft:

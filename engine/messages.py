@@ -136,6 +136,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     draining: bool = False
     adapters: list[str] = []  # on the device, the last used first
     adapter_loads: int = 0  # host to device, since start
+    out_of_memory: int = 0  # steps that the device had no memory for, since start
     rows: int = 0  # requests that can run at once; 0: not told
     routers: int = 0  # that share the replica; the relay knows
 

@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Container, Iterable
 
+from dataclasses import replace
 from engine.admission import POLICIES, Footprint, Memory, fits_now
 from engine.batch import Batch, NewRow, StepResult
 from engine.block_manager import BlockManager
@@ -52,6 +53,9 @@ class Scheduler:
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._policy = POLICIES[config.admission]
+        self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
+        self._failed: list[Delta] = []  # requests whose adapter cannot be had
+        self._split = config.batching == "split"
         self._lag = int(config.async_scheduling)
         self._arrivals = 0
         self._retry_admission = True  # something was freed since the head of the queue did not fit
@@ -142,6 +146,12 @@ class Scheduler:
         """A block for each decode that begins one.
 
         If there are not enough, all who need one step out and line up in `filling`, so that the
+    def shrink(self, num_blocks: int) -> None:
+        """Go on with so few blocks, all empty. Legal when nobody runs."""
+        assert not self.running and not self.releases
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.blocks = BlockManager(num_blocks, self.config.block_size)
+
         order of service decides who gets them.
         """
         step = draft.batch.step
@@ -177,7 +187,7 @@ class Scheduler:
 
     def _budget(self, draft: Draft) -> int:
         """Tokens that this step can still take."""
-        return self.config.max_num_batched_tokens - len(self.decoding) - draft.chunk_tokens
+        return self.token_limit - len(self.decoding) - draft.chunk_tokens
 
     def _give_blocks(self, request: Request, budget: int, draft: Draft) -> int:
         """Blocks for up to `budget` of its tokens; how many it can compute now."""
@@ -313,7 +323,7 @@ class Scheduler:
             footprints=self._footprints,
             num_running=len(self.running),
             uncomputed=sum(r.remaining for r in self.filling),
-            chunk=max(1, config.max_num_batched_tokens - len(self.running)),
+            chunk=max(1, self.token_limit - len(self.running)),
             lag=self._lag,
         )
         memory.promised = sum(

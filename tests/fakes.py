@@ -113,6 +113,10 @@ class FakeRunner:
     def _check(self, batch: Batch) -> None:
         config = self.config
         assert batch.rows, "an empty batch was launched"
+    def shrink(self, num_blocks: int) -> None:
+        assert not self.in_flight
+        self.kv = np.full((num_blocks, self.config.block_size), -1, dtype=np.int64)
+
         assert batch.num_tokens <= config.max_num_batched_tokens, "over the token budget"
         assert len(set(batch.rows)) == len(batch.rows), "a row is in the batch twice"
         assert len(batch.rows) <= config.max_num_seqs, "more requests than rows"

@@ -52,6 +52,11 @@ class DecodeGraphs:
             self._capture(size, greedy)
 
     @torch.inference_mode()
+    def forget(self) -> None:
+        """Each is captured again when it is first needed."""
+        self._graphs.clear()
+        self._pool = None
+
     def run(self, batch: Batch, plan: SamplePlan) -> Tensor:
         """Upload the batch and replay.
 

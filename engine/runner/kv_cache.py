@@ -38,15 +38,33 @@ class KVCache:
             block_size,
             model.head_dim,
         )
-        # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN is still NaN.
-        if device.type == "cpu":
-            # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
-            raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-            storage = torch.from_numpy(raw).view(dtype).view(shape)
-        else:
-            storage = torch.zeros(shape, dtype=dtype, device=device)
-        layers = [(storage[i, 0], storage[i, 1]) for i in range(model.num_layers)]
-        return cls(layers=layers, num_blocks=num_blocks, block_size=block_size)
+        return cls(_allocate(shape, dtype, device), num_blocks, block_size)
+
+    def shrink(self, num_blocks: int) -> None:
+        """So few blocks, all empty; the memory of the others is free before that of these is
+        taken."""
+        keys = self.layers[0][0]
+        shape = (len(self.layers), 2, num_blocks, *keys.shape[1:])
+        dtype, device = keys.dtype, keys.device
+        del keys
+        self.layers.clear()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.layers += _allocate(shape, dtype, device)
+        self.num_blocks = num_blocks
+
+
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN is still NaN.
+    if device.type == "cpu":
+        # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        storage = torch.from_numpy(raw).view(dtype).view(shape)
+    else:
+        storage = torch.zeros(shape, dtype=dtype, device=device)
+    return [(layer[0], layer[1]) for layer in storage]
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

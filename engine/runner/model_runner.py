@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.models.registry import Model
 from engine.runner.graphs import DecodeGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
@@ -135,9 +135,19 @@ class ModelRunner:
         self._num_prompt = [0] * rows.pad_row
         self.graphs: DecodeGraphs | None = None
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Pending:
-        """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns."""
+        """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns.
+
+        Raises OutOfMemory.
+        """
+        try:
+            return self._launch(batch)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        raise OutOfMemory(message)  # out here, because torch's own holds the step's tensors
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> Pending:
         for new in batch.new_rows:
             self.sampler.set_row(new)
             params = new.params
@@ -193,6 +203,12 @@ class ModelRunner:
         return True
 
     def forward(self, step: DeviceStep) -> Tensor:
+    def shrink(self, num_blocks: int) -> None:
+        """Go on with so few KV blocks, all empty. Legal when nothing is in flight."""
+        if self.graphs is not None:
+            self.graphs.forget()  # they know the old blocks' addresses
+        self.kv.shrink(num_blocks)
+
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])
         return self.model.forward(step.token_ids, step.meta, self.kv.layers)
