@@ -21,6 +21,45 @@ def _norm_scale(first, second, rest, eps, HEAD_DIM: tl.constexpr, HAS_REST: tl.c
     return (1.0 / tl.sqrt(total / HEAD_DIM + eps))[:, None]
 
 
+@triton.jit
+def _turn_and_store(
+    first,
+    second,
+    rest,
+    cos,
+    sin,
+    norm,
+    eps,
+    target,
+    mask,
+    rest_mask,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    dims = tl.arange(0, HALF)
+    half: tl.constexpr = ROTARY_DIM // 2
+    if REST:
+        more = ROTARY_DIM + tl.arange(0, REST)
+    if NORM:
+        valid = dims < half
+        scale = _norm_scale(first, second, rest, eps, HEAD_DIM, REST > 0)
+        weight = tl.load(norm + dims, mask=valid, other=0.0).to(tl.float32)
+        first *= scale * weight[None, :]
+        weight = tl.load(norm + half + dims, mask=valid, other=0.0).to(tl.float32)
+        second *= scale * weight[None, :]
+        if REST:
+            weight = tl.load(norm + more, mask=more < HEAD_DIM, other=0.0).to(tl.float32)
+            rest *= scale * weight[None, :]
+    dtype = target.dtype.element_ty
+    tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask)
+    if REST:
+        tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_kv_write_kernel(
     qkv,
@@ -50,7 +89,6 @@ def _rope_kv_write_kernel(
     group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     K_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    HAS_REST: tl.constexpr = REST > 0
     row = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     slot = tl.load(slots + token)
     position = tl.load(positions + token).to(tl.int64)
@@ -87,55 +125,25 @@ def _rope_kv_write_kernel(
         source = row + ((base + heads) * HEAD_DIM)[:, None]
         first = tl.load(source + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + half + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        rest = first
-        if HAS_REST:
+        rest, rest_mask = first, mask
+        if REST:
             more = ROTARY_DIM + tl.arange(0, REST)
             rest_mask = exists[:, None] & (more < HEAD_DIM)[None, :]
             rest = tl.load(source + more[None, :], mask=rest_mask, other=0.0).to(tl.float32)
         if is_query:
-            if Q_NORM:
-                scale = _norm_scale(first, second, rest, eps, HEAD_DIM, HAS_REST)
-                first *= (
-                    scale * tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
-                )
-                second *= (
-                    scale
-                    * tl.load(q_norm + half + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
-                )
-                if HAS_REST:
-                    weight = tl.load(q_norm + more, mask=more < HEAD_DIM, other=0.0)
-                    rest *= scale * weight.to(tl.float32)[None, :]
             target = q_out + ((token * NUM_HEADS + heads) * HEAD_DIM)[:, None]
-            dtype = q_out.dtype.element_ty
-            tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
-            tl.store(
-                target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask
-            )
-            if HAS_REST:
-                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
+            _turn_and_store(
+                first, second, rest, cos, sin, q_norm, eps, target, mask, rest_mask,
+                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST,
+            )  # fmt: skip
         elif slot >= 0:
-            if K_NORM:
-                scale = _norm_scale(first, second, rest, eps, HEAD_DIM, HAS_REST)
-                first *= (
-                    scale * tl.load(k_norm + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
-                )
-                second *= (
-                    scale
-                    * tl.load(k_norm + half + dims, mask=valid, other=0.0).to(tl.float32)[None, :]
-                )
-                if HAS_REST:
-                    weight = tl.load(k_norm + more, mask=more < HEAD_DIM, other=0.0)
-                    rest *= scale * weight.to(tl.float32)[None, :]
             target = (
                 k_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
             )
-            dtype = k_cache.dtype.element_ty
-            tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
-            tl.store(
-                target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask
-            )
-            if HAS_REST:
-                tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
+            _turn_and_store(
+                first, second, rest, cos, sin, k_norm, eps, target, mask, rest_mask,
+                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST,
+            )  # fmt: skip
 
 
 def rope_kv_write(
