@@ -21,6 +21,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
+from deployments.admission import AdmissionLimits
 from deployments.channel import ChannelLimits
 from deployments.config import (
     MantaConfig,
@@ -129,6 +130,11 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 wait_seconds=config.router.wait_seconds,
                 in_flight=config.limits.in_flight,
                 waiting=config.limits.waiting,
+                admission=AdmissionLimits(
+                    queue_seconds=config.limits.queue_seconds,
+                    queue_tokens=config.limits.queue_tokens,
+                    age_seconds=config.limits.age_seconds,
+                ),
                 losses=config.router.losses,
                 channel=channel,
             ),

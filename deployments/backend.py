@@ -38,6 +38,7 @@ class GenerationRequest:
     cache_salt: str = ""
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
+    key: str = ""  # whose it is: what waits is served in turn by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,19 @@ class BackendState:
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
+    queued: int = 0  # choices that wait for room at a replica
+    queued_tokens: int = 0  # their work
 
 
 class Backend(Protocol):
     def models(self) -> Mapping[str, ModelCard]: ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
+
+    def admit(self, key: str) -> None:
+        """Raises Overloaded if no request of this key would be let in now: asked before the work of
+        reading one is done."""
+        ...
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Start it. Never blocks.

@@ -196,7 +196,30 @@ class LimitsConfig(_Section):
         1024,
         ge=0,
         le=1_000_000,
-        description="Requests a router that may wait while no replica is ready.",
+        description="Choices a router that may wait while no replica is ready.",
+    )
+    queue_seconds: float = Field(
+        4.0,
+        gt=0,
+        le=3600,
+        description="Work a router that may wait for room at the replicas, in seconds at the "
+        "rate at which they were seen to work; beyond, 503 overloaded with the time until there "
+        "is room. 4 s: after an overload, new requests are served as usual within 5. A burst that "
+        "fits into the free rows may wait four times as long.",
+    )
+    queue_tokens: int = Field(
+        1_000_000,
+        ge=1,
+        le=10**12,
+        description="The same in tokens of prompts and expected outputs, whatever the rate. Bounds "
+        "the router's memory: about 40 bytes a token.",
+    )
+    age_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="Waiting time that outweighs one step of a request's `priority`, so that "
+        "nothing waits for ever.",
     )
     body_bytes: int = Field(
         4 * 2**20,

@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from deployments.admission import AdmissionLimits
 from deployments.backend import BackendState, GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits, Submit
+from deployments.gate import Gate, GateLimits
 from deployments.ledger import Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
@@ -28,13 +30,14 @@ _SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas tha
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """wait_seconds: how long a request waits for a replica. in_flight, waiting: requests. losses:
-    replicas that a request may lose without getting a token from any, before it is taken to be the
-    cause."""
+    """wait_seconds: how long a request waits for a replica at most. in_flight: requests. waiting:
+    choices, while no replica is ready. losses: replicas that a request may lose without getting a
+    token from any, before it is taken to be the cause. admission: while replicas are ready."""
 
     wait_seconds: float = 30.0
     in_flight: int = 4096
     waiting: int = 1024
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     losses: int = 1
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
@@ -55,9 +58,16 @@ class Dispatcher:
         self._links: dict[str, Link] = {}
         self._closing: set[Link] = set()  # retired, with choices left
         self._entries: set[Entry] = set()
-        self._waiting: dict[int, Choice] = {}  # by id, in order of arrival
+        self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
         self._ids = itertools.count(1)
         self._random = Random()
+        self._gate = Gate(
+            GateLimits(limits.wait_seconds, limits.waiting, limits.admission),
+            self._links,
+            self._random.random,
+            lambda: self._card.max_model_len,
+            self._send,
+        )
 
     # -- Backend
 
@@ -67,36 +77,40 @@ class Dispatcher:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
+    def admit(self, key: str) -> None:
+        try:
+            self._gate.admit(key)
+        except MantaError as refusal:
+            self.metrics.failed.add(1, refusal.code)
+            raise
+
     def generate(self, request: GenerationRequest) -> Entry:
-        if len(self._entries) >= self._limits.in_flight:
-            raise self._refused(
-                Overloaded(f"this router has {self._limits.in_flight} requests in flight already")
-            )
-        if not self.ready() and len(self._waiting) >= self._limits.waiting:
-            raise self._refused(
-                Overloaded(
-                    "no replica is ready and too many requests wait for one",
-                    code="no_replica",
-                    retry_after=5,
-                )
-            )
+        try:
+            if len(self._entries) >= self._limits.in_flight:
+                raise Overloaded(f"this router has {len(self._entries)} requests in flight already")
+            now = self._gate.check(request)
+        except MantaError as refusal:
+            self.metrics.failed.add(1, refusal.code)
+            raise
         first_id = next(self._ids)
         for _ in range(request.params.n - 1):
             next(self._ids)
-        entry = Entry(request, first_id, self.metrics, self._entries.discard, self._abort)
+        entry = Entry(request, first_id, self.metrics, self._ended, self._abort)
         self._entries.add(entry)
         self.metrics.prompt_tokens.add(len(request.token_ids))
         self.metrics.prompt_size.observe(len(request.token_ids))
         if request.deadline is not None:
             error = MantaError("the request's deadline has passed", code="deadline_exceeded")
             self._after(entry, request.deadline - time.monotonic(), error)
-        self._place(entry.choices)
+        self._gate.enter(entry, now=now)
         return entry
 
     def state(self) -> BackendState:
         return BackendState(
             replicas={link.replica: link.stats for link in self._links.values() if link.connection},
             in_flight=len(self._entries),
+            queued=self._gate.choices,
+            queued_tokens=self._gate.tokens,
         )
 
     def held(self) -> dict[str, int]:
@@ -104,7 +118,7 @@ class Dispatcher:
         links = [*self._links.values(), *self._closing]
         return {
             "entries": len(self._entries),
-            "waiting": len(self._waiting),
+            "waiting": len(self._waiting) + self._gate.choices,
             "choices": sum(len(link.choices) for link in links),
         }
 
@@ -136,7 +150,7 @@ class Dispatcher:
     def prometheus(self) -> str:
         """The text of /metrics."""
         state = self.state()
-        return render(self.metrics, state.replicas, state.in_flight, self._card.id)
+        return render(self.metrics, state, self._card.id)
 
     def close(self) -> None:
         """Fail what is in flight and leave the replicas."""
@@ -147,13 +161,19 @@ class Dispatcher:
 
     # -- placing
 
-    def _place(self, choices: list[Choice]) -> None:
-        """Send choices of one entry to a replica, or let them wait for one."""
+    def _send(self, entry: Entry, links: list[Link]) -> None:
+        """A new one, to one of these replicas: they have room."""
+        self.metrics.queue.observe(time.monotonic() - entry.arrived)
+        self._place([choice for choice in entry.choices if not choice.done], links)
+
+    def _place(self, choices: list[Choice], links: Iterable[Link] | None = None) -> None:
+        """Send choices of one entry to a replica, one of `links` if given, or let them wait."""
         request = choices[0].entry.request
         tokens = len(request.token_ids) + len(choices[0].emitted)
         limit = request.params.max_tokens
         work = Work(tokens, self._card.max_model_len if limit is None else limit, len(choices))
-        snapshots = [link.snapshot() for link in self._links.values()]
+        among = self._links.values() if links is None else links
+        snapshots = [link.snapshot() for link in among]
         replica = route(work, snapshots, self._random, avoid=choices[0].place)
         if replica is None:
             self._wait(choices)
@@ -168,6 +188,7 @@ class Dispatcher:
             choice.progressed = False
             link.choices[choice.id] = choice
             link.book(tokens)
+            link.intake.book(choice.id, tokens, entry.placed)
             link.connection.send(Submit(choice.as_request(), request.request_id))
 
     def _wait(self, choices: list[Choice]) -> None:
@@ -189,9 +210,9 @@ class Dispatcher:
 
         entry.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
 
-    def _refused(self, error: Overloaded) -> Overloaded:
-        self.metrics.failed.add(1, error.code)
-        return error
+    def _ended(self, entry: Entry) -> None:
+        self._entries.discard(entry)
+        self._gate.ended(entry)
 
     def _abort(self, choices: list[Choice]) -> None:
         by_link: dict[Link, list[int]] = {}
@@ -241,17 +262,21 @@ class Dispatcher:
             choice = choices.get(delta.id)
             if choice is None:
                 continue  # aborted while the delta was on its way
+            if delta.cached >= 0:  # its first
+                link.intake.unbook(delta.id)
             if delta.finish:
                 link.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):
                     self._place([choice])
                     continue
             choice.entry.take(choice, delta, now)
+        self._gate.news(link)
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for _, choices in itertools.groupby(waiting.values(), key=lambda choice: choice.entry):
             self._place(list(choices))
+        self._gate.fill()
 
     def _on_lost(self, link: Link, lost: list[Choice], reason: str) -> None:
         self._closing.discard(link)

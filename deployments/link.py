@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.channel import ChannelLimits, RouterEnd
+from deployments.intake import Intake
 from deployments.ledger import Choice
 from deployments.routing import Snapshot, StepModel
 from engine.messages import EngineStats, Failed, StepFrame
@@ -63,6 +64,7 @@ class Link:
         self.endpoint = endpoint
         self.connection: RouterEnd | None = None  # an open one
         self.stats = EngineStats()
+        self.intake = Intake()
         self.choices: dict[int, Choice] = {}
         self.retired = False  # Serve no longer counts it: send nothing new
         self._limits = limits
@@ -105,6 +107,7 @@ class Link:
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """The figures of a frame. now: monotonic seconds."""
+        self.intake.observe(stats, now)
         last = self.stats
         seconds = now - self._seen
         computed = stats.prompt_tokens - last.prompt_tokens
@@ -122,6 +125,7 @@ class Link:
     def forget(self, choice: Choice) -> None:
         """The choice ended or moved. A retired link closes with its last choice."""
         self.choices.pop(choice.id, None)
+        self.intake.unbook(choice.id)
         if self.retired and not self.choices:
             self.close("no longer in service")
 
@@ -176,6 +180,7 @@ class Link:
     def _closed(self, connection: RouterEnd, reason: str) -> None:
         was_open = connection is self.connection
         self.connection = None
+        self.intake.lost()
         self._booked.clear()
         self._booked_tokens = 0
         self.stats = EngineStats()

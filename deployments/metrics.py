@@ -5,9 +5,10 @@ closed sets: the served model and the replica's id, never from a request.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from deployments.backend import BackendState
 from engine.messages import EngineStats
 
 PREFIX = "manta_"
@@ -88,6 +89,11 @@ class RouterMetrics:
         )
         self.request = Histogram(
             "e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_BUCKETS
+        )
+        self.queue = Histogram(
+            "request_queue_time_seconds",
+            "From arrival until a replica was given it.",
+            _FIRST_TOKEN_BUCKETS,
         )
         self.prompt_size = Histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS
@@ -178,9 +184,7 @@ REPLICA_METRICS = (
 )
 
 
-def render(
-    metrics: RouterMetrics, replicas: Mapping[str, EngineStats], in_flight: int, model: str
-) -> str:
+def render(metrics: RouterMetrics, state: BackendState, model: str) -> str:
     """The Prometheus text format, version 0.0.4, of a router and the replicas it sees."""
     lines: list[str] = []
     for metric in metrics.all():
@@ -193,12 +197,12 @@ def render(
                 for suffix, labels, value in metric.samples()
             ),
         )
-    lines += _block(
-        PREFIX + "router_requests_in_flight",
-        "gauge",
-        "Requests of this router that have not ended.",
-        [("", {"model_name": model}, in_flight)],
-    )
+    for name, help, value in (
+        ("router_requests_in_flight", "Requests that have not ended.", state.in_flight),
+        ("router_choices_queued", "Choices that wait for a replica to have room.", state.queued),
+        ("router_tokens_queued", "Their prompts and expected outputs.", state.queued_tokens),
+    ):
+        lines += _block(PREFIX + name, "gauge", help, [("", {"model_name": model}, value)])
     for figure in REPLICA_METRICS:
         lines += _block(
             PREFIX + figure.name,
@@ -206,7 +210,7 @@ def render(
             figure.help,
             (
                 ("", {"model_name": model, "replica": replica}, figure.read(stats))
-                for replica, stats in replicas.items()
+                for replica, stats in state.replicas.items()
             ),
         )
     return "\n".join(lines) + "\n"

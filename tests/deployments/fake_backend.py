@@ -141,6 +141,10 @@ class FakeBackend:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
+    def admit(self, key: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+
     def generate(self, request: GenerationRequest) -> FakeGeneration:
         if self.refuse is not None:
             raise self.refuse

@@ -1,0 +1,294 @@
+"""Admission: which requests a router lets in, in which order they go to replicas, and what it tells
+the others. Pure: no Ray, no event loop, no clock. `now` is monotonic seconds.
+
+    request -- refused: 429 or 503, with the seconds until there is room
+        |
+        +-- a replica has room and nobody waits -------------------> replica
+        |                                                             ^
+        +-> Queue, in the order of (fair share, priority) -- room ----+
+
+Requests wait here rather than in the engines, because here they can still be put in order, end at
+their deadline and go to whichever replica has room first. An engine is given what its batch can
+hold and a little more, so that it never waits for us.
+
+Work is counted in tokens, those of the prompt and those that are likely to come. All bounds in
+seconds are work divided by the rate at which the replicas were seen to work, so a fast pool has a
+longer queue than a slow one, and nothing is tuned by hand.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_GUESS = 256  # output tokens of a request that says nothing, before any has ended
+_LEARN = 0.05  # weight of the newest output length
+
+_SHARE = 4.0  # what one key may have waiting: so many times what is left free
+_LEVELS = 3  # priorities further from 0 than this are refused as if they were this far
+_STEPS = 16  # ... and are ordered as if they were this far
+_BURST = 4.0  # times queue_seconds, while a burst fills the batch
+_JITTER = 0.25  # of a Retry-After, so that those sent away together do not come back together
+_SLOWEST = 60.0  # seconds: official clients ignore a Retry-After beyond
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """queue_seconds: work that may wait, at the measured rate. queue_tokens: the same, whatever the
+    rate. age_seconds: of waiting that outweigh one step of priority."""
+
+    queue_seconds: float = 4.0
+    queue_tokens: int = 1_000_000
+    age_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
+    that they run at once. free: rows that nobody has or waits for."""
+
+    rate: float = math.inf
+    rows: float = math.inf
+    free: float = math.inf
+
+    @classmethod
+    def of(cls, replicas: Sequence[tuple[float, float, float]]) -> "Capacity":
+        """Of each replica's (rate, rows, free). One whose rate is unknown is taken to be like the
+        others."""
+        rates, rows, free = zip(*replicas, strict=True) if replicas else ((), (), ())
+        known = [rate for rate in rates if rate < math.inf]
+        if not known:
+            return cls(math.inf, sum(rows) or math.inf, sum(free))
+        return cls(max(1.0, sum(known) * len(rates) / len(known)), sum(rows), sum(free))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """code: "overloaded" (all have too much waiting), "rate_limit_exceeded" (this key has) or
+    "deadline_exceeded". seconds: when it would be let in; 0 with a deadline."""
+
+    code: str
+    seconds: float
+
+
+class OutputEstimate:
+    """How many tokens a request will bring, learnt from those that asked for about as many."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}  # by the bits of the limit
+
+    def expected(self, limit: int) -> float:
+        """limit: max_tokens, or what is left of the context."""
+        return min(limit, self._means.get(limit.bit_length(), _GUESS))
+
+    def learn(self, limit: int, tokens: int) -> None:
+        size = limit.bit_length()
+        mean = self._means.get(size, tokens)
+        self._means[size] = mean + _LEARN * (tokens - mean)
+
+
+class Ticket(Generic[T]):
+    """One request in the queue."""
+
+    __slots__ = ("item", "key", "sequences", "start", "tokens")
+
+    def __init__(self, item: T, key: str, tokens: float, sequences: int, start: float) -> None:
+        self.item: T | None = item  # None: taken out
+        self.key = key
+        self.tokens = tokens
+        self.sequences = sequences
+        self.start = start
+
+
+class _Key:
+    __slots__ = ("finish", "tokens", "waiting")
+
+    def __init__(self) -> None:
+        self.finish = 0.0  # virtual time at which its last request will have had its share
+        self.tokens = 0.0  # waiting
+        self.waiting = 0
+
+
+class Queue(Generic[T]):
+    """One router's waiting requests.
+
+    Order: start-time fair queueing. Virtual time is tokens of service that each busy key has had; a
+    request starts where its key's last one ends, or now if the key was idle. So a key that sends
+    ten times as much waits behind itself, and one that was idle saves nothing up. A priority shifts
+    a request by what its key would be served in age_seconds a step: waiting outweighs it, so
+    nothing starves.
+
+    Bound: a key may have `_SHARE` times as much waiting as there is left, halved with each step of
+    priority. So nobody can fill the queue, there is always room for who has nothing in it, and when
+    it gets full the lowest priority is the first to be refused. Nobody who was let in is thrown
+    out.
+
+    random: uniform in [0, 1), for the jitter of Retry-After.
+    """
+
+    def __init__(self, limits: AdmissionLimits, random: Callable[[], float]) -> None:
+        self.tokens = 0.0
+        self.sequences = 0
+        self._limits = limits
+        self._random = random
+        self._heap: list[tuple[float, int, Ticket[T]]] = []
+        self._live = 0  # tickets in the heap that were not taken out
+        self._count = 0
+        self._keys: dict[str, _Key] = {}
+        self._busy = 0  # keys with something waiting
+        self._now = 0.0  # virtual time
+        self._long_since = math.inf  # there has been more than queue_seconds of work
+        self._short = 0.0  # tokens below which that ends
+        self._promised = 0.0  # until when the room to come is promised to those sent away
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def keys(self) -> int:
+        """For tests: keys that are remembered."""
+        return len(self._keys)
+
+    # -- in
+
+    def refusal(
+        self,
+        key: str,
+        priority: int,
+        tokens: float,
+        now: float,
+        capacity: Capacity,
+        deadline: float | None = None,
+    ) -> Refusal | None:
+        """Why a request of so many tokens may not wait; None if it may."""
+        rate = capacity.rate
+        found = self._keys.get(key)
+        mine = found.tokens if found is not None else 0.0
+        if deadline is not None and now + self._ahead(mine) / rate > deadline:
+            return Refusal("deadline_exceeded", 0.0)
+        if rate == math.inf and self.sequences >= capacity.rows:
+            return Refusal(
+                "overloaded", 1.0
+            )  # as many as can run, until it shows how long it takes
+        left = self._bound(capacity, now) - self.tokens
+        share: float = _SHARE * 0.5 ** max(-_LEVELS, min(_LEVELS, priority))
+        if mine + tokens <= share * left or not self._live:
+            return None
+        if left > 0 and not mine and priority <= 0:
+            return None
+        # Room for it comes as the queue drains, this key's part of it with the rest.
+        excess = mine + tokens - share * left
+        part = mine / self.tokens
+        seconds = excess / (share + part) / rate
+        # And then others want it too: each one sent away is told a later time.
+        at = max(now + seconds, min(self._promised, now + _SLOWEST))
+        self._promised = at + tokens / rate
+        seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))
+        fair = self._busy < 2 or part * self._busy <= 1.0
+        return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
+
+    def _ahead(self, mine: float) -> float:
+        """Tokens served before a new request of a key that has so many waiting."""
+        return min(self.tokens, mine * self._busy)
+
+    def _bound(self, capacity: Capacity, now: float) -> float:
+        """Tokens that may wait. A burst that fills an idle batch may wait longer, but only once:
+        work that is still there after that time is no burst."""
+        limits = self._limits
+        short = limits.queue_seconds * capacity.rate
+        self._short = short
+        if self.tokens <= short:
+            self._long_since = math.inf
+        elif self._long_since == math.inf:
+            self._long_since = now
+        patience = _BURST * limits.queue_seconds
+        burst = capacity.free > self.sequences and now - self._long_since < patience
+        return min(limits.queue_tokens, short * (_BURST if burst else 1.0))
+
+    def push(
+        self, item: T, key: str, priority: int, tokens: float, sequences: int, rate: float
+    ) -> Ticket[T]:
+        """Let it wait. sequences: choices. rate: of the capacity."""
+        state = self._keys.get(key)
+        if state is None:
+            self._forget()
+            state = self._keys[key] = _Key()
+        if not state.waiting:
+            self._busy += 1
+        start = max(self._now, state.finish)
+        state.finish = start + tokens
+        state.tokens += tokens
+        state.waiting += 1
+        self.tokens += tokens
+        self.sequences += sequences
+        tag = start
+        if priority:
+            steps = max(-_STEPS, min(_STEPS, priority))
+            known = rate if rate < math.inf else self._limits.queue_tokens
+            tag += steps * self._limits.age_seconds * known / self._busy
+        ticket = Ticket(item, key, tokens, sequences, start)
+        self._count += 1
+        self._live += 1
+        heappush(self._heap, (tag, self._count, ticket))
+        return ticket
+
+    # -- out
+
+    def head(self) -> Ticket[T] | None:
+        """The next one to go, still in the queue."""
+        heap = self._heap
+        while heap and heap[0][2].item is None:
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def pop(self) -> T:
+        """Take the head out: it goes to a replica. Legal when there is one."""
+        ticket = self.head()
+        assert ticket is not None and ticket.item is not None
+        self._now = max(self._now, ticket.start)
+        item = ticket.item
+        self.remove(ticket)
+        return item
+
+    def remove(self, ticket: Ticket[T]) -> None:
+        """It ended while it waited. Idempotent."""
+        if ticket.item is None:
+            return
+        ticket.item = None
+        state = self._keys[ticket.key]
+        state.waiting -= 1
+        state.tokens -= ticket.tokens
+        if not state.waiting:
+            state.tokens = 0.0  # no rounding errors
+            self._busy -= 1
+        self._live -= 1
+        self.tokens -= ticket.tokens
+        self.sequences -= ticket.sequences
+        if self.tokens <= self._short:
+            self._long_since = math.inf
+        if not self._live:
+            self._heap.clear()
+            self._keys.clear()
+            self.tokens = 0.0
+            self._now = 0.0
+        elif len(self._heap) > 2 * self._live + 64:
+            self._heap = [entry for entry in self._heap if entry[2].item is not None]
+            heapify(self._heap)
+
+    def correct(self, key: str, tokens: float) -> None:
+        """A request of the key brought so many tokens more (or fewer) than was taken for it."""
+        state = self._keys.get(key)
+        if state is not None:
+            state.finish += tokens
+
+    def _forget(self) -> None:
+        """Keys whose share is used up are as good as new."""
+        if len(self._keys) > 2 * self._busy + 64:
+            self._keys = {
+                key: state
+                for key, state in self._keys.items()
+                if state.waiting or state.finish > self._now
+            }

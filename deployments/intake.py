@@ -1,0 +1,129 @@
+"""Intake: how much one replica can be given, by what its frames tell. Pure: no loop, no clock."""
+
+import math
+
+from engine.messages import EngineStats
+
+_RATE_SECONDS = 2.0  # how long a measurement of a rate counts
+_RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
+_SETTLED = 0.02  # seconds after which a frame knows of a choice that was sent; or two steps
+
+_SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
+_AHEAD_SECONDS = 2.0  # of prompts that it has waiting; and at least so many tokens
+_AHEAD_TOKENS = 4096
+
+
+class Rate:
+    """Tokens/s; older seconds fade."""
+
+    __slots__ = ("_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        keep = math.exp(-seconds / _RATE_SECONDS)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def measured(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds >= _RATE_ENOUGH else None
+
+
+class Intake:
+    """One replica as the router's queue sees it: its last frame, what was sent since, and how fast
+    it works when it has all the work that it can take."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
+        self._booked_tokens = 0
+        self._seen = 0.0  # when the last frame came
+        self._prompts = Rate()  # while a prompt waits
+        self._work = Rate()  # prompts (computed or found) and outputs, while it is full
+
+    def book(self, choice: int, prompt_tokens: int, now: float) -> None:
+        """A choice was sent. It counts until it begins, or a frame has it among the waiting."""
+        self._booked[choice] = (now, prompt_tokens)
+        self._booked_tokens += prompt_tokens
+
+    def unbook(self, choice: int) -> None:
+        """It has begun there, or is there no more. Idempotent."""
+        found = self._booked.pop(choice, None)
+        if found is not None:
+            self._booked_tokens -= found[1]
+
+    def observe(self, stats: EngineStats, now: float) -> None:
+        """A frame has come."""
+        last, self.stats = self.stats, stats
+        seconds, self._seen = now - self._seen, now
+        if stats.step > last.step and seconds > 0:
+            computed = stats.prompt_tokens - last.prompt_tokens
+            if last.waiting_tokens:
+                self._prompts.observe(computed, seconds)
+            if last.waiting or 0 < last.rows <= last.running:
+                found = stats.prefix_hits - last.prefix_hits
+                sampled = stats.output_tokens - last.output_tokens
+                self._work.observe(computed + found + sampled, seconds)
+        settled = now - max(_SETTLED, 2 * stats.step_seconds)
+        while self._booked:
+            choice, (sent, _) = next(iter(self._booked.items()))
+            if sent >= settled:
+                break
+            self.unbook(choice)
+
+    def lost(self) -> None:
+        """The connection is gone, and what was there with it. Its rates stay."""
+        self.stats = EngineStats()
+        self._booked.clear()
+        self._booked_tokens = 0
+
+    @property
+    def rows(self) -> float:
+        """Choices that it can run at once."""
+        return self.stats.rows or math.inf
+
+    def room(self) -> int:
+        """How many more choices this router should send; none if it is not positive.
+
+        Routers do not know of each other. Each takes its share of the free rows, and sees in the
+        next frame what is left of them.
+        """
+        stats = self.stats
+        tokens = stats.waiting_tokens + self._booked_tokens
+        if tokens > max(_AHEAD_TOKENS, (self._prompts.measured or 0.0) * _AHEAD_SECONDS):
+            return 0
+        waiting = stats.waiting + len(self._booked)
+        spare = max(2, int(stats.rows * _SPARE))
+        if tokens > self._free_tokens:  # they wait for memory, not for their turn
+            return spare - waiting
+        if not stats.rows:
+            return spare
+        free = stats.rows - stats.running - waiting
+        if free > 0 and stats.routers > 1:
+            free = -(-free // stats.routers)
+        return free + spare
+
+    def free_rows(self) -> float:
+        """Rows that nobody has or waits for; none while memory is what is short."""
+        stats = self.stats
+        if stats.waiting_tokens + self._booked_tokens > self._free_tokens:
+            return 0
+        return max(0, self.rows - stats.running - stats.waiting - len(self._booked))
+
+    @property
+    def _free_tokens(self) -> int:
+        stats = self.stats
+        return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
+
+    def rate(self, ours: int) -> float:
+        """Tokens/s, of prompts and outputs, that it gives this router when it is full; inf before
+        it was seen full. ours: choices there that are this router's."""
+        rate = self._work.measured
+        if rate is None:
+            return math.inf
+        stats = self.stats
+        there = stats.running + stats.waiting
+        part = ours / there if there else 1.0
+        return rate * min(1.0, max(part, 1 / max(1, stats.routers)))
