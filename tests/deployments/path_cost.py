@@ -1,0 +1,245 @@
+"""What a streamed chunk costs in CPU on its way from the engine to the client's socket.
+
+    python -m tests.deployments.path_cost --streams 256 --seconds 6
+
+Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only counts. Microseconds
+of CPU a chunk, for each process on the path, and the router's as a ratio to a null path in the same
+run: uvicorn with an application that sends bytes which are there. CPU time and not time by the clock,
+because client, routers and engine share the cores here: routers share nothing but the replica, so
+that `scale` = 2 x (cost with one router) / (cost with two) is what two of them carry on cores of
+their own.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+STEP = 0.02  # seconds: a small model on a GPU
+TOKENS = 4000  # of a stream; no stream ends while it is measured
+
+
+# -- the processes
+
+
+async def _serve(app: Any) -> int:
+    """uvicorn as Serve runs it; gives the port."""
+    import socket
+
+    import uvicorn
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    config = uvicorn.Config(app, log_config=None, log_level=None, access_log=False, lifespan="off")
+    task = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
+    task.add_done_callback(lambda done: sys.exit(0))
+    return int(listener.getsockname()[1])
+
+
+async def _replica() -> dict[str, Any]:
+    from deployments.channel import ChannelLimits
+    from deployments.relay import Relay
+    from deployments.watch import StallLimits
+    from engine.config import EngineConfig
+
+    relay = Relay(ChannelLimits(), StallLimits())
+    model = f"fake:vocab_size=250,max_model_len=8192,step_seconds={STEP}"
+    ready = await relay.start(EngineConfig(model=model), "127.0.0.1")
+    return {
+        "engine_pid": relay.engine_pid,
+        "host": "127.0.0.1",
+        "port": relay.port,
+        "secret": relay.secret.hex(),
+        "max_model_len": ready.max_model_len,
+        "vocab_size": ready.vocab_size,
+        "eos_token_ids": list(ready.eos_token_ids),
+    }
+
+
+async def _router(replica: dict[str, Any]) -> dict[str, Any]:
+    from deployments.api.app import build_asgi
+    from deployments.backend import ModelCard
+    from deployments.dispatcher import Dispatcher, DispatchLimits
+    from tests.deployments.fake_backend import tiny_tokenizer
+
+    card = ModelCard("m", 8192, 250, (2,), 0)
+    dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")
+    dispatcher.set_replicas({"r0": replica})
+    while not dispatcher.ready():
+        await asyncio.sleep(0.01)
+    return {"port": await _serve(build_asgi(dispatcher))}
+
+
+async def _null() -> dict[str, Any]:
+    """The same sends at the same pace: all streams in one turn of the loop, once a step."""
+    turn = asyncio.get_running_loop().create_future()
+    event = b'data: {"id":"chatcmpl-000000000000000000000000","choices":[{"delta":"x"}]}\n\n' * 2
+
+    async def tick() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(STEP)
+            turn.set_result(None)
+            turn = asyncio.get_running_loop().create_future()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            await turn
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    _background.append(asyncio.create_task(tick()))
+    return {"port": await _serve(app)}
+
+
+_background: list[Any] = []
+ROLES = {"replica": _replica, "router": _router, "null": _null}
+
+
+async def _play(role: str, argument: str) -> None:
+    facts = await ROLES[role](*([json.loads(argument)] if argument else []))  # type: ignore[operator]
+    print(json.dumps(facts), flush=True)
+    if not sys.stdin.isatty():
+        await asyncio.to_thread(sys.stdin.read)  # until the parent is gone
+
+
+@contextmanager
+def process(role: str, argument: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """One of ROLES in a process of its own; what it says of itself, and its pid."""
+    command = [sys.executable, "-m", "tests.deployments.path_cost", "--role", role]
+    if argument is not None:
+        command += ["--argument", json.dumps(argument)]
+    child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin and child.stdout
+    try:
+        line = child.stdout.readline()
+        assert line, f"{role} did not start"
+        yield {**json.loads(line), "pid": child.pid}
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time so far, to the nanosecond."""
+    total = sum(
+        int((task / "schedstat").read_text().split()[0])
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    )
+    return total / 1e9
+
+
+# -- the client
+
+
+class _Stream(asyncio.Protocol):
+    def __init__(self, request: bytes) -> None:
+        self.chunks = 0
+        self._request = request
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.chunks += data.count(b"data: {")
+
+
+async def _chunks(ports: list[int], streams: int, seconds: float, pids: list[int]) -> list[float]:
+    """Seconds of CPU a chunk of each of these processes, while so many streams run."""
+    body = json.dumps(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "the answer"}],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
+    request = (head + b"Content-Type: application/json\r\n\r\n") % len(body) + body
+    loop = asyncio.get_running_loop()
+    open_ = [
+        (await loop.create_connection(lambda: _Stream(request), "127.0.0.1", port))[1]
+        for number in range(streams)
+        for port in [ports[number % len(ports)]]
+    ]
+    began = time.monotonic()
+    while not all(stream.chunks > 3 for stream in open_):
+        assert time.monotonic() < began + 20, "not all streams have begun"
+        await asyncio.sleep(0.05)
+    before = [cpu_seconds(pid) for pid in pids]
+    count = sum(stream.chunks for stream in open_)
+    await asyncio.sleep(seconds)
+    count = sum(stream.chunks for stream in open_) - count
+    spent = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
+    for stream in open_:
+        stream.transport.abort()
+    # The null path's chunk is one send of two events.
+    return [one / count for one in spent]
+
+
+def measure(streams: int, seconds: float, rounds: int, *, scale: bool = True) -> dict[str, float]:
+    """Microseconds of CPU a chunk by process, the ratio to the null path, and `scale`; the best of
+    so many rounds, each of which runs everything."""
+    best: dict[str, float] = {}
+    with ExitStack() as stack:
+        replica = stack.enter_context(process("replica"))
+        routers = [stack.enter_context(process("router", replica)) for _ in range(1 + scale)]
+        null = stack.enter_context(process("null"))
+
+        def run(ports: list[int], pids: list[int], count: int = streams) -> list[float]:
+            costs = asyncio.run(_chunks(ports, count, seconds, pids))
+            time.sleep(0.3)  # until the aborted streams are gone
+            return costs
+
+        for _ in range(rounds):
+            (nothing,) = run([null["port"]], [null["pid"]])
+            pids = [routers[0]["pid"], replica["pid"], replica["engine_pid"]]
+            router, relay, engine = run([routers[0]["port"]], pids)
+            found = {"null": 2 * nothing, "router": router, "relay": relay, "fake engine": engine}
+            if scale:
+                ports, pids = [r["port"] for r in routers], [r["pid"] for r in routers]
+                found["router, of two"] = sum(run(ports, pids, 2 * streams))
+            for name, cost in found.items():
+                best[name] = min(best.get(name, 1.0), cost)
+    result = {name: round(cost * 1e6, 1) for name, cost in best.items()}
+    result["ratio"] = round(best["router"] / best["null"], 2)
+    if scale:
+        result["scale"] = round(2 * best["router"] / best["router, of two"], 2)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU of a streamed chunk, by process.")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
+    parser.add_argument("--argument", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        import uvloop
+
+        uvloop.install()
+        asyncio.run(_play(options.role, options.argument))
+        return
+    for name, value in measure(options.streams, options.seconds, options.rounds).items():
+        unit = "" if name in ("ratio", "scale") else " us of CPU a chunk"
+        print(f"{name:15} {value:6}{unit}")
+
+
+if __name__ == "__main__":
+    main()
