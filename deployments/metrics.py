@@ -173,12 +173,12 @@ REPLICA_METRICS = (
         "engine_step_seconds", "gauge", "Duration of the last step.", lambda s: s.step_seconds
     ),
     ReplicaMetric(
-    ReplicaMetric(
         "engine_out_of_memory_total",
         "counter",
         "Steps that the device had no memory for; computed again in smaller ones.",
         lambda s: s.out_of_memory,
     ),
+    ReplicaMetric(
         "replica_draining", "gauge", "1 when it takes nothing new.", lambda s: s.draining
     ),
 )
