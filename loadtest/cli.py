@@ -32,7 +32,11 @@ app = typer.Typer(
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO.yaml")]
 Url = Annotated[str | None, typer.Option(help="Server, instead of the scenario's target.url.")]
 Model = Annotated[str | None, typer.Option(help="Model; default: the first that it serves.")]
-Procs = Annotated[int, typer.Option(min=1, max=256, help="Client processes.")]
+Procs = Annotated[int, typer.Option(min=1, max=4096, help="Client processes.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(help="Client processes on a Ray cluster's nodes: its address, or auto."),
+]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A scenario value: phases.0.arrivals.rate=20"),
@@ -61,6 +65,7 @@ def run(
         list[str] | None, typer.Option(help='Faults: "kill-replica@30s, kill-engine every 20s".')
     ] = None,
     procs: Procs = 1,
+    ray: Ray = None,
     setting: Setting = None,
     lenient: Annotated[
         bool, typer.Option(help="Exit code 0 even if the client was the bottleneck.")
@@ -94,7 +99,7 @@ def run(
         folder = out or checked.out or _default_folder(checked, scenario)
         harm = beside(faults, checked.target.urls[0], checked.seed)
         outputs.prepare(folder)
-        result = execute(task, Options(procs=procs, verify=verify, beside=harm), plans)
+        result = execute(task, Options(procs=procs, ray=ray, verify=verify, beside=harm), plans)
         outputs.write(folder, result.summary, result.records)
         write_report(folder)
         console = _console(stderr=False)

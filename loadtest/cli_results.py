@@ -82,7 +82,11 @@ def search(
     ] = None,
     url: Annotated[str | None, typer.Option(help="Server, instead of target.url.")] = None,
     model: Annotated[str | None, typer.Option(help="Model; default: the first.")] = None,
-    procs: Annotated[int, typer.Option(min=1, max=256, help="Client processes.")] = 1,
+    procs: Annotated[int, typer.Option(min=1, max=4096, help="Client processes.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Client processes on a Ray cluster's nodes: its address, or auto."),
+    ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A scenario value.")
     ] = None,
@@ -115,7 +119,7 @@ def search(
         except OSError as error:
             raise ScenarioError(f"{folder}: {error.strerror or error}") from None
         trials = searching.Trials(
-            _run_once(task, checked, Options(procs=procs), keys, folder, whole),
+            _run_once(task, checked, Options(procs=procs, ray=ray), keys, folder, whole),
             searching.resume(folder, fresh),
             folder=folder,
             repeats=repeats or (1 if sweep is not None else 3),

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress as Bars
 
+from loadtest.ask import first_model
 from loadtest.client import Client
 from loadtest.errors import ScenarioError
 from loadtest.plan import PhasePlan, Visit, lay_out
 from loadtest.records import RequestRecord
-from loadtest.runner import first_model
 from loadtest.scenario import Scenario
 from loadtest.verify import Answer, Reference, reference_of, write_references
 from loadtest.work import Job

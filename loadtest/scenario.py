@@ -76,6 +76,7 @@ class Target(_Model):
     key_file: Path | None = None
     headers: dict[str, str] = {}
     gpus: Annotated[int, Field(ge=1)] | None = None
+    about: dict[str, str] = {}  # for the report: device, commit, configuration, ...
     connect_timeout: Duration = 10.0
     timeout: Duration = 300.0  # of a whole request
     chunk_timeout: Duration = 120.0  # without a byte

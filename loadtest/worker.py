@@ -32,9 +32,10 @@ _FLUSH_BYTES = 2**20
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """What to run. scenario: its text; folder: for its paths. records: the file to write.
+    """What to run. scenario: its text; folder: for its paths. results: folder to write into, where
+    `records` has a RequestRecord a line.
 
-    references: compare with this file. keep: write the answers to this file.
+    references: compare with this file. keep: write the answers too, to `kept`.
     """
 
     scenario: str
@@ -43,9 +44,9 @@ class Order(msgspec.Struct, kw_only=True):
     model: str
     worker: int
     procs: int
-    records: str
+    results: str = ""
     references: str | None = None
-    keep: str | None = None
+    keep: bool = False
 
 
 class Go(msgspec.Struct):
@@ -102,7 +103,7 @@ async def _work(order: Order) -> None:
     scenario = parse(order.scenario, "scenario", Path(order.folder), order.overrides)
     plans = [plan.share(order.worker, order.procs) for plan in lay_out(scenario, order.model)]
     references = read_references(Path(order.references)) if order.references else None
-    records = _Records(Path(order.records))
+    records = _Records(Path(order.results, "records"))
     kept: dict[str, Reference] = {}
 
     def keep(job: Job, record: RequestRecord, answer: Answer) -> None:
@@ -144,7 +145,7 @@ async def _work(order: Order) -> None:
     if order.keep:
         encode = msgspec.json.encode
         data = b"".join(encode(reference) + b"\n" for reference in kept.values())
-        Path(order.keep).write_bytes(data)
+        Path(order.results, "kept").write_bytes(data)
     _say(Report(client.progress))
     planned = sum(plan.total or 0 for plan in plans)
     sent = sum(client.progress.sent.values())
