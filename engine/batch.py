@@ -35,6 +35,7 @@ class NewRow:
     choice: int  # 0 .. n-1, part of the random counter
     # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
     stop_ids: Sequence[int]
+    lora_slot: int = -1  # device slot of its adapter; -1 = none
 
 
 @dataclass(slots=True)

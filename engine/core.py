@@ -22,7 +22,7 @@ from typing import Protocol
 from engine.batch import Batch, OutOfMemory, StepResult
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
-from engine.lora.names import disabled
+from engine.lora.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
     AddAdapter,
@@ -77,22 +77,24 @@ class EngineCore:
     The failure of one request never raises; it ends with a delta whose finish is "error".
     """
 
-    def __init__(self, config: CoreConfig, runner: Runner) -> None:
+    def __init__(
+        self, config: CoreConfig, runner: Runner, adapters: AdapterStore | None = None
+    ) -> None:
         capacity = config.num_blocks * config.block_size
         self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
-        self.scheduler = Scheduler(self.config)
+        self._adapters = adapters or AdapterStore.disabled()
+        self.scheduler = Scheduler(self.config, self._adapters)
         self.draining = False
         self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
-        self._answers: list[AdapterAnswer] = []
         self._step_seconds = 0.0
-        self._trial: Trial | None = None
-        self._unproven = False  # a request was found guilty, and no step has succeeded since
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
         self._patience = _PATIENCE
+        self._trial: Trial | None = None
+        self._unproven = False  # a request was found guilty, and no step has succeeded since
 
     def add(self, message: EngineRequest) -> None:
         """Queue a request. One that cannot run ends with its delta in the next step's."""
@@ -102,11 +104,12 @@ class EngineCore:
             if message.id in self.scheduler.requests:
                 raise MantaError(f"request id {message.id} is in use", code="duplicate_id")
             validate(message, self.config)
+            adapter = self._adapters.find(message.adapter) if message.adapter else None
         except MantaError as error:
             text = f"{error.code}: {error.message}"
             self._outbox.append(Delta(message.id, [], "error", error=text))
             return
-        request = Request(message, self.config, self.scheduler.next_arrival())
+        request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
         done = len(request.token_ids) >= request.limit
         if done and request.params.prompt_logprobs is None:
             # Nothing to sample: resumed after its last token, or max_tokens = 0.
@@ -119,15 +122,22 @@ class EngineCore:
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
-        """A call of `step` would do something."""
-        return bool(self.scheduler.requests or self._pending or self._outbox)
+        """A call of `step` would do something. It would not if all requests wait for adapters."""
+        return bool(
+            self.scheduler.can_run()
+            or self._pending
+            or self._outbox
+            or self._trial is not None
+            or self._adapters.has_news()
+        )
 
     def step(self) -> list[Delta]:
         """Run one round of the loop and return what came of it; in the first round of a burst, one
         batch ahead, that is nothing yet."""
         began = time.perf_counter()
+        self.scheduler.take_loaded()
         batch = self.scheduler.schedule()
-        deltas, self._outbox = self._outbox, []
+        deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
         pending = self._pending
         ahead = self.config.async_scheduling and self._trial is None
         result: StepResult | None = None
@@ -149,11 +159,16 @@ class EngineCore:
         except Exception as error:
             failure, suspect = error, 0
         self.on_device = False
-        assert result or failure or batch or self._trial or not self.scheduler.requests, (
+        assert result or failure or batch or self._trial or not self.scheduler.can_run(), (
             "requests are left, yet none can run"
         )
         if result is not None:
             self._unproven = False
+            self._shortages = 0
+            self._good_steps += 1
+            if self._good_steps % self._patience == 0:
+                limit = 2 * self.scheduler.token_limit
+                self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
             deltas += self.scheduler.update(result)
         if isinstance(failure, OutOfMemory) and batch is not None and self._trial is None:
             self._go_on_smaller(failure, batch)
@@ -164,21 +179,6 @@ class EngineCore:
         self._step_seconds = time.perf_counter() - began
         return deltas
 
-    def _begin_trial(self, failure: Exception, suspect: int) -> None:
-        """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
-            self._shortages = 0
-            self._good_steps += 1
-            if self._good_steps % self._patience == 0:
-                limit = 2 * self.scheduler.token_limit
-                self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
-        device is lost."""
-        logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
-        failure.with_traceback(None)  # its frames hold tensors
-        for pending in self._pending:
-            with contextlib.suppress(Exception):  # what it read may be wrong already
-                pending.wait()
-        self._pending.clear()
-        if not self._runner.recover():
     def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
         """No memory for this step: all back to the queue, and smaller steps from now on. If it does
         not fit however small, somebody is to blame."""
@@ -210,6 +210,16 @@ class EngineCore:
             scheduler.shrink(fewer)
             self.config = scheduler.config
 
+    def _begin_trial(self, failure: Exception, suspect: int) -> None:
+        """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
+        device is lost."""
+        logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
+        failure.with_traceback(None)  # its frames hold tensors
+        for pending in self._pending:
+            with contextlib.suppress(Exception):  # what it read may be wrong already
+                pending.wait()
+        self._pending.clear()
+        if not self._runner.recover():
             raise failure
         flight = self.scheduler.flights[suspect]
         suspects = [r for r in flight.requests if r.phase is not Phase.ENDED]
@@ -251,28 +261,27 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
 
     def add_adapter(self, message: AddAdapter) -> None:
-        self._refuse_adapter(message.ticket)
+        """Begin to make an adapter known; see `answers`."""
+        self._adapters.add(message)
 
     def remove_adapter(self, message: RemoveAdapter) -> None:
-        self._refuse_adapter(message.ticket)
-
-    def _refuse_adapter(self, ticket: int) -> None:
-        error = disabled()
-        self._answers.append(AdapterAnswer(ticket, None, error.code, error.message))
+        self._adapters.remove(message)
 
     def answers(self) -> list[AdapterAnswer]:
-        answers, self._answers = self._answers, []
-        return answers
+        """To adapter messages; those that came since the last call."""
+        self.scheduler.take_loaded()
+        return self._adapters.take_answers()
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """See engine.process.Core."""
+        """wake() is called, from any thread, when `has_work` or `answers` has news."""
+        self._adapters.on_loaded(wake)
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         return EngineStats(
             step=scheduler.step,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.num_waiting_tokens,
             free_blocks=scheduler.blocks.num_free,
             total_blocks=scheduler.blocks.num_blocks,
@@ -284,11 +293,13 @@ class EngineCore:
             output_tokens=counters.output_tokens,
             step_seconds=self._step_seconds,
             finished=counters.finished,
+            out_of_memory=counters.out_of_memory,
             draining=self.draining,
             rows=min(scheduler.config.max_num_seqs, scheduler.config.max_num_batched_tokens),
+            adapters=self._adapters.resident,
+            adapter_loads=self._adapters.loads,
         )
 
     def check_integrity(self) -> None:
         """Assert that no row, block or request is lost. Meant for idle moments; legal at any."""
         self.scheduler.check_integrity()
-            out_of_memory=counters.out_of_memory,

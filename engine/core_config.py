@@ -12,6 +12,7 @@ class CoreConfig:
     num_blocks, block_size: the KV cache, and tokens a block.
     async_scheduling: launch step n + 1 before the tokens of n are known.
     admission: a name in engine.admission.POLICIES.
+    batching: "mixed" or "split"; see EngineConfig.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     """
 
@@ -23,6 +24,7 @@ class CoreConfig:
     prefix_caching: bool = True
     async_scheduling: bool = True
     admission: str = "optimistic"
+    batching: str = "mixed"
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
     model_key: str = ""

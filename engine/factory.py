@@ -102,6 +102,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
             prefix_caching=config.prefix_caching,
             async_scheduling=config.async_scheduling,
             admission=config.admission,
+            batching=config.batching,
             eos_token_ids=tuple(resolved.model.eos_token_ids),
             vocab_size=resolved.model.vocab_size,
             model_key=_model_key(resolved),

@@ -9,13 +9,15 @@ and the CPU cost of router and client shows without a model's.
 import os
 import time
 from collections.abc import Callable
+from zlib import crc32
 
 import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.lora.fake import FakeAdapters
+from engine.errors import AdapterError, ConfigError
+from engine.lora.fake import FakeLoader
+from engine.lora.store import Adapter, AdapterStore
 from engine.messages import (
     AdapterAnswer,
     AddAdapter,
@@ -88,7 +90,11 @@ class FakeCore:
         self._stats = EngineStats(
             total_blocks=self._blocks * self._limit, block_size=config.block_size, rows=self._limit
         )
-        self._adapters = FakeAdapters(config.max_loras, self._options.adapter_seconds)
+        loader = FakeLoader(self._options.adapter_seconds)
+        self._store = AdapterStore(loader, config.max_loras, config.lora_host_bytes or 1 << 30)
+        self._adapters: dict[int, Adapter] = {}  # by request
+        self._slots: dict[int, int] = {}  # by request that has one
+        self._blocked: set[int] = set()  # requests that wait for their adapters
 
     def ready(self) -> Ready:
         o = self._options
@@ -100,24 +106,59 @@ class FakeCore:
             self._end(request.id, "error", "draining: this engine takes no new requests")
         elif self._options.poison in request.token_ids:
             self._end(request.id, "error", "poisoned: the prompt has the poison token")
-        elif (refusal := self._adapters.claim(request)) is not None:
-            self._end(request.id, "error", f"{refusal.code}: {refusal.message}")
         else:
+            try:
+                self._claim(request)
+            except AdapterError as error:
+                self._end(request.id, "error", f"{error.code}: {error.message}")
+                return
             self._requests[request.id] = request
             self._new.add(request.id)
+
+    def _claim(self, request: EngineRequest) -> None:
+        if request.adapter:
+            adapter = self._adapters[request.id] = self._store.find(request.adapter)
+            self._store.claim(adapter)
+
+    def _can_run(self, request: EngineRequest) -> bool:
+        """It has its adapter's slot, or gets it now. An adapter that cannot be had ends it."""
+        adapter = self._adapters.get(request.id)
+        if adapter is None or request.id in self._slots:
+            return True
+        try:
+            ready = self._store.ask(adapter)
+        except AdapterError as error:
+            self._forget(request.id)
+            self._end(request.id, "error", f"{error.code}: {error.message}")
+            return False
+        if ready:
+            self._slots[request.id] = self._store.pin(adapter, first=True)
+        else:
+            self._blocked.add(request.id)
+        return ready
+
+    def _forget(self, request_id: int) -> None:
+        del self._requests[request_id]
+        self._new.discard(request_id)
+        self._blocked.discard(request_id)
+        adapter, slot = self._adapters.pop(request_id, None), self._slots.pop(request_id, None)
+        if adapter is not None:
+            self._store.release(adapter, started=slot is not None)
+        if slot is not None:
+            self._store.unpin(slot)
 
     def _end(self, request_id: int, finish: str, error: str = "") -> None:
         self._ended.append(Delta(request_id, [], finish, error=error))
 
     def abort(self, ids: list[int]) -> None:
         for request_id in ids:
-            if self._requests.pop(request_id, None) is not None:
-                self._new.discard(request_id)
-                self._adapters.release(request_id)
+            if request_id in self._requests:
+                self._forget(request_id)
                 self._end(request_id, "abort")
 
     def has_work(self) -> bool:
-        return bool(self._requests or self._ended)
+        runnable = len(self._requests) > len(self._blocked)
+        return bool(runnable or self._ended or self._store.has_news())
 
     def step(self) -> list[Delta]:
         options, stats = self._options, self._stats
@@ -132,11 +173,11 @@ class FakeCore:
         if options.step_seconds:
             time.sleep(options.step_seconds)
         deltas, self._ended = self._ended, []
+        if self._store.poll():
+            self._blocked.clear()
         for request in list(self._requests.values())[: self._limit]:
-            if self._adapters.on_device(request.id):
+            if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
-        if self._requests and not deltas:
-            time.sleep(0.001)  # all of them wait for their adapters
         stats.finished += sum(1 for delta in deltas if delta.finish)
         stats.step_seconds = time.monotonic() - began
         return deltas
@@ -144,7 +185,8 @@ class FakeCore:
     def _advance(self, request: EngineRequest) -> Delta:
         options, params, tokens = self._options, request.params, request.token_ids
         new: list[int] = []
-        shift = self._adapters.shift(request.id)
+        adapter = self._adapters.get(request.id)
+        shift = 0 if adapter is None else crc32(adapter.key.encode())
         finish, stop_token = "", None
         limit = self._max_len
         if params.max_tokens is not None:
@@ -173,8 +215,7 @@ class FakeCore:
             self._stats.prompt_tokens += len(tokens) - len(new)
             delta.cached = 0
         if finish:
-            del self._requests[request.id]
-            self._adapters.release(request.id)
+            self._forget(request.id)
         return delta
 
     def stats(self) -> EngineStats:
@@ -182,7 +223,7 @@ class FakeCore:
         stats.running = min(len(self._requests), self._limit)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = stats.total_blocks - stats.running * self._blocks
-        stats.adapters, stats.adapter_loads = self._adapters.resident, self._adapters.loads
+        stats.adapters, stats.adapter_loads = self._store.resident, self._store.loads
         return stats
 
     def drain(self) -> None:
@@ -192,19 +233,19 @@ class FakeCore:
         """There is none."""
 
     def add_adapter(self, message: AddAdapter) -> None:
-        self._adapters.add(message)
+        self._store.add(message)
 
     def remove_adapter(self, message: RemoveAdapter) -> None:
-        self._adapters.remove(message)
+        self._store.remove(message)
 
     def answers(self) -> list[AdapterAnswer]:
-        return self._adapters.take_answers()
+        return self._store.take_answers()
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """Nothing happens between steps."""
+        self._store.on_loaded(wake)
 
     def check_integrity(self) -> None:
-        assert not self._requests and not self._new and not self._ended
+        assert self._requests.keys() == self._blocked and not self._ended
 
 
 def build(config: EngineConfig) -> tuple[FakeCore, Ready]:

@@ -28,6 +28,7 @@ class Release:
     step: int
     row: int
     blocks: list[int]
+    lora_slot: int = -1
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Counters:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: int = 0
-
     out_of_memory: int = 0
+
 
 @dataclass(slots=True)
 class Draft:

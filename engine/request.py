@@ -17,6 +17,7 @@ from typing import Any
 from engine.batch import TokenLogprobs
 from engine.core_config import CoreConfig
 from engine.errors import InvalidRequest
+from engine.lora.store import Adapter
 from engine.messages import EngineRequest
 from engine.prefix_hash import root_hash
 
@@ -25,6 +26,7 @@ class Phase(enum.Enum):
     """Where the scheduler keeps a request. It says nothing about prefill or decode."""
 
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
+    PARKED = enum.auto()  # as WAITING, and its adapter is not on the device
     FILLING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
     DECODING = enum.auto()  # in the decode group: one token in every step
     CLOSING = enum.auto()  # its last step is launched; ends when the result comes
@@ -46,6 +48,7 @@ class Request:
         "id",
         "last_step",
         "limit",
+        "lora_slot",
         "min_tokens",
         "num_cached",
         "num_computed",
@@ -65,7 +68,13 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, message: EngineRequest, config: CoreConfig, arrival: int) -> None:
+    def __init__(
+        self,
+        message: EngineRequest,
+        config: CoreConfig,
+        arrival: int,
+        adapter: Adapter | None = None,
+    ) -> None:
         params = message.params
         self.id = message.id
         self.token_ids = message.token_ids
@@ -73,8 +82,10 @@ class Request:
         self.params = params
         self.seed = message.seed
         self.choice = message.choice
-        self.adapter = message.adapter
-        self.root = root_hash(config.model_key, message.adapter, message.cache_salt)
+        self.adapter = adapter
+        self.lora_slot = -1  # its adapter's, while it has a row
+        key = "" if adapter is None else adapter.key
+        self.root = root_hash(config.model_key, key, message.cache_salt)
         self.order = (message.priority, arrival)  # smaller runs earlier and is preempted later
         # Tokens it may have at most, prompt and output.
         self.limit = config.max_model_len

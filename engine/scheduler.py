@@ -16,17 +16,20 @@ compute their prompt, in the order of service; then waiting ones, in the same or
 lets the first of them in. Order of service is (priority, arrival).
 """
 
+import time
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable
-
 from dataclasses import replace
+
 from engine.admission import POLICIES, Footprint, Memory, fits_now
 from engine.batch import Batch, NewRow, StepResult
 from engine.block_manager import BlockManager
 from engine.core_config import CoreConfig
 from engine.decode_group import DecodeGroup
+from engine.errors import AdapterError
 from engine.flight import Counters, Draft, Flight, Release
+from engine.lora.store import Adapter, AdapterStore
 from engine.messages import Delta
 from engine.request import Phase, Request
 
@@ -34,28 +37,30 @@ from engine.request import Phase, Request
 class Scheduler:
     """Owns the requests, their rows and their blocks. See the module for the order of calls."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, adapters: AdapterStore | None = None) -> None:
         self.config = config
+        self._adapters = adapters or AdapterStore.disabled()
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self.counters = Counters()
         self.step = 0  # the last one scheduled
         self.done_step = 0  # the last one whose result is here
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.waiting: list[Request] = []  # in the order of service
+        self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
         self.running: dict[int, Request] = {}  # by id; those that have a row
         self.filling: list[Request] = []  # phase FILLING
         self.decoding = DecodeGroup(config.block_size)
         self.flights: deque[Flight] = deque()
         self.releases: list[Release] = []
         self.waiting_tokens = 0
+        self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
+        self._failed: list[Delta] = []  # requests whose adapter cannot be had
+        self._split = config.batching == "split"
         self._only: Container[Request] | None = None  # see admit_only
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._policy = POLICIES[config.admission]
-        self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
-        self._failed: list[Delta] = []  # requests whose adapter cannot be had
-        self._split = config.batching == "split"
         self._lag = int(config.async_scheduling)
         self._arrivals = 0
         self._retry_admission = True  # something was freed since the head of the queue did not fit
@@ -71,6 +76,8 @@ class Scheduler:
             self._end_tokens = set(self.config.eos_token_ids)
         self._end_tokens |= request.stop_ids
         self.requests[request.id] = request
+        if request.adapter is not None:
+            self._adapters.claim(request.adapter)
         self._enqueue(request)
 
     def next_arrival(self) -> int:
@@ -95,6 +102,23 @@ class Scheduler:
                 self._end(request)
                 deltas.append(Delta(request.id, [], "error", error=error))
         return deltas
+
+    def take_loaded(self) -> None:
+        """Requests whose adapter has come, or will not, line up again."""
+        for adapter in self._adapters.poll():
+            for request in self.parked.pop(adapter, ()):
+                request.phase = Phase.WAITING
+                insort(self.waiting, request)
+                self._retry_admission = True
+
+    def take_failed(self) -> list[Delta]:
+        """The ends of requests that `schedule` had to give up; once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def can_run(self) -> bool:
+        """Somebody runs or may start: not all wait for their adapters."""
+        return bool(self.running or (self.waiting and not (self._split and self.parked)))
 
     def requeue(self, *, trusted: bool) -> None:
         """All running requests back to the queue, and the steps in flight forgotten: their results
@@ -122,6 +146,12 @@ class Scheduler:
         self._only = requests
         self._retry_admission = True
 
+    def shrink(self, num_blocks: int) -> None:
+        """Go on with so few blocks, all empty. Legal when nobody runs."""
+        assert not self.running and not self.releases
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.blocks = BlockManager(num_blocks, self.config.block_size)
+
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is matched by anyone from now on."""
         self.blocks.reset()
@@ -146,12 +176,6 @@ class Scheduler:
         """A block for each decode that begins one.
 
         If there are not enough, all who need one step out and line up in `filling`, so that the
-    def shrink(self, num_blocks: int) -> None:
-        """Go on with so few blocks, all empty. Legal when nobody runs."""
-        assert not self.running and not self.releases
-        self.config = replace(self.config, num_blocks=num_blocks)
-        self.blocks = BlockManager(num_blocks, self.config.block_size)
-
         order of service decides who gets them.
         """
         step = draft.batch.step
@@ -250,12 +274,36 @@ class Scheduler:
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not self._retry_admission and self.running:
                 return
+            if self._split and not self._joins(request):
+                self._retry_admission = False  # until anyone has ended
+                return
+            if request.adapter is not None and not self._has_adapter(request.adapter, request):
+                continue
             if memory is None:
                 memory = self._memory()
             if not self._start(request, memory, draft):
                 self._retry_admission = False
                 return
             self._draft_chunk(request, draft)
+
+    def _joins(self, request: Request) -> bool:
+        """Batching "split": only who has the adapter of those who run, and nobody overtakes."""
+        other = next(iter(self.running.values()), None)
+        return not self.parked and (other is None or other.adapter is request.adapter)
+
+    def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
+        """Its adapter is on the device. If not, the request steps aside until it is, and ends if
+        that cannot be."""
+        try:
+            if self._adapters.ask(adapter):
+                return True
+        except AdapterError as error:
+            self._failed += self.fail([request], f"{error.code}: {error.message}")
+            return False
+        self.waiting.remove(request)
+        request.phase = Phase.PARKED
+        self.parked.setdefault(adapter, []).append(request)
+        return False
 
     def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
         """Give the next of the queue a row and the blocks of its prefix, if memory allows."""
@@ -285,11 +333,15 @@ class Scheduler:
         request.num_registered = len(cached)
         request.cacheable = self.config.prefix_caching
         request.row = self._free_rows.pop()
+        if request.adapter is not None:
+            first = request.num_cached < 0
+            request.lora_slot = self._adapters.pin(request.adapter, first=first)
         request.phase = Phase.FILLING
         self.filling.append(request)
         self.running[request.id] = request
         if request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
+            request.queued_us = (time.monotonic_ns() - request.arrived) // 1000
             if lookup:
                 self.counters.prefix_queries += request.num_prompt
                 self.counters.prefix_hits += request.num_cached
@@ -306,6 +358,7 @@ class Scheduler:
                 request.seed,
                 request.choice,
                 sorted(request.stop_ids),
+                request.lora_slot,
             )
         )
         draft.batch.new_blocks.extend(
@@ -481,6 +534,7 @@ class Scheduler:
         if not request.delivered:
             request.delivered = True
             delta.cached = request.num_cached
+            delta.queued_us = request.queued_us
             delta.prompt_logprobs = request.prompt_logprobs
 
     # ---- ends ----------------------------------------------------------------------------------
@@ -505,6 +559,8 @@ class Scheduler:
             del self.waiting[at]
             self.waiting_tokens -= request.queued_tokens
             self._retry_admission = True
+        elif request.phase is Phase.PARKED:
+            self._unpark(request)
         request.phase = Phase.ENDED
         del self.requests[request.id]
         self.counters.finished += 1
@@ -512,6 +568,17 @@ class Scheduler:
             flight.some_ended = True
         if request.row >= 0:
             self._release(request)
+        if request.adapter is not None:
+            self._adapters.release(request.adapter, started=request.num_cached >= 0)
+
+    def _unpark(self, request: Request) -> None:
+        assert request.adapter is not None
+        others = self.parked[request.adapter]
+        others.remove(request)
+        if not others:
+            del self.parked[request.adapter]
+            self._retry_admission = True
+        self.waiting_tokens -= request.queued_tokens
 
     def _distrust(self, request: Request) -> None:
         """Its keys may be wrong: nobody shall find them."""
@@ -522,8 +589,10 @@ class Scheduler:
         """Give back its row and blocks, now or when the steps that use them are done."""
         self.blocks.hash_blocks(request, request.num_computed)
         del self.running[request.id]
-        self.releases.append(Release(request.last_step, request.row, request.blocks))
-        request.row = -1
+        self.releases.append(
+            Release(request.last_step, request.row, request.blocks, request.lora_slot)
+        )
+        request.row = request.lora_slot = -1
         request.blocks = []
         request.num_registered = 0
         self._give_back()
@@ -536,10 +605,17 @@ class Scheduler:
                 continue
             self.blocks.free(release.blocks)
             self._free_rows.append(release.row)
+            if release.lora_slot >= 0:
+                self._adapters.unpin(release.lora_slot)
             self._retry_admission = True
         self.releases = kept
 
     # ---- looking at it -------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.requests) - len(self.running)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -556,15 +632,22 @@ class Scheduler:
         phases = dict.fromkeys(Phase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1
-            assert (request.row >= 0) == (request.phase is not Phase.WAITING)
+            queued = request.phase in (Phase.WAITING, Phase.PARKED)
+            assert (request.row >= 0) != queued
             assert (request.slot >= 0) == (request.phase is Phase.DECODING)
         assert phases[Phase.ENDED] == 0
         assert phases[Phase.WAITING] == len(self.waiting)
         assert self.waiting == sorted(self.waiting)
         assert phases[Phase.FILLING] == len(self.filling)
         assert phases[Phase.DECODING] == len(self.decoding)
-        assert len(self.running) == sum(phases.values()) - phases[Phase.WAITING]
-        assert self.waiting_tokens == sum(r.queued_tokens for r in self.waiting)
+        parked = [request for requests in self.parked.values() for request in requests]
+        assert phases[Phase.PARKED] == len(parked)
+        assert len(self.running) + len(self.waiting) + len(parked) == len(self.requests)
+        assert self.waiting_tokens == sum(r.queued_tokens for r in self.waiting + parked)
+        pins = Counter(r.lora_slot for r in self.running.values())
+        pins.update(r.lora_slot for r in self.releases)
+        users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
+        self._adapters.check_integrity(pins, users)
         for slot, request in enumerate(self.decoding.requests):
             assert request.slot == slot and self.decoding.rows[slot] == request.row
         if not self.requests and not self.flights:

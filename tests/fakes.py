@@ -1,7 +1,8 @@
 """FakeRunner: a device without a model. Its next token is a hash of the tokens it reads through the
 block table, so a wrong block, a stale row or a lost token changes the text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 
 from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
 from engine.core import CoreConfig, EngineCore
-from engine.messages import Delta, EngineRequest
+from engine.errors import AdapterError
+from engine.lora.store import AdapterStore, Described, Loaded
+from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 
 EOS = 1
@@ -110,13 +113,13 @@ class FakeRunner:
         assert not self.in_flight
         return True
 
-    def _check(self, batch: Batch) -> None:
-        config = self.config
-        assert batch.rows, "an empty batch was launched"
     def shrink(self, num_blocks: int) -> None:
         assert not self.in_flight
         self.kv = np.full((num_blocks, self.config.block_size), -1, dtype=np.int64)
 
+    def _check(self, batch: Batch) -> None:
+        config = self.config
+        assert batch.rows, "an empty batch was launched"
         assert batch.num_tokens <= config.max_num_batched_tokens, "over the token budget"
         assert len(set(batch.rows)) == len(batch.rows), "a row is in the batch twice"
         assert len(batch.rows) <= config.max_num_seqs, "more requests than rows"
@@ -210,10 +213,66 @@ def make_config(**changes: Any) -> CoreConfig:
     return CoreConfig(**(values | changes))
 
 
-def make_core(*, fail: Sequence[int] = (), **changes: Any) -> tuple[EngineCore, FakeRunner]:
+class Inline(Executor):
+    """Runs what is submitted at once; with `hold`, when `release` is called."""
+
+    def __init__(self, hold: bool = False) -> None:
+        self.hold = hold
+        self.held: list[Callable[[], Any]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.held.append(lambda: work(*args, **kwargs))
+        if not self.hold:
+            self.release()
+
+    def release(self) -> None:
+        held, self.held = self.held, []
+        for work in held:
+            work()
+
+
+class MemoryLoader:
+    """Adapters that are only names: an adapter's path is its size in bytes, or why it fails."""
+
+    def describe(self, path: str) -> Described:
+        if not path.isdigit():
+            raise AdapterError(path)
+        return Described("lora", 8, int(path), [], path)
+
+    def read(self, path: str) -> Loaded:
+        return Loaded(self.describe(path), path, int(path), object())
+
+    def upload(self, weights: Any, slot: int) -> None:
+        assert weights is not None
+
+
+def make_store(
+    names: Sequence[str] = (),
+    max_loras: int = 2,
+    host_bytes: int = 1 << 30,
+    *,
+    disk: Inline | None = None,
+    device: Inline | None = None,
+) -> AdapterStore:
+    """Knows these adapters, of one byte each; none is in memory yet."""
+    disk, device = disk or Inline(), device or Inline()
+    store = AdapterStore(MemoryLoader(), max_loras, host_bytes, disk=disk, device=device)
+    for ticket, name in enumerate(names):
+        store.add(AddAdapter(ticket, name, "1", load=False))
+        disk.release()
+    store.poll()
+    assert all(answer.info is not None for answer in store.take_answers())
+    return store
+
+
+def make_core(
+    *, fail: Sequence[int] = (), adapters: AdapterStore | None = None, **changes: Any
+) -> tuple[EngineCore, FakeRunner]:
+    """adapters: by default knows "lora" and "lora2", and has a slot for one of them."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail)
-    return EngineCore(config, runner), runner
+    store = make_store(["lora", "lora2"], max_loras=1) if adapters is None else adapters
+    return EngineCore(config, runner, store), runner
 
 
 def make_request(id: int, prompt: Sequence[int] | int = 8, **fields: Any) -> EngineRequest:

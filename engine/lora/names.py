@@ -46,19 +46,15 @@ class AdapterNames(Generic[T]):
             return self._retired[base, revision]
         raise not_found(name)
 
-    def forget(self, name: str, revision: str) -> None:
-        """A retired adapter is used no more."""
-        self._retired.pop((name, revision), None)
+    def get(self, name: str) -> T | None:
+        found = self._current.get(name)
+        return None if found is None else found[1]
 
-    def current(self) -> list[T]:
-        return [adapter for _, adapter in self._current.values()]
+    def forget(self, name: str, revision: str, adapter: T) -> None:
+        """A retired adapter is used no more."""
+        if self._retired.get((name, revision)) is adapter:
+            del self._retired[name, revision]
 
 
 def not_found(name: str) -> AdapterError:
     return AdapterError(f"no adapter is called {name[:300]!r} here", code="adapter_not_found")
-
-
-def disabled() -> AdapterError:
-    return AdapterError(
-        "this engine takes no adapters; start it with max_loras > 0", code="adapters_disabled"
-    )

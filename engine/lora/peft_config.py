@@ -171,14 +171,11 @@ class _Reader:
         base = str(fields.get("base_model_name_or_path") or "")
         if kind != "lora":
             return PeftConfig(kind, base, virtual_tokens=self._int("num_virtual_tokens"))
-        alpha = fields.get("lora_alpha")
-        if not _is_number(alpha):
-            raise self._error("lora_alpha", f"{alpha!r} is not a number")
         return PeftConfig(
             kind,
             base,
             rank=self._int("r"),
-            alpha=float(alpha),
+            alpha=self._number("lora_alpha", fields.get("lora_alpha")),
             rslora=self._bool("use_rslora"),
             rank_pattern=tuple(
                 (str(key), self._positive("rank_pattern", value))

@@ -159,7 +159,7 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
                 "max_tokens": rng.choice([1, 2, 5, 20, 60, None]),
                 "seed": rng.choice([1, 2, 3, 13]),
                 "cache_salt": rng.choice(["", "", "tenant"]),
-                "adapter": rng.choice(["", "", "lora"]),
+                "adapter": rng.choice(["", "", "lora", "lora2"]),
                 "priority": rng.choice([0, 0, 1]),
                 "ignore_eos": rng.random() < 0.3,
             }

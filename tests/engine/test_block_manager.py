@@ -4,6 +4,8 @@ import pytest
 
 from engine import block_manager as module
 from engine.block_manager import BlockManager
+from engine.lora.store import Adapter
+from engine.messages import AdapterInfo
 from engine.prefix_hash import extend_hashes, root_hash
 from engine.request import Request
 from tests.fakes import make_config, make_request
@@ -11,8 +13,8 @@ from tests.fakes import make_config, make_request
 SIZE = 4
 
 
-def make(prompt: list[int], id: int = 1, **fields: str) -> Request:
-    return Request(make_request(id, prompt, **fields), make_config(block_size=SIZE), id)
+def make(prompt: list[int], id: int = 1, adapter: Adapter | None = None, **fields: str) -> Request:
+    return Request(make_request(id, prompt, **fields), make_config(block_size=SIZE), id, adapter)
 
 
 def fill(manager: BlockManager, request: Request) -> None:
@@ -80,7 +82,12 @@ def test_salt_adapter_and_model_separate_prefixes() -> None:
     fill(manager, make(prompt))
     assert len(found(manager, make(prompt, 2))) == 2
     assert not found(manager, make(prompt, 2, cache_salt="tenant"))
-    assert not found(manager, make(prompt, 2, adapter="lora"))
+    adapter, newer = (
+        Adapter(AdapterInfo("a", revision, "lora", 8, 1, []), "", "") for revision in "12"
+    )
+    assert not found(manager, make(prompt, 2, adapter))
+    fill(manager, make(prompt, 2, adapter))
+    assert not found(manager, make(prompt, 2, newer)), "another revision has other keys"
     roots = {root_hash(*parts) for parts in [("a", "b", ""), ("ab", "", ""), ("a", "", "b")]}
     assert len(roots) == 3, "parts run together"
     assert root_hash("a", "", "") != root_hash("a", "", "", key=b"another")

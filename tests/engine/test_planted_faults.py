@@ -63,14 +63,12 @@ def a_reference_is_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def blocks_are_freed_while_a_step_uses_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "Release", lambda step, row, blocks: Release(0, row, blocks))
+    patch.setattr(scheduler, "Release", lambda step, *held: Release(0, *held))
 
 
 @fault
 def blocks_are_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        scheduler, "Release", lambda step, row, blocks: Release(step + 10**9, row, blocks)
-    )
+    patch.setattr(scheduler, "Release", lambda step, *held: Release(step + 10**9, *held))
 
 
 @fault
