@@ -141,6 +141,8 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             api_key_digests=tuple(digest(key) for key in keys),
             body_bytes=config.limits.body_bytes,
             strict=http.strict,
+            share_by=config.limits.share_by,
+            deadline_seconds=config.limits.deadline_seconds,
         ),
         *engines,
     )

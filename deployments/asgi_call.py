@@ -16,6 +16,8 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
+_MAX_PARTS = 16  # of an answer, that wait for a caller to read them
+
 
 def path_for(body: dict[str, Any]) -> str:
     """The route that a body is for: chat has messages, a completion has a prompt."""
@@ -62,6 +64,8 @@ class _Exchange:
         self.started = asyncio.Event()
         self._headers: dict[bytes, bytes] = {}
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        # A caller that does not read makes the app wait, as a socket would.
+        self._room = asyncio.Semaphore(_MAX_PARTS)
         self._unread: list[Message] = [
             {"type": "http.request", "body": payload, "more_body": False}
         ]
@@ -105,10 +109,13 @@ class _Exchange:
             self._headers = dict(message.get("headers", ()))
             self.started.set()
         elif message["type"] == "http.response.body" and message.get("body"):
+            if not self._gone.is_set():
+                await self._room.acquire()
             self._parts.put_nowait(message["body"])
 
     async def parts(self) -> AsyncIterator[bytes]:
         while (part := await self._parts.get()) is not None:
+            self._room.release()
             yield part
 
     def answer(self, body: bytes) -> dict[str, Any]:
@@ -122,5 +129,6 @@ class _Exchange:
     async def end(self) -> None:
         """The caller has what it wants; the app sees a disconnect if it has not ended."""
         self._gone.set()
+        self._room.release()  # for a send that waits
         await asyncio.wait([self._task])
         self._task.result()

@@ -214,6 +214,20 @@ class LimitsConfig(_Section):
         description="The same in tokens of prompts and expected outputs, whatever the rate. Bounds "
         "the router's memory: about 40 bytes a token.",
     )
+    share_by: str = Field(
+        "api_key",
+        pattern=r"^(api_key|user|x-[a-z0-9-]{1,62})$",
+        description="By what waiting requests take turns: `api_key`, `user` (the request's field) "
+        "or the name of a header, such as x-tenant. The last two are for a gateway in front that "
+        "sets them: whoever can choose them can take more turns.",
+    )
+    deadline_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=7 * 86400,
+        description="Time for an answer that names none itself (x-deadline-seconds), then 408 "
+        "deadline_exceeded. Default: any time.",
+    )
     age_seconds: float = Field(
         5.0,
         gt=0,

@@ -37,6 +37,8 @@ class RouterSettings:
     api_key_digests: tuple[str, ...]
     body_bytes: int
     strict: bool
+    share_by: str
+    deadline_seconds: float | None
 
 
 class Router:
@@ -78,6 +80,8 @@ class Router:
             api_keys=frozenset(bytes.fromhex(digest) for digest in settings.api_key_digests),
             max_body_bytes=settings.body_bytes,
             max_in_flight=settings.dispatch.in_flight,
+            share_by=settings.share_by,
+            deadline_s=settings.deadline_seconds,
             metrics=dispatcher.prometheus,
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )

@@ -19,6 +19,7 @@ from deployments.api.call import (
     in_thread,
     template_options,
 )
+from deployments.api.claims import deadline_of, key_of
 from deployments.api.constraints import check_constraints
 from deployments.api.errors import (
     INVALID,
@@ -138,11 +139,16 @@ class Api:
                 kind=OVERLOADED,
                 headers=(("retry-after", "1"),),
             )
+        # Only now: a body that comes slowly, or never, must not take the place of another request.
+        body = await self.read(exchange)
+        key = key_of(exchange, body, self.options)
+        deadline = deadline_of(exchange, body, self.options)
+        self.backend.admit(key)
         self.in_flight += 1
         try:
-            body = await self.read(exchange)
             call = await (chat_call if chat else completion_call)(body, self.backend, self.options)
             exchange.ignored += call.ignored
+            call.key, call.deadline = key, deadline
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             await self._answer(exchange, call, chat)
         finally:

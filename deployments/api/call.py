@@ -47,6 +47,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class Call:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
+    key: whose it is. deadline: monotonic seconds.
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
     timing: usage tells how the request fared (the header x-return-timing).
@@ -62,6 +63,8 @@ class Call:
     include_usage: bool = False
     cache_salt: str = ""
     priority: int = 0
+    key: str = ""
+    deadline: float | None = None
     return_token_ids: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
@@ -82,6 +85,8 @@ class Call:
                 seed=self.seed,
                 cache_salt=self.cache_salt,
                 priority=self.priority,
+                key=self.key,
+                deadline=self.deadline,
             )
             for ids in self.prompts
         ]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
         self.method: str = scope["method"]
         self.receive = receive
+        self.began = time.monotonic()
         self.started = False
         self.ignored: list[str] = []
         self._send = send

@@ -38,6 +38,7 @@ _COMMON = SAMPLING | {
     "stream_options",
     "cache_salt",
     "priority",
+    "deadline_seconds",
     "return_token_ids",
     "best_of",
     # Constraints on the output; validated, then refused as not supported (constraints.py).

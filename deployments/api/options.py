@@ -16,6 +16,9 @@ class ApiOptions:
     max_prompts: in one completions request; each becomes n requests to the engines.
     max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
         router's memory: waiting requests hold their tokens and a connection each.
+    share_by: by what waiting requests take turns: "api_key", "user" (the field) or the
+        name of a header in lower case.
+    deadline_s: seconds in which an answer must have ended that names no deadline; None: any time.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -29,6 +32,8 @@ class ApiOptions:
     body_timeout_s: float = 30.0
     max_prompts: int = 32
     max_in_flight: int = 4096
+    share_by: str = "api_key"
+    deadline_s: float | None = None
     template_kwargs: frozenset[str] = field(
         default=frozenset(
             {"enable_thinking", "thinking", "reasoning_effort", "documents", "date_string"}
