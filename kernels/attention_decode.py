@@ -1,8 +1,10 @@
 """Paged attention for entries with one query token: split over keys, heads of a group packed.
 
-Once a step `plan` cuts the entries' keys into splits and lists them, on the device. In each layer
-one persistent grid, whose size depends on the device and the number of entries alone, walks
-(split, kv head) pairs; so one CUDA graph serves all lengths. Where an entry has several splits,
+Once a step `plan` cuts the entries' keys into splits and lists them, the longest entry's first, on
+the device. In each layer one persistent grid, whose size depends on the device and the number of
+entries alone, walks (split, kv head) pairs; so one CUDA graph serves all lengths. A program that is
+done with its pair draws the next from a counter, so that all end at about the same time however
+the lengths are mixed. Where an entry has several splits,
 each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
 grid does, always in the order of the keys, so that results do not depend on who came last.
 
@@ -30,6 +32,7 @@ CUTS = 8  # splits a program may get on average, at most; 3 where entries are ma
 # What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
 # is something to merge, and once for merging at all. Measured on an H200; they need not be exact.
 WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
+TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
 
 
 class _Shape(NamedTuple):
@@ -41,15 +44,19 @@ class _Shape(NamedTuple):
 
 
 def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
-    """Decision rule from measurements; pairs = entries * kv heads, dims = the padded head size.
+    """Decision rule from measurements with mixed lengths; pairs = entries * kv heads, dims = the
+    padded head size.
 
     With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
+    With a few, small programs share out what the mixture leaves; from two on, whole entries do.
     """
     if dims > 128 or element_size > 2:
         return _Shape(32, 4, 2, 2)
     if sms < 2 * pairs <= 2 * sms:
         return _Shape(128, 4, 3, 1)
-    if pairs <= 2 * sms:
+    if sms < pairs <= 2 * sms:
+        return _Shape(32, 2, 3, 4)
+    if pairs <= 12 * sms:
         return _Shape(64, 4, 4, 2)
     return _Shape(32, 4, 3, 4)
 
@@ -58,7 +65,7 @@ def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
 class DecodePlan:
     """Splits of one step, and the memory that all its layers use in turn."""
 
-    count: Tensor  # [1] int32: splits listed
+    count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
     # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item
     items: Tensor
     entries: Tensor  # [num_entries, 2] int32: first item, splits
@@ -84,12 +91,12 @@ def _plan_kernel(
     num_entries,
     fill,
     fixed,
-    ends,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,
     CUTS: tl.constexpr,
+    TAIL: tl.constexpr,
     WALK_COST: tl.constexpr,
     MERGE_COST: tl.constexpr,
     MERGE_ONCE: tl.constexpr,
@@ -119,7 +126,7 @@ def _plan_kernel(
                 tried = size
             count = tl.sum(tl.where(real, tl.maximum(tl.cdiv(length, tried), 1), 0), axis=0)
             walk = tl.minimum(tried, longest)
-            end = tl.where(count <= fill, walk, total // fill + walk // 2)
+            end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
             end += tl.cdiv(count, fill) * WALK_COST
             merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
             end += tl.where(count > num_entries, merges, 0)
@@ -128,9 +135,10 @@ def _plan_kernel(
             size = tl.where(better, tried, size)
             best = tl.where(better, end, best)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
-    first = tl.sum(tl.where(index < entry, splits, 0), axis=0)
     mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)
     own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
+    before = (length > own_length) | ((length == own_length) & (index < entry))
+    first = tl.sum(tl.where(before, splits, 0), axis=0)
     even = tl.cdiv(tl.cdiv(own_length, mine), TILE) * TILE  # <= size, and leaves no split empty
     for start in range(0, mine, WRITE):
         split = start + tl.arange(0, WRITE)
@@ -145,11 +153,9 @@ def _plan_kernel(
     tl.store(entries + entry * 2 + 1, mine)
     heads = tl.arange(0, HEADS)
     tl.store(arrived + entry * NUM_KV_HEADS + heads, 0, mask=heads < NUM_KV_HEADS)
-    if entry == num_entries - 1:
-        tl.store(counted, first + mine)
-        for start in range(0, ends, WRITE):  # what follows the last split: nothing to do
-            stop = start + tl.arange(0, WRITE)
-            tl.store(items + (first + mine + stop) * 8, -1, mask=stop < ends)
+    if entry == 0:
+        tl.store(counted, tl.sum(splits, axis=0))
+        tl.store(counted + 1, 0)
 
 
 @triton.jit
@@ -214,9 +220,18 @@ def _merge_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _item(items, item, exists):
+    """Entry, first key and end key of a split."""
+    entry = tl.load(items + item * 8, mask=exists, other=0).to(tl.int64)
+    begin = tl.load(items + item * 8 + 1, mask=exists, other=0)
+    end = tl.load(items + item * 8 + 2, mask=exists, other=0)
+    return entry, begin, end
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["block_table", "items", "arrived"],
+    do_not_specialize_on_alignment=["block_table", "counted", "items", "arrived"],
 )
 def _decode_kernel(
     q,
@@ -224,6 +239,7 @@ def _decode_kernel(
     v_cache,
     out,
     block_table,
+    counted,
     items,
     arrived,
     partial,
@@ -250,16 +266,16 @@ def _decode_kernel(
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    programs = tl.num_programs(0)
+    pairs = tl.load(counted) * NUM_KV_HEADS
     work = tl.program_id(0)
-    head = work % NUM_KV_HEADS
-    item = work // NUM_KV_HEADS
-    entry = tl.load(items + item * 8).to(tl.int64)
-    begin = tl.load(items + item * 8 + 1)
-    end = tl.load(items + item * 8 + 2)
+    entry, begin, end = _item(items, work // NUM_KV_HEADS, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    while entry >= 0:
+    while work < pairs:
+        head = work % NUM_KV_HEADS
+        item = work // NUM_KV_HEADS
         table = block_table + entry * table_stride
         head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
         splits = tl.load(items + item * 8 + 3)
@@ -271,6 +287,12 @@ def _decode_kernel(
         # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
         position = begin + keys
         page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
+        # numbers (each program's last is one too many), so the remainder starts again at zero.
+        next_work = pairs
+        if programs < pairs:
+            next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
+        next_item = _item(items, next_work // NUM_KV_HEADS, next_work < pairs)
         for start in range(begin, end, KEYS):
             position = start + keys
             seen = position < end
@@ -312,12 +334,8 @@ def _decode_kernel(
                         out, partial, partial_lse, entry, first, splits, head,
                         NUM_HEADS, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
                     )  # fmt: skip
-        work += tl.num_programs(0)
-        head = work % NUM_KV_HEADS
-        item = work // NUM_KV_HEADS
-        entry = tl.load(items + item * 8).to(tl.int64)
-        begin = tl.load(items + item * 8 + 1)
-        end = tl.load(items + item * 8 + 2)
+        work = next_work
+        entry, begin, end = next_item
 
 
 def plan(
@@ -344,16 +362,14 @@ def plan(
         most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, FIXED_SPLIT))
     else:
         most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
-    # A program that finds -1 stops; each looks at most one round past the last split.
-    ends = triton.cdiv(sms * shape.per_sm, num_kv_heads) + 1
     result = DecodePlan(
-        count=torch.empty(1, dtype=torch.int32, device=device),
-        items=torch.empty((most + ends, 8), dtype=torch.int32, device=device),
+        count=torch.empty(2, dtype=torch.int32, device=device),
+        items=torch.empty((most, 8), dtype=torch.int32, device=device),
         entries=torch.empty((num_entries, 2), dtype=torch.int32, device=device),
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
-        last_merges=not deterministic and 2 * pairs > sms * shape.per_sm,
+        last_merges=not deterministic and pairs > sms,
         shape=shape,
     )
     _plan_kernel[(num_entries,)](
@@ -365,12 +381,12 @@ def plan(
         num_entries,
         fill,
         FIXED_SPLITS,
-        ends,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,
         MIN_SPLIT=MIN_SPLIT,
         FIXED_SPLIT=FIXED_SPLIT,
         CUTS=cuts,
+        TAIL=TAIL,
         WALK_COST=WALK_COST,
         MERGE_COST=MERGE_COST,
         MERGE_ONCE=MERGE_ONCE,
@@ -407,6 +423,7 @@ def attention_decode(
         v_cache,
         out,
         block_table,
+        plan.count,
         plan.items,
         plan.arrived,
         plan.partial,

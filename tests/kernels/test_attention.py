@@ -74,7 +74,7 @@ def test_decode_merges_splits(lengths: list[int], deterministic: bool) -> None:
     for _ in range(2):  # the second layer finds the arrival counters as the first did
         out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
         assert row_error(out.view(q.shape), ref) < BOUND[torch.float32]
-    assert int(meta.plan.count) > count
+    assert int(meta.plan.count[0]) > count
     assert meta.plan.last_merges == (len(lengths) > 1 and not deterministic)
     assert not meta.plan.arrived.any()
 
@@ -143,7 +143,7 @@ def test_plan_covers_every_key_once() -> None:
         lengths = torch.randint(0, [40, 900, 20000][trial % 3], (count,), dtype=torch.int32)
         cache = random(1, 2, 16, 16)
         split = plan(lengths.to(DEVICE), 4, cache, int(lengths.max()) + 1, trial % 2 == 0)
-        listed = split.items[: int(split.count)].tolist()
+        listed = split.items[: int(split.count[0])].tolist()
         assert len(listed) <= len(split.items)
         seen: dict[int, list[tuple[int, int]]] = {}
         for index, (entry, begin, end, splits, first, *_) in enumerate(listed):
