@@ -49,14 +49,15 @@ class DecodeGraphs:
         """Record the greedy variants, largest first so that smaller ones reuse its memory."""
         greedy = self._runner.sampler.simple_plan(greedy=True)
         for size in reversed(self._sizes):
+            self._runner.model.tune(size)
             self._capture(size, greedy)
 
-    @torch.inference_mode()
     def forget(self) -> None:
         """Each is captured again when it is first needed."""
         self._graphs.clear()
         self._pool = None
 
+    @torch.inference_mode()
     def run(self, batch: Batch, plan: SamplePlan) -> Tensor:
         """Upload the batch and replay.
 

@@ -117,6 +117,7 @@ class ModelRunner:
         self.kv = kv
         self.device = device
         self._num_heads = num_heads
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._cuda = device.type == "cuda"
         self.inputs: Any
         if self._cuda:
@@ -202,13 +203,13 @@ class ModelRunner:
                 return False
         return True
 
-    def forward(self, step: DeviceStep) -> Tensor:
     def shrink(self, num_blocks: int) -> None:
         """Go on with so few KV blocks, all empty. Legal when nothing is in flight."""
         if self.graphs is not None:
             self.graphs.forget()  # they know the old blocks' addresses
         self.kv.shrink(num_blocks)
 
+    def forward(self, step: DeviceStep) -> Tensor:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])
         return self.model.forward(step.token_ids, step.meta, self.kv.layers)
@@ -286,6 +287,7 @@ class ModelRunner:
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record decode steps of these batch sizes. CUDA only; call once, after warm-up."""
+        self.model.tune(self._max_num_batched_tokens)
         self.graphs = DecodeGraphs(self, sizes)
         self.graphs.capture()
 
