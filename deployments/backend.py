@@ -36,6 +36,7 @@ class GenerationRequest:
     params: SamplingParams
     seed: int  # resolved
     cache_salt: str = ""
+    adapter: str = ""  # "name@revision", so that it goes on elsewhere with the same weights
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     key: str = ""  # whose it is: what waits is served in turn by key

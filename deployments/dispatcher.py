@@ -15,7 +15,7 @@ from deployments.admission import AdmissionLimits
 from deployments.backend import BackendState, GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits, Submit
 from deployments.gate import Gate, GateLimits
-from deployments.ledger import Choice, Entry
+from deployments.ledger import PROOF, Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
 from deployments.routing import Work, route
@@ -185,7 +185,7 @@ class Dispatcher:
         entry.replicas.append(replica)
         for choice in choices:
             choice.place = replica
-            choice.progressed = False
+            choice.begun = len(choice.emitted)
             link.choices[choice.id] = choice
             link.book(tokens)
             link.intake.book(choice.id, tokens, entry.placed)
@@ -285,9 +285,13 @@ class Dispatcher:
         for choice in lost:
             if choice.done:
                 continue  # its entry failed with another choice of this loop
-            choice.losses = 0 if choice.progressed else choice.losses + 1
-            if choice.losses > self._limits.losses:
-                message = f"lost {choice.losses} replicas in a row without a token from any"
+            given = len(choice.emitted) - choice.begun
+            choice.losses = 0 if given else choice.losses + 1
+            choice.doubts += given < PROOF
+            # Half of the doubts may be about others that moved together with it.
+            allowed = self._limits.losses
+            if choice.losses > allowed or choice.doubts > 2 * allowed + 1:
+                message = f"lost {choice.doubts} replicas soon after it had come to them"
                 choice.entry.fail(RequestFailed(message))
                 continue
             self.metrics.migrations.add()

@@ -18,17 +18,22 @@ from deployments.metrics import RouterMetrics
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
+PROOF = 8  # tokens from one replica that clear a request of its death
+
 
 class Choice:
     """One choice in flight.
 
     emitted: output token ids so far. place: the replica that has it, "" while none has.
-    losses: replicas lost in a row before a token came from them; a request that kills its replicas
-    is given up by this.
+    begun: how many there were when it was placed there. losses: replicas lost in a row before a
+    token came from them; a request that kills its replicas is given up by this. doubts: replicas
+    lost before they had given PROOF tokens, which tells of one that kills after a token or two.
     """
 
     __slots__ = (
+        "begun",
         "done",
+        "doubts",
         "emitted",
         "entry",
         "id",
@@ -36,7 +41,6 @@ class Choice:
         "last",
         "losses",
         "place",
-        "progressed",
     )
 
     def __init__(self, entry: "Entry", index: int, id: int) -> None:
@@ -46,7 +50,8 @@ class Choice:
         self.emitted: list[int] = []
         self.place = ""
         self.losses = 0
-        self.progressed = False  # a token has come from the replica that has it
+        self.begun = 0
+        self.doubts = 0
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
 
@@ -65,6 +70,7 @@ class Choice:
             seed=request.seed,
             choice=self.index,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             priority=request.priority,
         )
 
@@ -145,7 +151,6 @@ class Entry:
             choice.last = now
         if tokens:
             choice.emitted += delta.token_ids
-            choice.progressed = True
             metrics.output_tokens.values[()] += tokens
         self._items.append((choice.index, delta))
         if delta.finish:

@@ -34,7 +34,7 @@ def text(begin: int, count: int) -> list[int]:
 class LocalEngine:
     """engine.fake's core, stepped by the event loop: EngineClient without a process.
 
-    lethal: an engine that is given this token dies before it says anything.
+    lethal: an engine that is given this token dies, after as many steps as `patience`.
     """
 
     pid = 0
@@ -47,6 +47,7 @@ class LocalEngine:
         self.alive = False
         self.stuck = False
         self.lethal = -1
+        self.patience = 0
         self.pulse = Pulse()
         self._pulses = 0
         self._on_frame = on_frame
@@ -98,8 +99,10 @@ class LocalEngine:
         if not self.alive or self.stuck:
             return
         if any(self.lethal in request.token_ids for request in self.core._requests.values()):
-            self.die()
-            return
+            self.patience -= 1
+            if self.patience < 0:
+                self.die()
+                return
         self._send(self.core.step())
         if self.core.has_work():
             self._wake()

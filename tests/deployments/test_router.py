@@ -3,12 +3,19 @@
 import asyncio
 import random
 import time
+from dataclasses import fields
 
+import msgspec
 import pytest
 
+from deployments.backend import GenerationRequest
 from deployments.channel import ChannelLimits
 from deployments.dispatcher import DispatchLimits
+from deployments.ledger import Entry
+from deployments.metrics import RouterMetrics
 from engine.errors import MantaError, Overloaded, RequestFailed
+from engine.messages import Delta, EngineRequest
+from engine.sampling_params import SamplingParams
 from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text, until
 
 WHOLE = {0: text(len(PROMPT), 50)}
@@ -61,6 +68,37 @@ def test_a_lost_replica_is_a_pause_not_an_error(how):
             ]
             assert resumed, "nothing was resumed in the middle"
             assert all(r.seed == 7 and r.num_prompt_tokens == len(PROMPT) for r in resumed)
+
+    run(case())
+
+
+def test_a_request_that_moves_is_the_same_request():
+    """A field that is forgotten when a request goes on elsewhere: another adapter, seed, priority,
+    salt, grammar or parameter. Fields that come later are in here too."""
+
+    async def case():
+        request = GenerationRequest(
+            "q",
+            "m",
+            PROMPT,
+            SamplingParams(n=2, max_tokens=9, temperature=0.7, stop=["x"], logprobs=2),
+            seed=5,
+        )
+        shared = {field.name for field in fields(GenerationRequest)} & {
+            field.name for field in msgspec.structs.fields(EngineRequest)
+        }
+        assert shared >= {"token_ids", "params", "seed", "cache_salt", "adapter", "priority"}
+        for name in shared - {"token_ids", "params"}:
+            kind = type(getattr(request, name))
+            setattr(request, name, kind(7))
+        entry = Entry(request, 40, RouterMetrics(), lambda _: None, lambda _: None)
+        choice = entry.choices[1]
+        entry.take(choice, Delta(41, [8, 9]), 1.0)
+        moved = choice.as_request()
+        assert moved.token_ids == [*PROMPT, 8, 9] and moved.num_prompt_tokens == len(PROMPT)
+        assert (moved.id, moved.choice, moved.params) == (41, 1, request.params)
+        for name in shared - {"token_ids", "params"}:
+            assert getattr(moved, name) == getattr(request, name), name
 
     run(case())
 
@@ -145,6 +183,24 @@ def test_a_request_that_kills_its_replicas_is_given_up_and_the_others_go_on():
                 await poison.next()
             assert sum(engine.alive for engine in fleet.engines.values()) == 1
             assert [await read(entry) for entry in others] == [WHOLE] * 6
+
+    run(case())
+
+
+def test_a_request_that_kills_after_a_token_each_time_is_given_up_too():
+    """F7. A poison that shows only in decoding: each new replica gives one token and dies, so that
+    it never seems to be the cause."""
+
+    async def case():
+        limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
+        async with Fleet(6, limits=limits) as fleet:
+            for engine in fleet.engines.values():
+                engine.lethal, engine.patience = 999, 2
+            poison = fleet.generate(prompt=[*PROMPT[1:], 999])
+            with pytest.raises(RequestFailed):
+                await read(poison)
+            assert sum(engine.alive for engine in fleet.engines.values()) == 2
+            assert await read(fleet.generate()) == WHOLE
 
     run(case())
 

@@ -12,7 +12,8 @@ TIMEOUT = 120.0  # seconds for a whole stream
 
 @dataclass
 class Said:
-    """An answer put together from its events. gap: the longest pause between two of them, seconds.
+    """An answer put together from its events. gap: the longest pause between two of them, seconds;
+    it ended at gap_end. first: when the first event came, monotonic seconds.
 
     prompt, output: usage. items: log-probabilities that came, of all choices.
     """
@@ -24,6 +25,8 @@ class Said:
     output: int = -1
     items: int = 0
     gap: float = 0.0
+    gap_end: float = 0.0
+    first: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -83,7 +86,9 @@ async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str) -> None
             buffer += (await reader.readexactly(size + 2))[:-2]
             *events, buffer = buffer.split(b"\n\n")
             now = time.monotonic()
-            said.gap = max(said.gap, now - (last or now))
+            said.first = said.first or now
+            if last and now - last > said.gap:
+                said.gap, said.gap_end = now - last, now
             last = now
             for event in events:
                 data = event.removeprefix(b"data: ")

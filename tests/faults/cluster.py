@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,26 @@ class Broken:
     async def ask(self, body: dict[str, Any]) -> Said:
         return await ask(self.port, {"model": NAME, **body}, self.prefix)
 
+    async def seen(self) -> int:
+        """Replicas that some router is connected to; 0 if none answers."""
+        try:
+            return len((await asyncio.wait_for(self.handle.state.remote(), 2))["replicas"])
+        except Exception:  # a router that was just killed
+            return 0
+
+    async def states(self) -> dict[str, list[dict[str, Any]]]:
+        """What every router and every replica says of itself, with what the system knows of the
+        routers' processes, ordered by process id."""
+        from ray import serve
+
+        engines = serve.get_deployment_handle("engine-cpu", NAME)
+        routers = await _each(self.handle.state, self.routers)
+        for state in routers:
+            state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
+            pages = int(Path(f"/proc/{state['pid']}/statm").read_text().split()[1])
+            state["resident_mib"] = round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+        return {"routers": routers, "replicas": await _each(engines.stats, self.replicas)}
+
     async def settled(self, seconds: float = 60.0) -> float:
         """Wait until every router has every replica; how long it took."""
         began = time.monotonic()
@@ -63,6 +84,17 @@ class Broken:
             assert time.monotonic() < began + seconds, "the replicas did not come back"
             await asyncio.sleep(0.05)
         return time.monotonic() - began
+
+
+async def _each(method: Any, count: int) -> list[dict[str, Any]]:
+    """Serve sends a call to the less busy one, so as many at once reach all, nearly always."""
+    found: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {len(found)} of {count} answer"
+        for state in await asyncio.gather(*(method.remote() for _ in range(2 * count))):
+            found[state["pid"]] = state
+    return [found[pid] for pid in sorted(found)]
 
 
 @contextlib.contextmanager

@@ -6,81 +6,166 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tests.faults.clients import Said
 from tests.faults.cluster import Broken
 
 PROMPTS = 8  # different ones; each has one right answer
 
 
+@dataclass
+class Record:
+    """One request; seconds since the load began. gap_s: its longest pause between two events, which
+    ended at gap_at_s."""
+
+    prompt: int
+    at_s: float
+    first_s: float = 0.0
+    end_s: float = 0.0
+    gap_s: float = 0.0
+    gap_at_s: float = 0.0
+    error: str = ""  # also set if the answer differs from the right one
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+@dataclass
+class Kill:
+    at_s: float
+    target: str
+    alive_before: int
+
+
+@dataclass
+class Run:
+    """What happened. replicas: (seconds, how many a router saw)."""
+
+    rate: float
+    tokens: int
+    seconds: float = 0.0
+    requests: list[Record] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+    replicas: list[tuple[float, int]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        gaps = sorted(self.requests, key=lambda one: one.gap_s)
+        firsts = sorted(one.first_s - one.at_s for one in self.requests)
+        count = len(gaps)
+        return {
+            "requests": count,
+            "failed": sum(one.error != "" and "instead of" not in one.error for one in gaps),
+            "different": sum("instead of" in one.error for one in gaps),
+            "kills": len(self.kills),
+            "seconds": round(self.seconds, 1),
+            "requests_per_s": round(self.rate, 2),
+            "tokens_each": self.tokens,
+            "longest_gap_s": round(gaps[-1].gap_s, 3),
+            "p99_gap_s": round(gaps[int(count * 0.99)].gap_s, 3),
+            "median_gap_s": round(gaps[count // 2].gap_s, 3),
+            "longest_first_event_s": round(firsts[-1], 3),
+            "median_first_event_s": round(firsts[count // 2], 3),
+            "longest_gaps": [
+                {"gap_s": round(one.gap_s, 3), "at_s": round(one.gap_at_s, 2)} for one in gaps[-8:]
+            ],
+            "load_average": round(os.getloadavg()[1], 1),  # above the cores: others were at work
+            "kill_marks": [asdict(kill) for kill in self.kills],
+            "errors": [one.error for one in gaps if one.error][:5],
+        }
+
+
+class Load:
+    """The requests: greedy, seeded, with two choices or log-probabilities. `learn` asks each once,
+    before any fault; every later answer is compared with that."""
+
+    def __init__(self, broken: Broken, tokens: int) -> None:
+        self.broken = broken
+        self.tokens = tokens
+        self._bodies = [_body(number, tokens) for number in range(PROMPTS)]
+        self._wanted: list[Said] = []
+
+    async def learn(self) -> None:
+        self._wanted = [await self.broken.ask(body) for body in self._bodies]
+        assert not any(said.error for said in self._wanted), self._wanted
+
+    async def one(self, number: int, began: float) -> Record:
+        which = number % PROMPTS
+        record = Record(which, time.monotonic() - began)
+        said = await self.broken.ask(self._bodies[which])
+        record.end_s = time.monotonic() - began
+        record.first_s = said.first - began if said.first else record.end_s
+        record.gap_s, record.gap_at_s = said.gap, said.gap_end - began if said.gap_end else 0.0
+        right = self._wanted[which].outcome
+        if said.error:
+            record.error = said.error
+        elif said.outcome != right:
+            record.error = f"{said.outcome} instead of {right}"
+        return record
+
+    async def capacity(self, seconds: float, at_once: int) -> float:
+        """Requests a second that so many clients get through, one after the other."""
+        began = time.monotonic()
+        numbers, ends = itertools.count(), [0.0]
+
+        async def client() -> None:
+            while time.monotonic() - began < seconds:
+                ends.append((await self.one(next(numbers), began)).end_s)
+
+        await asyncio.gather(*(client() for _ in range(at_once)))
+        return (len(ends) - 1) / max(ends)
+
+
 async def kill_under_load(
-    broken: Broken,
+    load: Load,
     *,
+    rate: float,
     seconds: float,
     kills: int,
-    at_once: int,
-    tokens: int,
     targets: Sequence[str] = ("engine", "replica"),
     seed: int = 0,
-) -> dict[str, Any]:
-    """So many clients, one request after the other, while processes of `targets`, in turn, are
-    killed. The moments are spread evenly, the victims drawn from the seed. Requests are greedy,
-    seeded, with two choices or log-probabilities; each answer is compared with the one that came
-    before any kill. Seconds unless said otherwise.
-    """
-    order = random.Random(seed)
-    asked = [_body(number, tokens) for number in range(PROMPTS)]
-    wanted = [await broken.ask(body) for body in asked]
-    assert not any(said.error for said in wanted), wanted
+) -> Run:
+    """So many requests a second, however long the answers take, while processes of `targets`, in
+    turn, are killed. The moments of kills are spread evenly; those of requests and the victims are
+    drawn from the seed."""
+    broken, order = load.broken, random.Random(seed)
+    run = Run(rate, load.tokens)
     began = time.monotonic()
-    report: dict[str, Any] = {"requests": 0, "failed": 0, "different": 0, "kills": 0}
-    gaps: list[tuple[float, float]] = []  # and when the request ended
-    errors: list[str] = []
-    marks: list[dict[str, Any]] = []
-    numbers = itertools.count()
 
-    async def client() -> None:
-        while time.monotonic() - began < seconds:
-            which = next(numbers) % PROMPTS
-            said = await broken.ask(asked[which])
-            report["requests"] += 1
-            gaps.append((said.gap, round(time.monotonic() - began, 2)))
-            if said.error:
-                report["failed"] += 1
-                errors.append(said.error)
-            elif said.outcome != wanted[which].outcome:
-                report["different"] += 1
-                errors.append(f"{said.outcome} instead of {wanted[which].outcome}")
+    async def request(number: int) -> None:
+        run.requests.append(await load.one(number, began))
+
+    async def arrivals(group: asyncio.TaskGroup) -> None:
+        at, number = 0.0, 0
+        while (at := at + order.expovariate(rate)) < seconds:
+            await asyncio.sleep(began + at - time.monotonic())
+            group.create_task(request(number))
+            number += 1
 
     async def killer() -> None:
         for number in range(kills):
             target = targets[number % len(targets)]
             await asyncio.sleep(began + (number + 0.5) * seconds / kills - time.monotonic())
             victims = await asyncio.to_thread(broken.find, target)
-            victim = order.choice(victims)
-            await asyncio.to_thread(broken.kill, target, victims.index(victim))
-            report["kills"] += 1
-            at = round(time.monotonic() - began, 2)
-            marks.append({"at_s": at, "target": target, "alive_before": len(victims)})
+            victim = random.Random(seed + number).choice(victims)
+            if await asyncio.to_thread(victim.send, 9):
+                at = round(time.monotonic() - began, 2)
+                run.kills.append(Kill(at, target, len(victims)))
+
+    async def watcher() -> None:
+        while time.monotonic() - began < seconds:
+            seen = await broken.seen()
+            run.replicas.append((round(time.monotonic() - began, 2), seen))
+            await asyncio.sleep(1)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(killer())
-        for _ in range(at_once):
-            group.create_task(client())
-    gaps.sort()
-    return {
-        **report,
-        "seconds": round(time.monotonic() - began, 1),
-        "at_once": at_once,
-        "tokens_each": tokens,
-        "longest_gap_s": round(gaps[-1][0], 3),
-        "p99_gap_s": round(gaps[int(len(gaps) * 0.99)][0], 3),
-        "median_gap_s": round(gaps[len(gaps) // 2][0], 3),
-        "longest_gaps": [{"gap_s": round(gap, 3), "ended_at_s": at} for gap, at in gaps[-8:]],
-        "load_average": os.getloadavg()[1],  # more than the cores: others were at work
-        "kill_marks": marks,
-        "errors": errors[:5],
-    }
+        group.create_task(watcher())
+        group.create_task(arrivals(group))
+    run.seconds = time.monotonic() - began
+    return run
 
 
 def _body(number: int, tokens: int) -> dict[str, Any]:

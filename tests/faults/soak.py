@@ -1,14 +1,19 @@
 """F4 in full: the default model in float32 on three replicas, 20 kills in 10 minutes, a report.
 
-    python -m tests.faults.soak --out loadtest/results/kills.json
+    python -m tests.faults.soak
 
-Exit status 1 if any request failed, differed, or paused longer than 2 s plus the prefill.
+The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests.
+Writes loadtest/results/faults-soak-<date>.json (the figures), .jsonl (every request and kill) and
+.svg (all of it over time). Exit status 1 if any request failed, differed or paused longer than 2 s
+plus a prefill, or if something was left behind.
 """
 
 import argparse
 import asyncio
 import json
+import statistics
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,33 +21,109 @@ from typing import Any
 from deployments.models import resolve_model
 from tests.deployments.serve_cluster import ray_and_serve
 from tests.faults.cluster import Broken, deployed
-from tests.faults.load import kill_under_load
+from tests.faults.load import Load, Run, kill_under_load
+from tests.faults.timeline import picture
 
 ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 16}
+RESULTS = Path(__file__).parents[2] / "loadtest" / "results"
+SHARE = 0.6  # of the measured capacity
+LONGEST_GAP = 2.0  # seconds, plus a prefill
+MIB = 64.0  # that a router may grow by: fragmentation, not requests
 
 
-async def soak(broken: Broken, options: argparse.Namespace) -> dict[str, Any]:
-    await broken.settled(180)
-    report = await kill_under_load(
-        broken,
-        seconds=options.minutes * 60,
-        kills=options.kills,
-        at_once=options.at_once,
-        tokens=options.tokens,
-    )
-    report["seconds_to_full_strength_after"] = round(await broken.settled(120), 1)
-    return report
+async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[str, Any]]:
+    await broken.settled(300)
+    load = Load(broken, options.tokens)
+    await load.learn()
+    seconds = options.minutes * 60
+    carried = await load.capacity(min(30.0, seconds / 2), at_once=12)
+    rate = max(SHARE * carried, options.requests * 1.08 / seconds)
+    print(f"capacity {carried:.2f} requests/s; {rate:.2f} are sent", file=sys.stderr)
+    # What a stream that moves has to compute again, alone on its replica.
+    alone = [await load.one(number, 0.0) for number in range(4)]
+    prefill = statistics.median(one.first_s - one.at_s for one in alone)
+    before = await broken.states()
+    run = await kill_under_load(load, rate=rate, seconds=seconds, kills=options.kills)
+    recovered = await broken.settled(300)
+    await asyncio.sleep(5)  # for what the last replica's start has left to do
+    after = await broken.states()
+    return run, {
+        "capacity_requests_per_s": round(carried, 2),
+        "load_share": round(rate / carried, 2),
+        "prefill_s": round(prefill, 3),
+        **run.summary(),
+        "seconds_to_full_strength_after": round(recovered, 1),
+        "left_behind": left_behind(before, after),
+        "before": before,
+        "after": after,
+    }
+
+
+def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What was not there before: in words, empty if nothing."""
+    found = []
+    for was, now in zip(before["routers"], after["routers"], strict=True):
+        assert was["pid"] == now["pid"], "a router was replaced"
+        for name in ("tasks", "open_files"):
+            if now[name] > was[name]:
+                found.append(f"a router's {name}: {was[name]}, then {now[name]}")
+        if now["resident_mib"] > was["resident_mib"] + MIB:
+            found.append(f"a router's MiB: {was['resident_mib']}, then {now['resident_mib']}")
+        found += [f"a router's {what}: {count}" for what, count in now["held"].items() if count]
+    tasks = max(one["tasks"] for one in before["replicas"])
+    for now in after["replicas"]:
+        if now["free_blocks"] != now["total_blocks"]:
+            found.append(f"blocks in use: {now['total_blocks'] - now['free_blocks']}")
+        if now["running"] or now["waiting"] or now["in_flight"]:
+            found.append("requests at a replica")
+        if now["tasks"] > tasks:
+            found.append(f"a replica's tasks: {tasks}, then {now['tasks']}")
+    return found
+
+
+def verdict(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """What is not as it must be."""
+    bound = LONGEST_GAP + report["prefill_s"]
+    checks = [
+        (report["failed"] == 0, f"{report['failed']} requests failed"),
+        (report["different"] == 0, f"{report['different']} answers differ"),
+        (report["kills"] == options.kills, f"{report['kills']} kills of {options.kills}"),
+        (report["requests"] >= options.requests, f"only {report['requests']} requests"),
+        (report["longest_gap_s"] <= bound, f"a pause of {report['longest_gap_s']} s"),
+        (not report["left_behind"], "; ".join(report["left_behind"])),
+    ]
+    return [text for good, text in checks if not good]
+
+
+def table(report: dict[str, Any]) -> str:
+    rows = [
+        ("requests", f"{report['requests']}, {report['load_share']:.0%} of capacity"),
+        ("kills", report["kills"]),
+        ("failed", report["failed"]),
+        ("different text", report["different"]),
+        (
+            "longest pause",
+            f"{report['longest_gap_s']} s (a prefill alone: {report['prefill_s']} s)",
+        ),
+        ("p99, median of the longest", f"{report['p99_gap_s']} s, {report['median_gap_s']} s"),
+        ("longest wait for a first event", f"{report['longest_first_event_s']} s"),
+        ("left behind", "; ".join(report["left_behind"]) or "nothing"),
+        ("verdict", "; ".join(report["verdict"]) or "as it must be"),
+    ]
+    return "\n".join(f"{name:32} {value}" for name, value in rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=1000, help="at least")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="without suffix")
     options = parser.parse_args()
+    now = datetime.now(UTC)
+    out: Path = options.out or RESULTS / f"faults-soak-{now:%Y-%m-%d}"
     model = resolve_model("default", progress=lambda what, done, total: None)
     with (
         ray_and_serve(4) as cluster,
@@ -50,19 +131,23 @@ def main() -> int:
             cluster, model, None, replicas=options.replicas, num_cpus=0.5, engine=ENGINE
         ) as broken,
     ):
-        report = asyncio.run(soak(broken, options))
+        run, report = asyncio.run(soak(broken, options))
     report = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "when": now.isoformat(timespec="seconds"),
         "model": "default, float32",
         "replicas": options.replicas,
+        "verdict": verdict(report, options),
         **report,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
-    return int(report["failed"] + report["different"] > 0 or report["longest_gap_s"] > 3)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{report['kills']} kills in {options.minutes:g} minutes, {report['requests']} requests"
+    out.with_suffix(".svg").write_text(picture(run, title))
+    lines = [{"kind": "kill", **asdict(kill)} for kill in run.kills]
+    lines += [{"kind": "request", **asdict(one)} for one in run.requests]
+    out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    return int(bool(report["verdict"]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from tests.deployments.serve_cluster import Cluster, ray_and_serve, tiny_model
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed
-from tests.faults.load import kill_under_load
+from tests.faults.load import Load, kill_under_load
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -109,7 +109,10 @@ def test_f4_short_kills_under_load(broken: Broken) -> None:
 
     async def case() -> None:
         await broken.settled()
-        report = await kill_under_load(broken, seconds=18, kills=3, at_once=10, tokens=30)
+        load = Load(broken, tokens=30)
+        await load.learn()
+        run = await kill_under_load(load, rate=12, seconds=18, kills=3)
+        report = run.summary()
         print(report)
         assert report["failed"] == report["different"] == 0
         assert report["requests"] >= 150 and report["kills"] == 3

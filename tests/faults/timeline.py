@@ -1,0 +1,52 @@
+"""The picture of a run with kills: one SVG file that needs nothing else."""
+
+from loadtest.report.charts import Axis, Mark, Panel, Series, duration, timeline
+from loadtest.report.style import CSS
+from tests.faults.load import Run
+
+WIDTH = 1100
+
+
+def picture(run: Run, title: str) -> str:
+    """Replicas, requests in flight and the longest pause of each stream over time; a vertical line
+    for each kill."""
+    done = sorted(run.requests, key=lambda one: one.gap_at_s)
+    changes = sorted(
+        [(one.at_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests]
+    )
+    xs, ys, now = [0.0], [0.0], 0
+    for at, change in changes:
+        now += change
+        xs.append(at)
+        ys.append(float(now))
+    failed = [one for one in done if not one.ok]
+    gaps = [
+        Series("a stream", [o.gap_at_s for o in done], [o.gap_s for o in done], 0, "dots"),
+        Series("2 s", [0.0, run.seconds], [2.0, 2.0], 7, dash=True),
+    ]
+    if failed:
+        gaps.append(
+            Series("failed", [o.end_s for o in failed], [o.gap_s for o in failed], 5, "dots")
+        )
+    panels = [
+        Panel("Longest pause of each stream", gaps, Axis(low=0.0, form=duration), 170),
+        Panel("Requests in flight", [Series("", xs, ys, 2, "step")], Axis(low=0.0), 90),
+        Panel(
+            "Replicas that a router sees",
+            [
+                Series(
+                    "", [t for t, _ in run.replicas], [float(n) for _, n in run.replicas], 1, "step"
+                )
+            ],
+            Axis(low=0.0),
+            70,
+        ),
+    ]
+    marks = [
+        Mark(kill.at_s, kill.target[0].upper(), f"{kill.target} killed at {kill.at_s:.1f} s")
+        for kill in run.kills
+    ]
+    svg = timeline(panels, name=title, end=run.seconds, width=WIDTH, marks=marks)
+    begin = svg.index(">") + 1  # of the svg element
+    looks = f"<style>{CSS}svg{{background:var(--card);font-family:sans-serif}}</style>"
+    return f"{svg[:begin]}<title>{title}</title>{looks}{svg[begin:]}\n"
