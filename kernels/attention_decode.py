@@ -369,7 +369,7 @@ def plan(
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
-        last_merges=not deterministic and pairs > sms,
+        last_merges=not deterministic and 2 * pairs > sms,
         shape=shape,
     )
     _plan_kernel[(num_entries,)](
