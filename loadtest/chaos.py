@@ -1,10 +1,14 @@
-"""Faults in the middle of a run: processes of the tested instance are killed or frozen.
+"""Faults in the middle of a run: processes of the tested instance are killed or frozen, or the
+network between the clients and the server is slow, silent or broken.
 
     kill-replica@30s                      once, 30 s after the run's start
     kill-engine every 20s                 at 20 s, 40 s, ... until the run ends
     kill-replica every 20s from 5s to 65s
     kill-replica@30s x2                   two of them at once
     pause-router@10s for 3s               SIGSTOP, and SIGCONT 3 s later
+    delay-network@10s for 5s by 200ms     every byte 200 ms later, each way
+    pause-network@10s for 3s              nothing passes, either way
+    kill-network@10s                      every connection is reset
 
 Every fault, its victim and the moment at which a process of that kind was there again becomes a
 FaultMark of the run. Which victim: drawn from the seed among the live ones in order of age.
@@ -24,22 +28,25 @@ from typing import Protocol
 from loadtest.errors import ScenarioError
 from loadtest.processes import TARGETS, Process, instance_at
 from loadtest.records import FaultMark
+from loadtest.relay import Relay
 
 _POLL = 0.2  # seconds between looks for the one that comes back
-_ACTIONS = ("kill", "pause")
+_ACTIONS = ("kill", "pause", "delay")
+NETWORK = "network"  # between clients and server: see relay.py
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TIME = r"(\d+(?:\.\d+)?)(ms|s|min|m|h)"
 _FAULT = re.compile(
     rf"(?P<action>[a-z]+)-(?P<target>[a-z]+)\s*"
     rf"(?:@\s*(?P<at>{_TIME})|every\s+(?P<every>{_TIME})"
     rf"(?:\s+from\s+(?P<start>{_TIME}))?(?:\s+to\s+(?P<end>{_TIME}))?)"
-    rf"(?:\s+for\s+(?P<hold>{_TIME}))?(?:\s+x(?P<count>\d+))?"
+    rf"(?:\s+for\s+(?P<hold>{_TIME}))?(?:\s+by\s+(?P<by>{_TIME}))?(?:\s+x(?P<count>\d+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Seconds since the run's start. every: None for a single one. hold: how long a pause lasts."""
+    """Seconds since the run's start. every: None for a single one. hold: how long a pause or a
+    delay lasts. by: how long a delay is."""
 
     action: str
     target: str
@@ -47,6 +54,7 @@ class Fault:
     every: float | None = None
     end: float | None = None
     hold: float = 0.0
+    by: float = 0.0
     count: int = 1
 
     @property
@@ -59,6 +67,9 @@ class Clock(Protocol):
 
     @property
     def origin(self) -> float: ...
+
+    @property
+    def relays(self) -> Sequence[Relay]: ...
 
     def mark(self, what: str, t: float | None = None) -> None: ...
 
@@ -83,13 +94,17 @@ def _parse(text: str) -> Fault:
             "kill-engine every 20s, pause-router@10s for 3s"
         )
     action, target = match["action"], match["target"]
-    targets = [*TARGETS, "server"]
+    targets = [*TARGETS, "server", NETWORK]
     if action not in _ACTIONS:
         raise ScenarioError(f"{text!r}: no action {action!r}; there are: {', '.join(_ACTIONS)}")
     if target not in targets:
         raise ScenarioError(f"{text!r}: no target {target!r}; there are: {', '.join(targets)}")
-    if (action == "pause") != (match["hold"] is not None):
-        raise ScenarioError(f"{text!r}: a pause, and only a pause, needs 'for' and a time")
+    if action == "delay" and target != NETWORK:
+        raise ScenarioError(f"{text!r}: only the network can be delayed")
+    if (action == "kill") == (match["hold"] is not None):
+        raise ScenarioError(f"{text!r}: all but a kill needs 'for' and a time")
+    if (action == "delay") != (match["by"] is not None):
+        raise ScenarioError(f"{text!r}: a delay, and only a delay, needs 'by' and a time")
     every = _seconds(match["every"]) if match["every"] else None
     if every is not None and every <= 0:
         raise ScenarioError(f"{text!r}: every 0 s is too often")
@@ -99,7 +114,8 @@ def _parse(text: str) -> Fault:
     if not 1 <= count <= 1000:
         raise ScenarioError(f"{text!r}: the count must be in 1..1000")
     hold = _seconds(match["hold"]) if match["hold"] else 0.0
-    return Fault(action, target, _seconds(start), every, end, hold, count)
+    by = _seconds(match["by"]) if match["by"] else 0.0
+    return Fault(action, target, _seconds(start), every, end, hold, by, count)
 
 
 def _seconds(text: str) -> float:
@@ -132,24 +148,60 @@ def check_syntax(text: str) -> str:
     return text
 
 
+def needs_relays(texts: Sequence[str]) -> bool:
+    """Whether clients must reach the server through relays."""
+    return any(fault.target == NETWORK for text in texts for fault in parse_chaos(text))
+
+
 def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Awaitable[None]] | None:
     """What a run has going on beside its load, or None without faults. Raises ScenarioError if
     there is nothing to harm at the URL."""
     faults = [fault for text in texts for fault in parse_chaos(text)]
     if not faults:
         return None
-    chaos = Chaos(faults, url=url, seed=seed)
+    processes = [fault for fault in faults if fault.target != NETWORK]
+    chaos = Chaos(processes, url=url, seed=seed) if processes else None
 
     async def harm(clock: Clock) -> None:
-        chaos.start(clock.origin)
+        network = asyncio.gather(
+            *(_disturb(fault, clock) for fault in faults if fault.target == NETWORK)
+        )
+        if chaos is not None:
+            chaos.start(clock.origin)
         try:
-            while chaos.running:
+            while chaos is not None and chaos.running:
                 await asyncio.sleep(_POLL)
+            await network
         finally:
-            for mark in chaos.stop():
+            network.cancel()
+            for mark in chaos.stop() if chaos is not None else ():
                 clock.mark(mark.what, mark.t)
 
     return harm
+
+
+async def _disturb(fault: Fault, clock: Clock) -> None:
+    """One fault of the network, each time that it is due."""
+    for t, _ in _times(fault):
+        await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
+        if fault.action == "kill":
+            cut = sum(relay.cut() for relay in clock.relays)
+            clock.mark(f"{fault.name} ({cut} connections)")
+            continue
+        by = f" by {fault.by * 1000:g} ms" if fault.by else ""
+        clock.mark(f"{fault.name}{by} for {fault.hold:g} s")
+        for relay in clock.relays:
+            if fault.action == "pause":
+                relay.hold()
+            else:
+                relay.delay_s = fault.by
+        await asyncio.sleep(fault.hold)
+        for relay in clock.relays:
+            if fault.action == "pause":
+                relay.release()
+            else:
+                relay.delay_s = 0.0
+        clock.mark(f"network as before ({fault.action})")
 
 
 class Chaos:

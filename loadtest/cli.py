@@ -74,7 +74,7 @@ def run(
     """Run a scenario: open loop, latency from the intended send time."""
     with failing():
         from loadtest import asserts, outputs
-        from loadtest.chaos import beside, parse_chaos
+        from loadtest.chaos import beside, needs_relays, parse_chaos
         from loadtest.errors import ScenarioError
         from loadtest.live import show_outcomes, show_summary
         from loadtest.report import write_report
@@ -99,7 +99,10 @@ def run(
         folder = out or checked.out or _default_folder(checked, scenario)
         harm = beside(faults, checked.target.urls[0], checked.seed)
         outputs.prepare(folder)
-        result = execute(task, Options(procs=procs, ray=ray, verify=verify, beside=harm), plans)
+        options = Options(
+            procs=procs, ray=ray, verify=verify, relayed=needs_relays(faults), beside=harm
+        )
+        result = execute(task, options, plans)
         outputs.write(folder, result.summary, result.records)
         write_report(folder)
         console = _console(stderr=False)

@@ -12,7 +12,7 @@ import asyncio
 import gc
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -58,13 +58,21 @@ class Client:
         references: dict[str, Reference] | None = None,
         keep: Callable[[Job, RequestRecord, Answer], None] | None = None,
         barrier: Callable[[], Awaitable[float]] | None = None,
+        relays: Sequence[int] = (),
     ) -> None:
         """references: compare answers with them. keep: take each answer. barrier: the time at which
-        all processes of a run begin the next phase, where that hangs on answers."""
+        all processes of a run begin the next phase, where that hangs on answers. relays: ports on
+        this machine to connect to instead of the servers."""
         self._target = target
         self._sink, self._references, self._keep = sink, references, keep
         self._barrier = barrier
-        self._pools = [Pool(Address.of(url)) for url in target.urls]
+        addresses = [Address.of(url) for url in target.urls]
+        if relays:
+            addresses = [
+                address._replace(host="127.0.0.1", port=port)
+                for address, port in zip(addresses, relays, strict=True)
+            ]
+        self._pools = [Pool(address) for address in addresses]
         headers = {"accept": "text/event-stream, application/json", "x-return-timing": "1"}
         if target.key_file is not None:
             headers["authorization"] = f"Bearer {read_key(target.key_file)}"

@@ -23,6 +23,7 @@ from loadtest.errors import RunError, ScenarioError
 from loadtest.measure import summarise
 from loadtest.plan import PhasePlan, lay_out
 from loadtest.records import FaultMark, RequestRecord, RunInfo, Summary, read_records
+from loadtest.relay import Relay, open_relays
 from loadtest.scenario import AtOnce, Scenario, parse
 from loadtest.wire import clock
 from loadtest.worker import Order
@@ -35,8 +36,9 @@ _FAR_S = 0.7  # what the start, and a meeting, take longer where orders cross a 
 class Clock:
     """The run's time, for what happens beside the load. mark(): a line in the summary's faults."""
 
-    def __init__(self, origin: float) -> None:
-        self.origin = origin
+    def __init__(self, origin: float, relays: Sequence[Relay] = ()) -> None:
+        """relays: the ways to the servers, if the clients go through them."""
+        self.origin, self.relays = origin, relays
         self.marks: list[FaultMark] = []
 
     def now(self) -> float:
@@ -52,6 +54,7 @@ class Options:
     """procs: client processes. ray: start them on the nodes of this Ray cluster, an address or
     "auto". verify: a reference file. keep: write one instead.
 
+    relayed: clients reach the servers through relays of ours, for faults of the network.
     beside: runs along with the load and is cancelled at its end, e.g. to kill replicas.
     on_progress: gets every process's Progress four times a second, and the plans' totals once.
     stop: set it to end early; the summary then says so.
@@ -61,6 +64,7 @@ class Options:
     ray: str | None = None
     verify: Path | None = None
     keep: Path | None = None
+    relayed: bool = False
     beside: Callable[[Clock], Awaitable[None]] | None = None
     on_progress: Callable[[Sequence[Progress]], None] | None = None
     stop: asyncio.Event | None = None
@@ -112,14 +116,16 @@ async def run_async(task: Task, options: Options | None = None) -> Result:
     model = scenario.target.model or await first_model(scenario.target)
     stop = options.stop or asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="manta-loadtest-") as folder:
+        relays, ports = await open_relays(scenario.target.urls if options.relayed else ())
         links = await _links(scenario, options, Path(folder))
         crew = [
-            Worker(link, _order(task, model, options, number)) for number, link in enumerate(links)
+            Worker(link, _order(task, model, options, number, ports))
+            for number, link in enumerate(links)
         ]
         try:
             await asyncio.gather(*(worker.start() for worker in crew))
             ahead = _START_S + (_FAR_S if options.ray else 0)
-            began = Clock(clock() + ahead)
+            began = Clock(clock() + ahead, relays)
             started_at = datetime.fromtimestamp(time.time() + ahead, UTC)
             for worker in crew:
                 worker.go(began.origin)
@@ -128,6 +134,8 @@ async def run_async(task: Task, options: Options | None = None) -> Result:
             kept = [await link.file("kept") for link in links]
         finally:
             await asyncio.gather(*(link.end() for link in links))
+            for relay in relays:
+                relay.close()
         records = sorted(
             (record for path in paths if path is not None for record in read_records(path)),
             key=lambda record: (record.intended_s, record.index),
@@ -145,12 +153,14 @@ async def _links(scenario: Scenario, options: Options, folder: Path) -> Sequence
     folders = [folder / str(number) for number in range(options.procs)]
     if options.ray is None:
         return [LocalProcess(folder) for folder in folders]
+    if options.relayed:
+        raise ScenarioError("faults of the network need the clients on this machine, without --ray")
     from loadtest.ray_clients import connect
 
     return await connect(options.ray, folders, scenario)
 
 
-def _order(task: Task, model: str, options: Options, number: int) -> Order:
+def _order(task: Task, model: str, options: Options, number: int, relays: list[int]) -> Order:
     return Order(
         scenario=task.text,
         folder=str(task.folder.absolute()),
@@ -160,6 +170,7 @@ def _order(task: Task, model: str, options: Options, number: int) -> Order:
         procs=options.procs,
         references=str(options.verify.absolute()) if options.verify else None,
         keep=options.keep is not None,
+        relays=relays,
     )
 
 

@@ -32,13 +32,14 @@ class Exchange(Protocol):
 
 
 class Address(NamedTuple):
-    """Where a URL leads. prefix: its path, without a slash at the end."""
+    """Where a URL leads. prefix: its path, without a slash at the end. name: what TLS expects."""
 
     host: str
     port: int
     prefix: str
     tls: ssl.SSLContext | None
     head: bytes  # the Host line
+    name: str = ""
 
     @classmethod
     def of(cls, url: str) -> "Address":
@@ -47,7 +48,8 @@ class Address(NamedTuple):
         port = parts.port or (443 if tls else 80)
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         head = f"host: {parts.netloc}\r\n".encode()
-        return cls(parts.hostname or "", port, prefix, tls, head)
+        host = parts.hostname or ""
+        return cls(host, port, prefix, tls, head, host)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -262,9 +264,14 @@ class Pool:
         address = self.address
         async with asyncio.timeout(timeout):
             loop = asyncio.get_running_loop()
+            name = address.name if address.tls else None
             if slow_pause is None:
                 _, made = await loop.create_connection(
-                    lambda: Connection(self), address.host, address.port, ssl=address.tls
+                    lambda: Connection(self),
+                    address.host,
+                    address.port,
+                    ssl=address.tls,
+                    server_hostname=name,
                 )
                 return made
             # A small receive buffer, so that what we do not read is felt by the server.
@@ -276,12 +283,11 @@ class Pool:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             try:
                 await loop.sock_connect(sock, where)
-                host = address.host if address.tls else None
                 _, made = await loop.create_connection(
                     lambda: Connection(self, slow_pause),
                     sock=sock,
                     ssl=address.tls,
-                    server_hostname=host,
+                    server_hostname=name,
                 )
             except BaseException:
                 sock.close()

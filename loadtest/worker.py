@@ -35,7 +35,7 @@ class Order(msgspec.Struct, kw_only=True):
     """What to run. scenario: its text; folder: for its paths. results: folder to write into, where
     `records` has a RequestRecord a line.
 
-    references: compare with this file. keep: write the answers too, to `kept`.
+    references: compare with this file. relays: see Client. keep: write the answers too, to `kept`.
     """
 
     scenario: str
@@ -47,6 +47,7 @@ class Order(msgspec.Struct, kw_only=True):
     results: str = ""
     references: str | None = None
     keep: bool = False
+    relays: list[int] = []
 
 
 class Go(msgspec.Struct):
@@ -122,6 +123,7 @@ async def _work(order: Order) -> None:
         references=references,
         keep=keep if order.keep else None,
         barrier=barrier if order.procs > 1 else None,
+        relays=order.relays,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -100,7 +100,7 @@ def badges(s: Summary) -> list[Cell]:
 
 
 def _struck(s: Summary) -> int:
-    return sum(mark.what.startswith(("kill ", "pause ")) for mark in s.faults) or len(s.faults)
+    return sum(mark.what.startswith(("kill ", "pause ", "delay ")) for mark in s.faults) or len(s.faults)
 
 
 def _tiles(s: Summary) -> list[Tile]:
