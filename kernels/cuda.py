@@ -11,6 +11,7 @@ from kernels.attention_prefill import attention_prefill
 from kernels.gemm_small_m import few_rows, few_rows_fit
 from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
+from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
 from kernels.norm import rms_norm
 
@@ -19,6 +20,8 @@ __all__ = [
     "gelu_tanh_mul",
     "linear",
     "linear_add",
+    "lora_add",
+    "lora_gated",
     "norm_gated_linear",
     "norm_linear",
     "prepare",

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 
 class Kernels(Protocol):
     """The operations that a model step is made of.
 
-    `reference` has each in plain torch: oracle, and CPU back end. All tensors are contiguous unless
+    `reference` has each in plain torch: the oracle. All tensors are contiguous unless
     said otherwise and live on one device; x is [num_tokens, hidden].
     """
 
@@ -102,13 +102,27 @@ class Kernels(Protocol):
         shape, for this many rows of x. It may do nothing."""
         ...
 
+    def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+        """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each
+        token's adapter; written over y. Tokens without an adapter are not touched.
+        """
+        ...
+
+    def lora_gated(
+        self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
+    ) -> Tensor:
+        """gate(lora_add(gate_up, x)) -> [num_tokens, out / 2] of all tokens; gate: a key of
+        GATES.
+        """
+        ...
+
 
 def kernels_for(device: str) -> Kernels:
     """The back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
     if device == "cpu":
-        import kernels.reference as reference
+        import kernels.cpu.native as native
 
-        return reference  # type: ignore[return-value]
+        return native  # type: ignore[return-value]
     if device == "cuda":
         import kernels.cuda as cuda
 

@@ -1,8 +1,9 @@
-"""AttentionMeta: where each query token finds its keys.
+"""AttentionMeta: where each query token finds its keys. LoraStep: which adapter each token has.
 
 Built once a step, shared by all layers, passed along.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,3 +33,41 @@ class AttentionMeta:
     kv_len_host: list[int] | None = None
     # what a back end computed once a step for all layers (e.g. how decode splits the keys)
     plan: Any = None
+    lora: "LoraStep | None" = None  # None: no token of the step has an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLinear:
+    """A linear layer as adapters see it: parts of one input, side by side in the output.
+
+    Part i is number first_part + i in the tables of LoraStep.
+    """
+
+    first_part: int
+    in_features: int
+    outs: tuple[int, ...]  # output features of each part
+
+
+@dataclass(slots=True)
+class LoraStep:
+    """The tokens of one step sorted by adapter, and the adapters' matrices.
+
+    On CUDA all matrices of slot s lie in slab[s]: part p has A [rank, in] from a * 16 on and
+    B [out, rank] from b * 16, already multiplied by the adapter's scale, where (rank, a, b, 0) =
+    table[s, p]. Ranks are multiples of 16; 0 = the adapter leaves this part alone. The CPU back
+    end has views instead: parts[s][p] = (A, B).
+    """
+
+    # [num_tokens] int32: sorted position -> token, so that equal slots are neighbours
+    order: Tensor
+    # [num_tiles, 3] int32: (slot, first sorted position, count <= block_m); slot -1 = no adapter;
+    # count 0 = nothing. Every token is in one tile.
+    tiles: Tensor
+    block_m: int
+    slab: Tensor  # [slots, slot_size]
+    table: Tensor  # [slots, num_parts, 4] int32
+    partial: Tensor  # [...] float32, room for what shrink writes
+    max_rank: int
+    # on the CPU, which loops over (slot, its tokens int64) instead
+    segments: Sequence[tuple[int, Tensor]] = ()
+    parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]] = ()

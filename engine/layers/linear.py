@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
+from kernels.metadata import LoraLinear, LoraStep
 
 
 class Linear:
@@ -17,6 +18,7 @@ class Linear:
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.spec = spec
         self.method = method
+        self.lora: LoraLinear | None = None  # its place in the adapters' tables
         self.state: Any
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
@@ -24,13 +26,30 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.method.apply(self.state, x)
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def after_norm(
+        self, x: Tensor, norm: Tensor, eps: float, lora: LoraStep | None = None
+    ) -> Tensor:
         """self(rms_norm(x))."""
+        if lora is not None:
+            x = self.method.kernels.rms_norm(x, norm, eps)
+            return self.with_adapters(self.method.apply(self.state, x), x, lora)
         return self.method.apply_norm(self.state, x, norm, eps)
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
+    def gated_after_norm(
+        self, x: Tensor, norm: Tensor, eps: float, gate: str, lora: LoraStep | None = None
+    ) -> Tensor:
         """gate(self(rms_norm(x))) -> [n, out / 2]; the gate's rows come before the up's."""
+        if lora is not None:
+            assert self.lora is not None
+            x = self.method.kernels.rms_norm(x, norm, eps)
+            gate_up = self.method.apply(self.state, x)
+            return self.method.kernels.lora_gated(gate_up, x, self.lora, lora, gate)
         return self.method.apply_norm_gated(self.state, x, norm, eps, gate)
+
+    def with_adapters(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """y, which is self(x), with each token's adapter added; written over y."""
+        assert self.lora is not None
+        return self.method.kernels.lora_add(y, x, self.lora, lora)
 
     def finish(self) -> None:
         """Call once all parameters are filled."""
@@ -48,10 +67,14 @@ class RowParallelLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.method.apply(self.state, x))
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, lora: LoraStep | None = None) -> Tensor:
         """residual + self(x), written over residual."""
         if self.group.size == 1:
-            return self.method.apply_add(self.state, x, residual)
+            residual = self.method.apply_add(self.state, x, residual)
+            return residual if lora is None else self.with_adapters(residual, x, lora)
+        if lora is not None:  # of a sharded layer both are partial sums
+            y = self.with_adapters(self.method.apply(self.state, x), x, lora)
+            return residual.add_(self.group.all_reduce(y))
         return residual.add_(self(x))
 
 

@@ -28,6 +28,7 @@ class PeftConfig:
     kind: a value of KINDS. base: base_model_name_or_path, for messages.
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
     targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
+    everywhere: all modules of these names are adapted: none may be missing.
     virtual_tokens: of a tuned prompt.
     """
 
@@ -39,6 +40,7 @@ class PeftConfig:
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     targets: tuple[str, ...] | None = None
+    everywhere: bool = False
     virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
@@ -186,6 +188,7 @@ class _Reader:
                 for key, value in self._dict("alpha_pattern").items()
             ),
             targets=self._targets(),
+            everywhere=self._everywhere(),
         )
 
     def _targets(self) -> tuple[str, ...] | None:
@@ -201,6 +204,16 @@ class _Reader:
                     "target_modules", f"{name} is not supported; supported: linear layers"
                 )
         return ends
+
+    def _everywhere(self) -> bool:
+        """target_modules are bare names, and nothing narrows them down."""
+        value = self._fields.get("target_modules")
+        narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
+        return (
+            isinstance(value, list)
+            and not any("." in name for name in value)
+            and not any(self._fields.get(field) for field in narrowed)
+        )
 
     def _bool(self, field: str) -> bool:
         value = self._fields.get(field, False)

@@ -107,8 +107,9 @@ class LlamaLayer:
     def __call__(self, residual: Tensor, kv: tuple[Tensor, Tensor], meta: AttentionMeta) -> Tensor:
         """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
         k_cache, v_cache = kv
+        lora = meta.lora
         q = self.kernels.rope_kv_write(
-            self.qkv.after_norm(residual, self.attention_norm, self.eps),
+            self.qkv.after_norm(residual, self.attention_norm, self.eps, lora),
             self.cos_sin,
             self.q_norm,
             self.k_norm,
@@ -119,9 +120,9 @@ class LlamaLayer:
             meta,
         )
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta)
-        residual = self.out.add(attended, residual)
-        gated = self.gate_up.gated_after_norm(residual, self.mlp_norm, self.eps, self.gate)
-        return self.down.add(gated, residual)
+        residual = self.out.add(attended, residual, lora)
+        gated = self.gate_up.gated_after_norm(residual, self.mlp_norm, self.eps, self.gate, lora)
+        return self.down.add(gated, residual, lora)
 
 
 class Llama:
@@ -161,6 +162,9 @@ class Llama:
         self._num_bytes = cos_sin.nbytes + sum(p.tensor.nbytes for p in self.parameters())
         if self.head is None and activation_dtype != dtype:  # the CPU packs the embedding once more
             self._num_bytes += self.embedding.nbytes
+
+    def linears(self) -> Iterator[Linear]:
+        return (linear for layer in self.layers for linear in layer.linears)
 
     def num_bytes(self) -> int:
         return self._num_bytes

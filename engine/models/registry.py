@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.layers.linear import Linear
 from engine.model_config import ModelConfig
 from engine.models.llama import Llama
 from engine.parallel.group import TensorParallelGroup
@@ -57,6 +58,10 @@ class Model(Protocol):
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that no parameter asks for is harmless."""
+        ...
+
+    def linears(self) -> Iterator[Linear]:
+        """Those that adapters may change: of the layers, not the head, in a fixed order."""
         ...
 
     def num_bytes(self) -> int:

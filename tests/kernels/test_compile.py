@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -33,6 +33,7 @@ from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.gemm_small_m import few_rows  # noqa: E402
 from kernels.gemv import gemv  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
+from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
 from kernels.sampling import choose  # noqa: E402
 from kernels.sampling_edits import add_bias, ban, penalise  # noqa: E402
@@ -214,7 +215,30 @@ def assembly(_: Dims) -> None:
     )
 
 
-PARTS = {part.__name__: part for part in (layers, attention, sampling, assembly)}
+def adapters(d: Dims) -> None:
+    """LoRA on all layers of a decoder layer, at decode and prefill sizes."""
+    heads, kv = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    qkv = LoraLinear(0, d.hidden, (heads, kv, kv))
+    out = LoraLinear(3, heads, (d.hidden,))
+    gate_up = LoraLinear(4, d.hidden, (d.intermediate, d.intermediate))
+    for num_tokens, max_rank in ((1, 16), (256, 64), (2048, 256)):
+        step = LoraStep(
+            int32(num_tokens),
+            int32(5, 3),
+            tile_rows(num_tokens),
+            bf16(2, 1024),
+            int32(2, 7, 4),
+            torch.empty(1),
+            max_rank,
+        )
+        lora_add(bf16(num_tokens, heads + 2 * kv), bf16(num_tokens, d.hidden), qkv, step)
+        lora_add(bf16(num_tokens, d.hidden), bf16(num_tokens, heads), out, step)
+        x, both = bf16(num_tokens, d.hidden), bf16(num_tokens, 2 * d.intermediate)
+        for gate in ("silu", "gelu_pytorch_tanh"):
+            lora_gated(both, x, gate_up, step, gate)
+
+
+PARTS = {part.__name__: part for part in (layers, attention, sampling, assembly, adapters)}
 
 
 @pytest.mark.slow

@@ -1,0 +1,205 @@
+"""LoraDevice: the adapters on the device, and for each step which token has which.
+
+Slots have fixed addresses and the metadata of decode steps too, so that graphs can read both. The
+metadata is small and made on the host: one upload a step, and none for a step without adapters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.lora.peft_config import read_peft_config
+from engine.lora.store import Described, Loaded
+from engine.lora.weights import HostLora, LoraReader
+from kernels.metadata import LoraStep
+
+
+class LoraDevice:
+    """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout."""
+
+    def __init__(
+        self,
+        slots: int,
+        slot_elements: int,
+        num_parts: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_tokens: int,
+    ) -> None:
+        self.max_rank = max_rank
+        self._device = device
+        self._slots = slots
+        self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
+        self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
+        self._cuda = device.type == "cuda"
+        shape = (slots, slot_elements) if self._cuda else (0, 0)  # the CPU uses host memory
+        self._slab = torch.zeros(shape, dtype=dtype, device=device)
+        self._table = torch.zeros(slots, num_parts, 4, dtype=torch.int32, device=device)
+        self._partial = torch.empty(0, dtype=torch.float32, device=device)
+        if self._cuda:
+            from kernels.lora import partial_size
+
+            self._stream = torch.cuda.Stream(device)
+            tokens = max(max_tokens, max_rows)
+            self._partial = torch.empty(
+                partial_size(tokens, max_rank), dtype=torch.float32, device=device
+            )
+            capacity = tokens + 3 * self._max_tiles(tokens, 1 << 4)
+            self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
+            # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
+            self._staging = [
+                torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(2)
+            ]
+            self._turn = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slab.nbytes + self._table.nbytes + self._partial.nbytes
+
+    # ---- slots ---------------------------------------------------------------------------------
+
+    def upload(self, weights: HostLora, slot: int) -> None:
+        """Into a slot that no step uses; from any thread. Returns when it is there."""
+        if not self._cuda:
+            self._parts[slot] = weights.parts
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            self._slab[slot, : weights.blob.numel()].copy_(weights.blob, non_blocking=True)
+            self._table[slot].copy_(weights.table, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()
+
+    def fill_slots(self) -> None:
+        """Every slot holds a made-up adapter of the largest rank on all parts: for warm-up."""
+        rank = self.max_rank
+        self._table[:, :, 0] = rank
+        self._table[:, :, 1:] = 0
+
+    def clear_slots(self) -> None:
+        self._table.zero_()
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def set_row(self, row: int, slot: int) -> None:
+        """The request that takes this row uses this slot; -1 = none."""
+        self._row_slots[row] = slot
+
+    def has_adapters(self, batch: Batch) -> bool:
+        return bool((self._row_slots[batch.rows] >= 0).any())
+
+    def step(self, batch: Batch) -> LoraStep | None:
+        """Of an eager step; None if none of its tokens has an adapter."""
+        if not self.has_adapters(batch):
+            return None
+        slots = np.repeat(self._row_slots[batch.rows], batch.lengths)
+        return self.lay_out(slots)
+
+    def lay_out(self, slots: "np.ndarray[Any, np.dtype[np.int16]]") -> LoraStep:
+        """slots: of each token of an eager step; -1 = none."""
+        order = np.argsort(slots, kind="stable")
+        if self._cuda:
+            from kernels.lora import tile_rows
+
+            count, block = len(slots), tile_rows(len(slots))
+            return self._upload(slots, order, count, self._max_tiles(count, block))
+        starts = np.flatnonzero(np.diff(slots[order], prepend=-2))
+        segments = [
+            (int(slots[tokens[0]]), torch.from_numpy(tokens))
+            for tokens in np.split(order, starts[1:])
+            if slots[tokens[0]] >= 0
+        ]
+        return self._make(torch.empty(0), torch.empty(0), 0, segments)
+
+    def upload_step(self, batch: Batch, size: int) -> None:
+        """The metadata that a graph of `size` decodes reads; entries behind the batch's have no
+        adapter."""
+        from kernels.lora import tile_rows
+
+        slots = np.full(size, -1, dtype=np.int16)
+        slots[: len(batch.rows)] = self._row_slots[batch.rows]
+        order = np.argsort(slots, kind="stable")
+        self._upload(slots, order, size, self._max_tiles(size, tile_rows(size)))
+
+    def graph_step(self, size: int) -> LoraStep:
+        """What a graph of `size` decodes is captured with: where `upload_step` writes."""
+        from kernels.lora import tile_rows
+
+        return self._view(size, self._max_tiles(size, tile_rows(size)))
+
+    def _max_tiles(self, tokens: int, block: int) -> int:
+        """Every group of equal slots has at most one tile that is not full."""
+        return tokens // block + min(self._slots + 1, tokens)
+
+    def _upload(
+        self, slots: "np.ndarray[Any, Any]", order: "np.ndarray[Any, Any]", count: int, tiles: int
+    ) -> LoraStep:
+        from kernels.lora import tile_rows
+
+        self._turn ^= 1
+        staging = self._staging[self._turn]
+        array = staging.numpy()
+        array[:count] = order
+        table = array[count : count + 3 * tiles].reshape(tiles, 3)
+        made = make_tiles(slots[order], tile_rows(count))
+        table[: len(made)] = made
+        table[len(made) :] = (-1, 0, 0)
+        used = count + 3 * tiles
+        self._meta[:used].copy_(staging[:used], non_blocking=True)
+        return self._view(count, tiles)
+
+    def _view(self, count: int, tiles: int) -> LoraStep:
+        from kernels.lora import tile_rows
+
+        table = self._meta[count : count + 3 * tiles].view(tiles, 3)
+        return self._make(self._meta[:count], table, tile_rows(count), ())
+
+    def _make(self, order: Tensor, tiles: Tensor, block: int, segments: Any) -> LoraStep:
+        return LoraStep(
+            order,
+            tiles,
+            block,
+            self._slab,
+            self._table,
+            self._partial,
+            self.max_rank,
+            segments,
+            self._parts,
+        )
+
+
+def make_tiles(slots: "np.ndarray[Any, Any]", block: int) -> "np.ndarray[Any, Any]":
+    """slots, sorted [n] -> [num_tiles, 3]: (slot, first, count <= block), all of one slot."""
+    first = np.flatnonzero(np.diff(slots, prepend=-2))
+    counts = np.diff(first, append=len(slots))
+    per = -(-counts // block)
+    group = np.repeat(np.arange(len(first)), per)
+    inner = (np.arange(len(group)) - np.repeat(np.cumsum(per) - per, per)) * block
+    rows = np.minimum(block, counts[group] - inner)
+    return np.stack((slots[first[group]], first[group] + inner, rows), axis=1)
+
+
+class LoraLoader:
+    """`engine.lora.store.Loader` of a model on its device."""
+
+    def __init__(self, reader: LoraReader, device: LoraDevice) -> None:
+        self._reader = reader
+        self._device = device
+
+    def describe(self, path: str) -> Described:
+        return self._reader.describe(Path(path))
+
+    def read(self, path: str) -> Loaded:
+        folder = Path(path)
+        return self._reader.read(folder, read_peft_config(folder))
+
+    def upload(self, weights: HostLora, slot: int) -> None:
+        self._device.upload(weights, slot)

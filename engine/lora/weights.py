@@ -1,0 +1,215 @@
+"""HostLora: a LoRA adapter read from PEFT's files, laid out in host memory as a device slot is.
+
+A model's linear layers are numbered parts (`LoraLayout`). Of each part that the adapter changes, A
+[rank, in] and then B [out, rank] follow each other in one blob; ranks are filled up with zeros to
+multiples of 16, and B holds the scale. Hence moving an adapter to the device is one copy of its own
+size, whatever ranks the slot has room for.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import AdapterError, ConfigError
+from engine.lora.peft_config import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    PeftConfig,
+    file_in,
+    read_peft_config,
+    stamp,
+)
+from engine.lora.store import Described, Loaded
+from engine.quantization.method import LinearSpec, Part
+from engine.weights.index import StoredTensor, read_header
+from kernels.metadata import LoraLinear
+
+UNIT = 16  # ranks are multiples of it, and offsets are counted in it
+PREFIX = "base_model.model."  # of PEFT's tensor names
+
+
+def padded(rank: int) -> int:
+    return -(-rank // UNIT) * UNIT
+
+
+class LoraLayout:
+    """The parts of a model: parts[i] is a checkpoint matrix, or this rank's shard of one."""
+
+    def __init__(self, specs: Iterable[LinearSpec]) -> None:
+        self.parts: list[Part] = []
+        self.layers: list[LoraLinear] = []  # of each spec
+        for spec in specs:
+            outs = tuple(part.rows[1] - part.rows[0] for part in spec.parts)
+            self.layers.append(LoraLinear(len(self.parts), spec.in_features, outs))
+            self.parts += spec.parts
+
+    def num_elements(self, rank: int) -> int:
+        """Of an adapter of this rank on all parts."""
+        return padded(rank) * sum(_width(part) + _height(part) for part in self.parts)
+
+
+def _width(part: Part) -> int:
+    return part.columns[1] - part.columns[0]
+
+
+def _height(part: Part) -> int:
+    return part.rows[1] - part.rows[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLora:
+    """blob: all matrices, 1-D in the model's activation dtype. table: [num_parts, 4] int32, as
+    LoraStep.table. parts: views, part -> (A, B)."""
+
+    blob: Tensor
+    table: Tensor
+    parts: dict[int, tuple[Tensor, Tensor]]
+
+
+class LoraReader:
+    """Reads adapters for one model. Raises AdapterError for whatever is wrong with one."""
+
+    def __init__(
+        self, layout: LoraLayout, dtype: torch.dtype, max_rank: int, *, pin: bool = False
+    ) -> None:
+        self._layout = layout
+        self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._pin = pin
+
+    def describe(self, folder: Path) -> Described:
+        return self._describe(folder, read_peft_config(folder), 0)
+
+    def _describe(self, folder: Path, config: PeftConfig, num_bytes: int) -> Described:
+        if config.max_rank > self._max_rank:
+            raise AdapterError(
+                f"{folder}: rank {config.max_rank} is over max_lora_rank {self._max_rank}",
+                code="adapter_incompatible",
+            )
+        targets = sorted(config.targets or ())
+        return Described(config.kind, config.max_rank, num_bytes, targets, stamp(folder))
+
+    def read(self, folder: Path, config: PeftConfig) -> Loaded:
+        """All of it, checked: names, shapes, ranks, finite numbers."""
+        before = stamp(folder)
+        described = self._describe(folder, config, 0)
+        path = file_in(folder, WEIGHTS_FILE)
+        try:
+            stored = read_header(path)
+        except ConfigError as error:
+            raise AdapterError(error.message) from None
+        pairs = self._match(path, stored, config)
+        host = self._allocate(pairs, config)
+        state = blake2b(digest_size=16)
+        state.update(file_in(folder, CONFIG_FILE).read_bytes())
+        self._fill(path, stored, pairs, host, config, state.update)
+        if stamp(folder) != before:
+            raise AdapterError(f"{folder}: was written to while it was read; add it again")
+        targets = sorted({self._layout.parts[n].name.rsplit(".", 1)[-1] for n in pairs})
+        num_bytes = host.blob.nbytes
+        held = 1 << (num_bytes - 1).bit_length() if self._pin else num_bytes  # pinned: powers of 2
+        described = Described("lora", described.rank, num_bytes, targets, described.stamp)
+        return Loaded(described, state.hexdigest(), held, host)
+
+    def _match(
+        self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig
+    ) -> dict[int, dict[str, StoredTensor]]:
+        """Part -> its "A" and "B" on disk."""
+        pairs: dict[int, dict[str, StoredTensor]] = {}
+        for tensor in stored:
+            module, _, kind = tensor.name.removeprefix(PREFIX).rpartition(".lora_")
+            side = {"A.weight": "A", "B.weight": "B"}.get(kind)
+            if side is None:
+                raise AdapterError(
+                    f"{path}: tensor {tensor.name} is not supported; supported: lora_A and lora_B "
+                    "of linear layers"
+                )
+            number = self._numbers.get(module)
+            if number is None:
+                raise AdapterError(
+                    f"{path}: tensor {tensor.name}: this model has no such linear layer that an "
+                    "adapter may change",
+                    code="adapter_incompatible",
+                )
+            part, rank = self._layout.parts[number], config.rank_of(module)
+            shape = (rank, part.in_features) if side == "A" else (part.out_features, rank)
+            if tensor.shape != shape:
+                raise AdapterError(
+                    f"{path}: tensor {tensor.name} has shape {list(tensor.shape)}; rank {rank} and "
+                    f"this model imply {list(shape)}",
+                    code="adapter_incompatible",
+                )
+            pairs.setdefault(number, {})[side] = tensor
+        for number, sides in pairs.items():
+            if len(sides) < 2:
+                name = self._layout.parts[number].name
+                raise AdapterError(f"{path}: {name} has lora_{next(iter(sides))} without the other")
+        if not pairs:
+            raise AdapterError(f"{path}: holds no tensor")
+        if config.everywhere:
+            for part in self._layout.parts:
+                if part.name.rsplit(".", 1)[-1] in (config.targets or ()):
+                    number = self._numbers[part.name]
+                    if number not in pairs:
+                        raise AdapterError(f"{path}: the tensors of {part.name} are missing")
+        return dict(sorted(pairs.items()))
+
+    def _allocate(self, pairs: dict[int, dict[str, StoredTensor]], config: PeftConfig) -> HostLora:
+        table = torch.zeros(len(self._layout.parts), 4, dtype=torch.int32)
+        spans: dict[int, tuple[int, int, int]] = {}  # part -> rank, start of A, start of B
+        at = 0
+        for number in pairs:
+            part = self._layout.parts[number]
+            rank = padded(config.rank_of(part.name))
+            b = at + rank * _width(part)
+            spans[number] = (rank, at, b)
+            table[number, :3] = torch.tensor([rank, at // UNIT, b // UNIT])
+            at = b + rank * _height(part)
+        blob = torch.zeros(at, dtype=self._dtype, pin_memory=self._pin)
+        views = {}
+        for number, (rank, a, b) in spans.items():
+            part = self._layout.parts[number]
+            end = b + rank * _height(part)
+            views[number] = (blob[a:b].view(rank, _width(part)), blob[b:end].view(-1, rank))
+        return HostLora(blob, table.pin_memory() if self._pin else table, views)
+
+    def _fill(
+        self,
+        path: Path,
+        stored: Sequence[StoredTensor],
+        pairs: dict[int, dict[str, StoredTensor]],
+        host: HostLora,
+        config: PeftConfig,
+        digest: Callable[[bytes], None],
+    ) -> None:
+        places = {
+            pair[side].name: (number, side) for number, pair in pairs.items() for side in "AB"
+        }
+        with path.open("rb") as file:
+            digest(file.read(stored[0].offset))
+            for tensor in stored:  # in the order of the file
+                raw = file.read(tensor.num_bytes)
+                if len(raw) < tensor.num_bytes:
+                    raise AdapterError(f"{path}: the file ended while it was being read")
+                digest(raw)
+                number, side = places[tensor.name]
+                part = self._layout.parts[number]
+                values = torch.frombuffer(bytearray(raw), dtype=tensor.dtype).view(tensor.shape)
+                a, b = host.parts[number]
+                if side == "A":
+                    target = a[: tensor.shape[0]]
+                    target.copy_(values[:, part.columns[0] : part.columns[1]])
+                else:
+                    target = b[:, : tensor.shape[1]]
+                    scale = config.scale_of(part.name)
+                    target.copy_(values[part.rows[0] : part.rows[1]].float() * scale)
+                if not torch.isfinite(target).all():
+                    raise AdapterError(f"{path}: tensor {tensor.name} holds NaN or infinity")
+            if os.fstat(file.fileno()).st_size != file.tell():
+                raise AdapterError(f"{path}: the file grew while it was being read")

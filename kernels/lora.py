@@ -1,0 +1,368 @@
+"""y += B (A x) for tokens with different adapters: two launches a layer, whatever its parts.
+
+    shrink   partial[k, part, i] = A[:, k's columns] x    rows sorted by adapter, columns split
+    expand   y[token] += B (sum over k of partial)        the gate of an MLP rides along
+
+Tokens come sorted by slot, in tiles of one slot each (`kernels.metadata.LoraStep`), so a program
+reads one adapter's matrices once for all its rows. Programs of tiles without an adapter, of parts
+that the adapter leaves alone, and beyond its rank end at once. Ranks differ from slot to slot: a
+matrix's place and rank come from a table, so nothing is filled up to the largest rank. Launch
+shapes depend on the number of tokens only, and everything else is read from fixed addresses: both
+kernels can sit in a CUDA graph. Sums are made in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import LoraLinear, LoraStep
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+UNIT = 16  # of ranks, and of offsets into a slab
+MAX_SPLITS = 8
+PROGRAMS = 264  # that a shrink should have: two for each multiprocessor of an H200
+MAX_PARTS = 3  # of a linear layer
+
+
+@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+def _shrink_kernel(
+    x,  # [num_tokens, K]
+    order,
+    tiles,
+    slab,
+    slot_stride,
+    table,
+    table_stride,
+    first_part,
+    partial,  # [SPLITS, PARTS, num_tokens, MAX_RANK] float32
+    num_tokens,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
+    PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = tl.program_id(1) % PARTS
+    rank_block = tl.program_id(1) // PARTS
+    split = tl.program_id(2)
+    slot = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    if PDL:
+        gdc_wait()  # by all programs, or a kernel could end before the one before it
+        gdc_launch_dependents()
+    if slot < 0:
+        return
+    entry = table + slot * table_stride + (first_part + part) * 4
+    rank = tl.load(entry)
+    if rank_block * BLOCK_R >= rank:
+        return
+    a = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 1).to(tl.int64) * 16
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    r = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = split * SPAN + tl.arange(0, BLOCK_K)
+    x_at = x + token[:, None] * K + k[None, :]
+    a_at = a + r[None, :] * K + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for start in range(0, SPAN, BLOCK_K):
+        inside = k + start < K
+        xs = tl.load(x_at + start, mask=valid[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(a_at + start, mask=(r < rank)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(xs, weights, acc, input_precision="ieee")
+    position = ((split * PARTS + part) * num_tokens + first + row).to(tl.int64)
+    out = partial + position[:, None] * MAX_RANK + r[None, :]
+    tl.store(out, acc, mask=valid[:, None] & (r < rank)[None, :])
+
+
+@triton.jit
+def _delta(
+    partial, b, position, valid, column, inside, rank, stride,
+    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] of B times the sum over the splits; stride: between splits."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        there = valid[:, None] & (r < rank)[None, :]
+        at = partial + position[:, None] * MAX_RANK + r[None, :]
+        s = tl.load(at, mask=there, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            s += tl.load(at + split * stride, mask=there, other=0.0)
+        weights = tl.load(
+            b + column[None, :] * rank + r[:, None],
+            mask=inside[None, :] & (r < rank)[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(s.to(weights.dtype), weights, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+def _expand_kernel(
+    y,  # [num_tokens, N0 + N1 + N2], added to
+    order,
+    tiles,
+    slab,
+    slot_stride,
+    table,
+    table_stride,
+    first_part,
+    partial,
+    num_tokens,
+    N0: tl.constexpr,  # output features of each part
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    slot = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    # Which part this block of columns belongs to: no block crosses from one into the next.
+    BLOCKS0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    part = (block >= BLOCKS0).to(tl.int32) + (block >= BLOCKS0 + BLOCKS1).to(tl.int32)
+    before = tl.where(part == 0, 0, tl.where(part == 1, BLOCKS0, BLOCKS0 + BLOCKS1))
+    size = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
+    offset = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if slot < 0:
+        return
+    entry = table + slot * table_stride + (first_part + part) * 4
+    rank = tl.load(entry)
+    if rank == 0:
+        return
+    b = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 2).to(tl.int64) * 16
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    column = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < size
+    stride = (num_tokens * PARTS).to(tl.int64) * MAX_RANK
+    position = (part * num_tokens + first + row).to(tl.int64)
+    delta = _delta(
+        partial, b, position, valid, column, inside, rank, stride,
+        SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
+    )  # fmt: skip
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    at = y + token[:, None] * (N0 + N1 + N2) + (offset + column)[None, :]
+    mask = valid[:, None] & inside[None, :]
+    delta += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, delta.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+def _expand_gated_kernel(
+    gate_up,  # [num_tokens, 2 * N]
+    out,  # [num_tokens, N]
+    order,
+    tiles,
+    slab,
+    slot_stride,
+    table,
+    table_stride,
+    first_part,
+    partial,
+    num_tokens,
+    N: tl.constexpr,
+    GELU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    slot = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * 3 + 2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if count == 0:
+        return
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    mask = valid[:, None] & inside[None, :]
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    at = gate_up + token[:, None] * (2 * N) + column[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+    if slot >= 0:
+        entry = table + slot * table_stride + first_part * 4
+        home = slab + slot.to(tl.int64) * slot_stride
+        stride = (num_tokens * 2).to(tl.int64) * MAX_RANK
+        position = (first + row).to(tl.int64)
+        rank = tl.load(entry)
+        if rank > 0:
+            gate += _delta(
+                partial, home + tl.load(entry + 2).to(tl.int64) * 16, position, valid, column,
+                inside, rank, stride, SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
+            )  # fmt: skip
+        rank = tl.load(entry + 4)
+        if rank > 0:
+            up += _delta(
+                partial, home + tl.load(entry + 6).to(tl.int64) * 16, position + num_tokens, valid,
+                column, inside, rank, stride, SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
+            )  # fmt: skip
+    if GELU:
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate *= tl.sigmoid(gate)
+    result = (gate * up).to(out.dtype.element_ty)
+    tl.store(out + token[:, None] * N + column[None, :], result, mask=mask)
+
+
+def tile_rows(num_tokens: int) -> int:
+    """Rows of a tile: small ones waste little on adapters with few tokens, large ones read an
+    adapter's matrices less often."""
+    if num_tokens <= 128:
+        return 16
+    return 32 if num_tokens <= 1024 else 64
+
+
+def num_splits(num_tokens: int, parts: int, columns: int) -> int:
+    """In how many pieces shrink cuts the columns: enough programs to keep the device busy."""
+    programs = triton.cdiv(num_tokens, tile_rows(num_tokens)) * parts
+    splits = 1
+    while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS and columns >= 512 * splits:
+        splits *= 2
+    return splits
+
+
+def partial_size(num_tokens: int, max_rank: int) -> int:
+    """Float32s that steps of up to num_tokens tokens need."""
+    most = max(
+        n * parts * num_splits(n, parts, 1 << 20)
+        for n in (*range(1, min(num_tokens, 2048) + 1), num_tokens)
+        for parts in range(1, MAX_PARTS + 1)
+    )
+    return most * _padded_rank(max_rank)
+
+
+def _padded_rank(max_rank: int) -> int:
+    return triton.cdiv(max_rank, UNIT) * UNIT
+
+
+def _rank_block(max_rank: int) -> int:
+    return 16 if max_rank <= 16 else 32 if max_rank <= 32 else 64
+
+
+def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
+    """Fills step.partial; returns the number of splits that it was made with."""
+    num_tokens, columns = x.shape
+    parts = len(layer.outs)
+    splits = num_splits(num_tokens, parts, columns)
+    block_r = _rank_block(step.max_rank)
+    block_k = 128 if step.block_m <= 32 and block_r <= 32 else 64
+    rank_blocks = triton.cdiv(step.max_rank, block_r)
+    _shrink_kernel[(step.tiles.shape[0], parts * rank_blocks, splits)](
+        x,
+        step.order,
+        step.tiles,
+        step.slab,
+        step.slab.stride(0),
+        step.table,
+        step.table.stride(0),
+        layer.first_part,
+        step.partial,
+        num_tokens,
+        K=columns,
+        SPLITS=splits,
+        SPAN=triton.cdiv(triton.cdiv(columns, splits), block_k) * block_k,
+        PARTS=parts,
+        MAX_RANK=_padded_rank(step.max_rank),
+        BLOCK_M=step.block_m,
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=4,
+        **pdl(x.device),
+    )
+    return splits
+
+
+def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+    """See `kernels.dispatch.Kernels`. y and x contiguous; at most three parts."""
+    splits = lora_shrink(x, layer, step)
+    block_n = 128
+    outs = (*layer.outs, 0, 0)[:MAX_PARTS]
+    blocks = sum(triton.cdiv(size, block_n) for size in outs)
+    _expand_kernel[(step.tiles.shape[0], blocks)](
+        y,
+        step.order,
+        step.tiles,
+        step.slab,
+        step.slab.stride(0),
+        step.table,
+        step.table.stride(0),
+        layer.first_part,
+        step.partial,
+        x.shape[0],
+        N0=outs[0],
+        N1=outs[1],
+        N2=outs[2],
+        SPLITS=splits,
+        PARTS=len(layer.outs),
+        MAX_RANK=_padded_rank(step.max_rank),
+        BLOCK_M=step.block_m,
+        BLOCK_N=block_n,
+        BLOCK_R=_rank_block(step.max_rank),
+        num_warps=4,
+        num_stages=1,  # nearly always one pass over the ranks
+        **pdl(x.device),
+    )
+    return y
+
+
+def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
+    """See `kernels.dispatch.Kernels`."""
+    splits = lora_shrink(x, layer, step)
+    block_n = 128
+    size = layer.outs[0]
+    assert layer.outs == (size, size)
+    out = gate_up.new_empty((x.shape[0], size))
+    _expand_gated_kernel[(step.tiles.shape[0], triton.cdiv(size, block_n))](
+        gate_up,
+        out,
+        step.order,
+        step.tiles,
+        step.slab,
+        step.slab.stride(0),
+        step.table,
+        step.table.stride(0),
+        layer.first_part,
+        step.partial,
+        x.shape[0],
+        N=size,
+        GELU=gate == "gelu_pytorch_tanh",
+        SPLITS=splits,
+        MAX_RANK=_padded_rank(step.max_rank),
+        BLOCK_M=step.block_m,
+        BLOCK_N=block_n,
+        BLOCK_R=_rank_block(step.max_rank),
+        num_warps=4,
+        num_stages=1,  # nearly always one pass over the ranks
+        **pdl(x.device),
+    )
+    return out

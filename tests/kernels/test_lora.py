@@ -1,0 +1,142 @@
+"""Grouped shrink and expand against float64, with mixed ranks, missing parts and base rows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.lora.device import make_tiles
+from kernels import reference
+from kernels.metadata import LoraLinear, LoraStep
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, row_error
+
+lora = pytest.importorskip("kernels.lora")
+
+MATRICES = dict[int, tuple[Tensor, Tensor]]
+
+
+def make_step(
+    slots: list[int],
+    layers: list[LoraLinear],
+    ranks: list[dict[int, int]],
+    max_rank: int,
+    dtype: torch.dtype,
+) -> LoraStep:
+    """ranks[slot]: part -> rank. Matrices are random, laid out as engine.lora.weights does."""
+    sizes = [(layer.in_features, out) for layer in layers for out in layer.outs]
+    table = torch.zeros(len(ranks), len(sizes), 4, dtype=torch.int32)
+    slab = torch.zeros(len(ranks), max_rank * sum(a + b for a, b in sizes), dtype=dtype)
+    parts: list[MATRICES] = []
+    for slot, of_part in enumerate(ranks):
+        at, views = 0, {}
+        for part, rank in of_part.items():
+            width, height = sizes[part]
+            b = at + rank * width
+            table[slot, part, :3] = torch.tensor([rank, at // 16, b // 16])
+            end = b + rank * height
+            slab[slot, at:end] = torch.randn(end - at, dtype=dtype)
+            views[part] = (slab[slot, at:b].view(rank, width), slab[slot, b:end].view(-1, rank))
+            at = end
+        parts.append(views)
+    sorted_slots = np.asarray(slots, dtype=np.int16)
+    order = np.argsort(sorted_slots, kind="stable")
+    block = lora.tile_rows(len(slots))
+    tiles = make_tiles(sorted_slots[order], block)
+    tiles = np.concatenate((tiles, [[-1, 0, 0]] * 2))  # as a graph has them
+    segments = [
+        (slot, torch.tensor([i for i, other in enumerate(slots) if other == slot]))
+        for slot in sorted(set(slots) - {-1})
+    ]
+    return LoraStep(
+        torch.from_numpy(order).int().to(DEVICE),
+        torch.from_numpy(tiles).int().to(DEVICE),
+        block,
+        slab.to(DEVICE),
+        table.to(DEVICE),
+        torch.full((lora.partial_size(len(slots), max_rank),), float("nan"), device=DEVICE),
+        max_rank,
+        segments,
+        parts,
+    )
+
+
+def widened(step: LoraStep) -> LoraStep:
+    parts = [{n: (a.double(), b.double()) for n, (a, b) in of.items()} for of in step.parts]
+    return LoraStep(
+        step.order, step.tiles, 0, step.slab, step.table, step.partial, 0, step.segments, parts
+    )
+
+
+LAYERS = [LoraLinear(0, 96, (80, 48, 48)), LoraLinear(3, 64, (96,)), LoraLinear(4, 72, (160, 160))]
+SLOTS = {
+    "one": [0],
+    "base alone": [-1, -1, -1],
+    "mixed": [2, -1, 0, 1, 0, -1, 2, 2, 1, 0, 3],
+    "many": [i % 5 - 1 for i in range(150)],
+    "one of many rows": [1] * 40,
+}
+RANKS = [
+    {0: 16, 1: 32, 2: 16, 3: 16, 4: 16, 5: 32},
+    {0: 16, 2: 16, 5: 16},  # some parts are left alone
+    dict.fromkeys(range(6), 48),
+    {},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize("layer", LAYERS, ids=["qkv", "out", "gate_up"])
+def test_add_and_gate(name: str, layer: LoraLinear, dtype: torch.dtype) -> None:
+    """A wrong row, rank, part or split shows; base rows stay as they are to the bit."""
+    torch.manual_seed(0)
+    slots = SLOTS[name]
+    step = make_step(slots, LAYERS, RANKS, 48, dtype)
+    x = torch.randn(len(slots), layer.in_features, dtype=dtype, device=DEVICE) / 8
+    y = torch.randn(len(slots), sum(layer.outs), dtype=dtype, device=DEVICE)
+    before = y.clone()
+    want = reference.lora_add(y.double().cpu(), x.double().cpu(), layer, widened(step))
+    if len(layer.outs) == 2:
+        for gate in ("silu", "gelu_pytorch_tanh"):
+            gated = lora.lora_gated(y.clone(), x, layer, step, gate)
+            assert row_error(gated.cpu(), reference.GATES[gate](want)) < 2 * BOUND[dtype]
+    got = lora.lora_add(y, x, layer, step)
+    assert got is y
+    assert row_error(got.cpu(), want) < 2 * BOUND[dtype]
+    base = [i for i, slot in enumerate(slots) if slot in (-1, 3)]
+    assert torch.equal(got[base], before[base])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_and_rank_blocks(dtype: torch.dtype) -> None:
+    """Columns in eight pieces, and a rank of several blocks."""
+    torch.manual_seed(0)
+    layer = LoraLinear(0, 2100, (32,))
+    step = make_step([0, 1, -1], [layer], [{0: 160}, {0: 16}], 160, dtype)
+    assert lora.num_splits(3, 1, layer.in_features) > 2
+    x = torch.randn(3, layer.in_features, dtype=dtype, device=DEVICE) / 64
+    y = torch.zeros(3, 32, dtype=dtype, device=DEVICE)
+    want = reference.lora_add(y.double().cpu(), x.double().cpu(), layer, widened(step))
+    assert row_error(lora.lora_add(y, x, layer, step)[:2].cpu(), want[:2]) < 2 * BOUND[dtype]
+
+
+def test_tiles() -> None:
+    """Each token in one tile, of one slot, and never more tiles than a graph has room for."""
+    generator = np.random.default_rng(0)
+    for block in (16, 32):
+        for _ in range(100):
+            kinds = int(generator.integers(1, 20))
+            count = int(generator.integers(1, 300))
+            slots = np.sort(generator.integers(-1, kinds, count)).astype(np.int16)
+            tiles = make_tiles(slots, block)
+            assert len(tiles) <= count // block + min(kinds + 1, count)
+            covered = [i for _, first, n in tiles for i in range(first, first + n)]
+            assert covered == list(range(count))
+            for slot, first, n in tiles:
+                assert 1 <= n <= block and (slots[first : first + n] == slot).all()
+
+
+def test_room_for_partial_sums() -> None:
+    """Buffers are allocated once; a step of any size must fit."""
+    room = lora.partial_size(1500, 64)
+    for count, parts in ((n, p) for n in range(1, 1501, 7) for p in (1, 2, 3)):
+        assert count * parts * lora.num_splits(count, parts, 14336) * 64 <= room
