@@ -61,12 +61,14 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
-    request_id and trace (a W3C traceparent) are for the replica's logs and spans.
+    request_id and trace (a W3C traceparent) are for the replica's logs and spans. links: of the
+    prompt's chain (prefix_index.py), joined; the replica passes them on to its other routers.
     """
 
     request: EngineRequest
     request_id: str = ""
     trace: str = ""
+    links: bytes = b""
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
@@ -248,6 +250,7 @@ class ReplicaEnd(Connection):
         self.index = -1  # the relay's number for it
         self.live: set[int] = set()  # engine ids of its unfinished requests
         self.router = ""
+        self.heard = bytearray()  # links of what other routers have sent, for its next frame
         self._on_open = on_open
         self._on_message = on_message
         self._stats = stats

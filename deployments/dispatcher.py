@@ -14,11 +14,14 @@ from typing import Any
 from deployments.admission import AdmissionLimits
 from deployments.backend import BackendState, GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits, Submit
+from deployments.decision import Work
+from deployments.fleet import Fleet
 from deployments.gate import Gate, GateLimits
 from deployments.ledger import PROOF, Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
-from deployments.routing import Work, route
+from deployments.prefix_index import chain, pack
+from deployments.routing import route
 from engine.errors import MantaError, Overloaded, RequestFailed
 from engine.messages import Abort, Failed, StepFrame
 from engine.tokenizer import Tokenizer
@@ -56,6 +59,7 @@ class Dispatcher:
         self._limits = limits
         self._name = name
         self._links: dict[str, Link] = {}
+        self._fleet = Fleet()
         self._closing: set[Link] = set()  # retired, with choices left
         self._entries: set[Entry] = set()
         self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
@@ -142,6 +146,7 @@ class Dispatcher:
                 endpoint,
                 self._limits.channel,
                 self._name,
+                self._fleet,
                 on_open=self._on_open,
                 on_frame=self._on_frame,
                 on_lost=self._on_lost,
@@ -171,25 +176,35 @@ class Dispatcher:
         request = choices[0].entry.request
         tokens = len(request.token_ids) + len(choices[0].emitted)
         limit = request.params.max_tokens
-        work = Work(tokens, self._card.max_model_len if limit is None else limit, len(choices))
-        among = self._links.values() if links is None else links
-        snapshots = [link.snapshot() for link in among]
-        replica = route(work, snapshots, self._random, avoid=choices[0].place)
-        if replica is None:
+        work = Work(
+            tokens,
+            self._card.max_model_len if limit is None else limit,
+            len(choices),
+            chain(request.token_ids + choices[0].emitted, request.adapter, request.cache_salt),
+            request.adapter,
+        )
+        among = None if links is None else [link.replica for link in links]
+        now = time.monotonic()
+        decision = route(work, self._fleet, self._random, now, among=among, avoid=choices[0].place)
+        if decision is None:
             self._wait(choices)
             return
+        replica = decision.replica
         link = self._links[replica]
         assert link.connection is not None
+        self.metrics.routed.add(1, decision.reason)
+        self._fleet.send(decision, work, now)
         entry = choices[0].entry
-        entry.placed = time.monotonic()
+        entry.placed = now
         entry.replicas.append(replica)
         for choice in choices:
             choice.place = replica
             choice.begun = len(choice.emitted)
             link.choices[choice.id] = choice
-            link.book(tokens)
             link.intake.book(choice.id, tokens, entry.placed)
-            link.connection.send(Submit(choice.as_request(), request.request_id))
+            link.connection.send(
+                Submit(choice.as_request(), request.request_id, links=pack(work.links))
+            )
 
     def _wait(self, choices: list[Choice]) -> None:
         error = Overloaded(
@@ -256,7 +271,7 @@ class Dispatcher:
             link.connection.close(f"{message.code}: {message.message}")
             return
         now = time.monotonic()
-        link.observe(message.stats, now)
+        link.observe(message, now)
         choices = link.choices
         for delta in message.deltas:
             choice = choices.get(delta.id)

@@ -4,27 +4,28 @@ routing needs to know."""
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.channel import ChannelLimits, RouterEnd
+from deployments.fleet import Fleet
 from deployments.intake import Intake
 from deployments.ledger import Choice
-from deployments.routing import Snapshot, StepModel
+from deployments.prefix_index import unpack
 from engine.messages import EngineStats, Failed, StepFrame
 
 logger = logging.getLogger("manta.router")
 
-_UNMEASURED_RATE = 1000.0  # tokens/s, until the replica has computed a prompt
-_SMOOTHING = 0.2  # weight of the newest measurement of a rate
 _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a replica publishes: where it listens, the secret, and what its engine can do."""
+    """What a replica publishes: where it listens, the secret, and what its engine can do.
+
+    step_tokens: of a step, at most. adapter_slots: adapters on the device. 0: not told.
+    """
 
     host: str
     port: int
@@ -32,6 +33,9 @@ class Endpoint:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    step_tokens: int = 0
+    adapter_slots: int = 0
+    prefix_caching: bool = True
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> "Endpoint":
@@ -42,12 +46,15 @@ class Endpoint:
             max_model_len=int(metadata["max_model_len"]),
             vocab_size=int(metadata["vocab_size"]),
             eos_token_ids=tuple(int(token) for token in metadata["eos_token_ids"]),
+            step_tokens=int(metadata.get("step_tokens", 0)),
+            adapter_slots=int(metadata.get("adapter_slots", 0)),
+            prefix_caching=bool(metadata.get("prefix_caching", True)),
         )
 
 
 class Link:
     """on_open(link), on_frame(link, message), on_lost(link, choices, reason) are called on the
-    loop."""
+    loop. The replica has a row in `fleet` until the link is retired."""
 
     def __init__(
         self,
@@ -55,6 +62,7 @@ class Link:
         endpoint: Endpoint,
         limits: ChannelLimits,
         router: str,
+        fleet: Fleet,
         *,
         on_open: Callable[["Link"], None],
         on_frame: Callable[["Link", StepFrame | Failed], None],
@@ -72,11 +80,14 @@ class Link:
         self._on_open = on_open
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._booked: deque[tuple[float, int]] = deque()  # (when sent, prompt tokens)
-        self._booked_tokens = 0
-        self._prompt_rate = _UNMEASURED_RATE
-        self._steps = StepModel()
-        self._seen = 0.0  # monotonic seconds of the last frame
+        self._fleet = fleet
+        fleet.add(
+            replica,
+            replica.partition("/")[0],
+            step_tokens=endpoint.step_tokens,
+            adapter_slots=endpoint.adapter_slots,
+            prefix_caching=endpoint.prefix_caching,
+        )
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
 
@@ -84,43 +95,14 @@ class Link:
     def available(self) -> bool:
         return self.connection is not None and not self.retired and not self.stats.draining
 
-    def snapshot(self) -> Snapshot:
-        stats = self.stats
-        base, per_sequence = self._steps.fit()
-        return Snapshot(
-            replica=self.replica,
-            waiting_tokens=stats.waiting_tokens,
-            sequences=stats.running + stats.waiting,
-            booked_tokens=self._booked_tokens,
-            booked_sequences=len(self._booked),
-            free_tokens=stats.free_blocks * stats.block_size if stats.total_blocks else 2**62,
-            prompt_rate=self._prompt_rate,
-            base_seconds=base,
-            sequence_seconds=per_sequence,
-            available=self.available,
-        )
-
-    def book(self, prompt_tokens: int) -> None:
-        """A choice was sent; it counts until the replica's own figures can contain it."""
-        self._booked.append((time.monotonic(), prompt_tokens))
-        self._booked_tokens += prompt_tokens
-
-    def observe(self, stats: EngineStats, now: float) -> None:
-        """The figures of a frame. now: monotonic seconds."""
-        self.intake.observe(stats, now)
-        last = self.stats
-        seconds = now - self._seen
-        computed = stats.prompt_tokens - last.prompt_tokens
-        if computed > 0 and last.waiting_tokens > 0 and seconds > 0:
-            self._prompt_rate += _SMOOTHING * (computed / seconds - self._prompt_rate)
-        steps = stats.step - last.step
-        if steps > 0 and last.running:  # it was busy from that frame to this
-            self._steps.observe(last.running, seconds / steps)
-        self.stats = stats
-        self._seen = now
-        settled = now - max(0.02, 2 * stats.step_seconds)
-        while self._booked and self._booked[0][0] < settled:
-            self._booked_tokens -= self._booked.popleft()[1]
+    def observe(self, frame: StepFrame, now: float) -> None:
+        """What a frame says of the replica. now: monotonic seconds."""
+        self.intake.observe(frame.stats, now)
+        self.stats = frame.stats
+        if not self.retired:
+            self._fleet.observe(self.replica, frame.stats, now)
+            if frame.links:
+                self._fleet.hear(self.replica, unpack(frame.links))
 
     def forget(self, choice: Choice) -> None:
         """The choice ended or moved. A retired link closes with its last choice."""
@@ -131,16 +113,21 @@ class Link:
 
     def retire(self) -> None:
         """Take nothing new, let what is there end."""
-        self.retired = True
+        self._leave()
         if not self.choices:
             self.close("no longer in service")
 
     def close(self, reason: str) -> None:
-        self.retired = True
+        self._leave()
         if self.connection is not None:
             self.connection.close(reason)
         else:
             self._task.cancel()
+
+    def _leave(self) -> None:
+        if not self.retired:
+            self.retired = True
+            self._fleet.remove(self.replica)
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -175,14 +162,16 @@ class Link:
 
     def _opened(self, connection: RouterEnd) -> None:
         self.connection = connection
+        if not self.retired:
+            self._fleet.set_available(self.replica, True)
         self._on_open(self)
 
     def _closed(self, connection: RouterEnd, reason: str) -> None:
         was_open = connection is self.connection
         self.connection = None
         self.intake.lost()
-        self._booked.clear()
-        self._booked_tokens = 0
+        if not self.retired:
+            self._fleet.lost(self.replica)
         self.stats = EngineStats()
         lost = list(self.choices.values())
         self.choices.clear()

@@ -113,6 +113,7 @@ class RouterMetrics:
         self.migrations = Counter(
             "migrations_total", "Choices that went on at another replica after losing theirs."
         )
+        self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"
         )

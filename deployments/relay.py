@@ -32,6 +32,8 @@ _MAX_STRANGERS = 64  # connections that have not proved the secret
 _IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
 
 
+_MAX_HEARD = 4096  # bytes of links in a frame: those of eight long prompts
+
 T = TypeVar("T")
 
 
@@ -188,7 +190,8 @@ class Relay:
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
             if deltas or last or router.since_sent(now) > _IDLE_NEWS:
-                router.send(StepFrame(stats, deltas or []))
+                router.send(StepFrame(stats, deltas or [], bytes(router.heard)))
+                router.heard.clear()
 
     def on_death(self, error: MantaError) -> None:
         """The engine cannot go on: tell the routers, which move their requests, and refuse new
@@ -240,6 +243,10 @@ class Relay:
             connection.close(f"request number {request.id} is out of range or in use")
             return
         request.id = id
+        for other in self._routers.values():
+            # A prompt begins with what is shared; what is too much at once is left out.
+            if other is not connection and len(other.heard) < _MAX_HEARD:
+                other.heard += message.links[:_MAX_HEARD]
         connection.live.add(id)
         self._tell(self._engine.submit, request)
 

@@ -62,6 +62,9 @@ class EngineReplica:
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
             "eos_token_ids": list(ready.eos_token_ids),
+            "step_tokens": config.max_num_batched_tokens,
+            "adapter_slots": config.max_loras,
+            "prefix_caching": config.prefix_caching,
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

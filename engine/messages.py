@@ -142,8 +142,11 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
+    """links: of prompts that other routers have sent to this replica; put in by its relay."""
+
     stats: EngineStats
     deltas: list[Delta]
+    links: bytes = b""
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):

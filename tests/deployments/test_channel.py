@@ -382,6 +382,7 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
             Endpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,)),
             FAST,
             "r",
+            dispatcher._fleet,
             on_open=lambda _: None,
             on_frame=dispatcher._on_frame,
             on_lost=lambda *_: None,

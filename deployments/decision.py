@@ -1,0 +1,31 @@
+"""What a router asks of routing, and the answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks of a replica, in tokens.
+
+    links: its prompt's chain (prefix_index.chain). sequences: choices.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    sequences: int = 1
+    links: Sequence[bytes] = ()
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """replica: its name. reason: "load", "prefix", "adapter" (it has that), "owner" (it shall have
+    it), "spill" (who has it is too busy), "only". seconds: expected to the first token. cached:
+    prompt tokens expected in its cache. loads: it must load the adapter."""
+
+    replica: str
+    reason: str
+    seconds: float
+    cached: int = 0
+    loads: bool = False

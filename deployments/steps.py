@@ -1,0 +1,88 @@
+"""StepModel: what a replica's steps cost, from the counters on its frames.
+
+    seconds = base x steps + sequence x output tokens + token x prompt tokens
+
+All four are sums over the time between two frames, so it does not matter which frames arrive. A GPU
+comes out nearly flat in sequences, a CPU nearly proportional; a slow machine is seen within a few
+dozen frames.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_FADE = 0.98  # weight of the past at each frame: about fifty count
+_REFIT = 16  # frames between two solutions, after the first few
+_SWEEPS = 6
+
+
+class Cost(NamedTuple):
+    """Seconds of a step, of each sequence in it, of each prompt token in it."""
+
+    base: float
+    sequence: float
+    token: float
+
+    @classmethod
+    def mean(cls, costs: Iterable["Cost"]) -> "Cost":
+        """Of replicas of one kind; a guess between GPU and CPU if there are none."""
+        known = list(costs)
+        if not known:
+            return cls(0.01, 0.002, 0.0005)
+        return cls(*(sum(column) / len(known) for column in zip(*known, strict=True)))
+
+
+class StepModel:
+    """Least squares with non-negative terms, older frames fading; begins at a prior."""
+
+    def __init__(self, prior: Cost) -> None:
+        self.cost = prior
+        self._frames = 0
+        # Normal equations of three typical steps that took what the prior says.
+        self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
+        self._vector = [0.0] * 3
+        for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
+            self._add(
+                1,
+                outputs,
+                prompts,
+                prior.base + outputs * prior.sequence + prompts * prior.token,
+                0.3,
+            )
+
+    def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
+        """What a busy replica did between two frames."""
+        if seconds <= 0:
+            return
+        self._matrix = [value * _FADE for value in self._matrix]
+        self._vector = [value * _FADE for value in self._vector]
+        self._add(steps, outputs, prompts, seconds, 1.0)
+        self._frames += 1
+        if self._frames % _REFIT == 0 or self._frames in (1, 2, 4, 8):
+            self._solve()
+
+    def _add(self, s: float, o: float, p: float, seconds: float, weight: float) -> None:
+        weight /= seconds * seconds  # errors count relative to the time
+        m, v = self._matrix, self._vector
+        m[0] += weight * s * s
+        m[1] += weight * s * o
+        m[2] += weight * s * p
+        m[3] += weight * o * o
+        m[4] += weight * o * p
+        m[5] += weight * p * p
+        v[0] += weight * s * seconds
+        v[1] += weight * o * seconds
+        v[2] += weight * p * seconds
+
+    def _solve(self) -> None:
+        """Gauss-Seidel on the normal equations from the last solution, kept at zero or above."""
+        ss, so, sp, oo, op, pp = self._matrix
+        vs, vo, vp = self._vector
+        base, sequence, token = self.cost
+        for _ in range(_SWEEPS):
+            if ss > 0:
+                base = max(0.0, (vs - so * sequence - sp * token) / ss)
+            if oo > 0:
+                sequence = max(0.0, (vo - so * base - op * token) / oo)
+            if pp > 0:
+                token = max(1e-7, (vp - sp * base - op * sequence) / pp)
+        self.cost = Cost(base, sequence, token)
