@@ -30,7 +30,10 @@ _LEARN = 0.05  # weight of the newest output length
 _SHARE = 4.0  # what one key may have waiting: so many times what is left free
 _LEVELS = 3  # priorities further from 0 than this are refused as if they were this far
 _STEPS = 16  # ... and are ordered as if they were this far
+_CALM = 0.25  # of queue_seconds: when no more waits, an overload is over
 _BURST = 4.0  # times queue_seconds, while a burst fills the batch
+_MARGIN = 1.25  # of the expected wait, which must end before a deadline
+_PROMISED = 0.5  # of the rate is for those who come back, the rest for those who are new
 _JITTER = 0.25  # of a Retry-After, so that those sent away together do not come back together
 _SLOWEST = 60.0  # seconds: official clients ignore a Retry-After beyond
 
@@ -140,8 +143,8 @@ class Queue(Generic[T]):
         self._keys: dict[str, _Key] = {}
         self._busy = 0  # keys with something waiting
         self._now = 0.0  # virtual time
-        self._long_since = math.inf  # there has been more than queue_seconds of work
-        self._short = 0.0  # tokens below which that ends
+        self._long_since = math.inf  # when there came to be more than queue_seconds of work
+        self._short = 0.0  # queue_seconds in tokens; when a quarter is left, that is over
         self._promised = 0.0  # until when the room to come is promised to those sent away
 
     def __len__(self) -> int:
@@ -167,7 +170,7 @@ class Queue(Generic[T]):
         rate = capacity.rate
         found = self._keys.get(key)
         mine = found.tokens if found is not None else 0.0
-        if deadline is not None and now + self._ahead(mine) / rate > deadline:
+        if deadline is not None and now + _MARGIN * self._ahead(mine) / rate > deadline:
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:
             return Refusal(
@@ -185,7 +188,7 @@ class Queue(Generic[T]):
         seconds = excess / (share + part) / rate
         # And then others want it too: each one sent away is told a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
-        self._promised = at + tokens / rate
+        self._promised = at + tokens / (_PROMISED * rate)
         seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))
         fair = self._busy < 2 or part * self._busy <= 1.0
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
@@ -196,13 +199,11 @@ class Queue(Generic[T]):
 
     def _bound(self, capacity: Capacity, now: float) -> float:
         """Tokens that may wait. A burst that fills an idle batch may wait longer, but only once:
-        work that is still there after that time is no burst."""
+        work that is still there after that time was no burst."""
         limits = self._limits
         short = limits.queue_seconds * capacity.rate
         self._short = short
-        if self.tokens <= short:
-            self._long_since = math.inf
-        elif self._long_since == math.inf:
+        if self.tokens > short and self._long_since == math.inf:
             self._long_since = now
         patience = _BURST * limits.queue_seconds
         burst = capacity.free > self.sequences and now - self._long_since < patience
@@ -250,13 +251,16 @@ class Queue(Generic[T]):
         assert ticket is not None and ticket.item is not None
         self._now = max(self._now, ticket.start)
         item = ticket.item
-        self.remove(ticket)
+        self._take_out(ticket)
         return item
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """It ended while it waited. Idempotent."""
-        if ticket.item is None:
-            return
+        """It ended while it waited, so its key has not had it. Idempotent."""
+        if ticket.item is not None:
+            self._keys[ticket.key].finish -= ticket.tokens
+            self._take_out(ticket)
+
+    def _take_out(self, ticket: Ticket[T]) -> None:
         ticket.item = None
         state = self._keys[ticket.key]
         state.waiting -= 1
@@ -267,7 +271,7 @@ class Queue(Generic[T]):
         self._live -= 1
         self.tokens -= ticket.tokens
         self.sequences -= ticket.sequences
-        if self.tokens <= self._short:
+        if self.tokens <= _CALM * self._short:
             self._long_since = math.inf
         if not self._live:
             self._heap.clear()

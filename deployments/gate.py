@@ -160,11 +160,7 @@ class Gate:
     def _capacity_at(self, now: float) -> Capacity:
         until, capacity = self._capacity
         if now >= until:
-            intakes = [
-                (link.intake, len(link.choices)) for link in self._links.values() if link.available
-            ]
-            capacity = Capacity.of(
-                [(intake.rate(ours), intake.rows, intake.free_rows()) for intake, ours in intakes]
-            )
+            intakes = [link.intake for link in self._links.values() if link.available]
+            capacity = Capacity.of([(one.rate(), one.rows, one.free_rows()) for one in intakes])
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity

@@ -14,21 +14,21 @@ _AHEAD_TOKENS = 4096
 
 
 class Rate:
-    """Tokens/s; older seconds fade."""
+    """An amount a second; older seconds fade."""
 
-    __slots__ = ("_seconds", "_tokens")
+    __slots__ = ("_amount", "_seconds")
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
+        self._amount = self._seconds = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def observe(self, amount: float, seconds: float) -> None:
         keep = math.exp(-seconds / _RATE_SECONDS)
-        self._tokens = self._tokens * keep + tokens
+        self._amount = self._amount * keep + amount
         self._seconds = self._seconds * keep + seconds
 
     @property
     def measured(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds >= _RATE_ENOUGH else None
+        return self._amount / self._seconds if self._seconds >= _RATE_ENOUGH else None
 
 
 class Intake:
@@ -39,6 +39,8 @@ class Intake:
         self.stats = EngineStats()
         self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
         self._booked_tokens = 0
+        self._unbegun: set[int] = set()  # choices sent that have brought nothing yet
+        self._part = Rate()  # this router's choices among all there, while it is full
         self._seen = 0.0  # when the last frame came
         self._prompts = Rate()  # while a prompt waits
         self._work = Rate()  # prompts (computed or found) and outputs, while it is full
@@ -46,16 +48,21 @@ class Intake:
     def book(self, choice: int, prompt_tokens: int, now: float) -> None:
         """A choice was sent. It counts until it begins, or a frame has it among the waiting."""
         self._booked[choice] = (now, prompt_tokens)
+        self._unbegun.add(choice)
         self._booked_tokens += prompt_tokens
 
     def unbook(self, choice: int) -> None:
         """It has begun there, or is there no more. Idempotent."""
+        self._unbegun.discard(choice)
+        self._settle(choice)
+
+    def _settle(self, choice: int) -> None:
         found = self._booked.pop(choice, None)
         if found is not None:
             self._booked_tokens -= found[1]
 
-    def observe(self, stats: EngineStats, now: float) -> None:
-        """A frame has come."""
+    def observe(self, stats: EngineStats, ours: int, now: float) -> None:
+        """A frame has come. ours: choices there that are this router's."""
         last, self.stats = self.stats, stats
         seconds, self._seen = now - self._seen, now
         if stats.step > last.step and seconds > 0:
@@ -66,18 +73,21 @@ class Intake:
                 found = stats.prefix_hits - last.prefix_hits
                 sampled = stats.output_tokens - last.output_tokens
                 self._work.observe(computed + found + sampled, seconds)
+                part = min(1.0, ours / (last.running + last.waiting))
+                self._part.observe(part * seconds, seconds)
         settled = now - max(_SETTLED, 2 * stats.step_seconds)
         while self._booked:
             choice, (sent, _) = next(iter(self._booked.items()))
             if sent >= settled:
                 break
-            self.unbook(choice)
+            self._settle(choice)
 
     def lost(self) -> None:
         """The connection is gone, and what was there with it. Its rates stay."""
         self.stats = EngineStats()
         self._booked.clear()
         self._booked_tokens = 0
+        self._unbegun.clear()
 
     @property
     def rows(self) -> float:
@@ -88,22 +98,24 @@ class Intake:
         """How many more choices this router should send; none if it is not positive.
 
         Routers do not know of each other. Each takes its share of the free rows, and sees in the
-        next frame what is left of them.
+        next frame what is left of them; of those that wait beyond the rows it sends its share, too,
+        and so each gets its turn.
         """
         stats = self.stats
         tokens = stats.waiting_tokens + self._booked_tokens
         if tokens > max(_AHEAD_TOKENS, (self._prompts.measured or 0.0) * _AHEAD_SECONDS):
             return 0
         waiting = stats.waiting + len(self._booked)
-        spare = max(2, int(stats.rows * _SPARE))
-        if tokens > self._free_tokens:  # they wait for memory, not for their turn
-            return spare - waiting
+        routers = max(1, stats.routers)
+        spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
         if not stats.rows:
             return spare
         free = stats.rows - stats.running - waiting
-        if free > 0 and stats.routers > 1:
-            free = -(-free // stats.routers)
-        return free + spare
+        if tokens > self._free_tokens:  # they wait for memory, not for their turn
+            free = -waiting
+        if free > 0:
+            return spare - (-free // routers)
+        return spare - min(-free, -free * len(self._unbegun) // max(1, waiting))
 
     def free_rows(self) -> float:
         """Rows that nobody has or waits for; none while memory is what is short."""
@@ -117,13 +129,11 @@ class Intake:
         stats = self.stats
         return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
 
-    def rate(self, ours: int) -> float:
+    def rate(self) -> float:
         """Tokens/s, of prompts and outputs, that it gives this router when it is full; inf before
-        it was seen full. ours: choices there that are this router's."""
-        rate = self._work.measured
-        if rate is None:
+        it was seen full."""
+        rate, part = self._work.measured, self._part.measured
+        if rate is None or part is None:
             return math.inf
-        stats = self.stats
-        there = stats.running + stats.waiting
-        part = ours / there if there else 1.0
-        return rate * min(1.0, max(part, 1 / max(1, stats.routers)))
+        # One that had nothing to send would get its share if it had.
+        return rate * max(part, 1 / max(1, self.stats.routers))
