@@ -278,7 +278,7 @@ class Dispatcher:
             if choice is None:
                 continue  # aborted while the delta was on its way
             if delta.cached >= 0:  # its first
-                link.intake.unbook(delta.id)
+                link.intake.begun(delta.id)
             if delta.finish:
                 link.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):

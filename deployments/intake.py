@@ -39,7 +39,8 @@ class Intake:
         self.stats = EngineStats()
         self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
         self._booked_tokens = 0
-        self._unbegun: set[int] = set()  # choices sent that have brought nothing yet
+        self._ours: set[int] = set()  # choices there that are this router's
+        self._unbegun: set[int] = set()  # of these, those that have brought nothing yet
         self._part = Rate()  # this router's choices among all there, while it is full
         self._seen = 0.0  # when the last frame came
         self._prompts = Rate()  # while a prompt waits
@@ -48,11 +49,17 @@ class Intake:
     def book(self, choice: int, prompt_tokens: int, now: float) -> None:
         """A choice was sent. It counts until it begins, or a frame has it among the waiting."""
         self._booked[choice] = (now, prompt_tokens)
+        self._ours.add(choice)
         self._unbegun.add(choice)
         self._booked_tokens += prompt_tokens
 
     def unbook(self, choice: int) -> None:
-        """It has begun there, or is there no more. Idempotent."""
+        """It is there no more. Idempotent."""
+        self._ours.discard(choice)
+        self.begun(choice)
+
+    def begun(self, choice: int) -> None:
+        """Its first tokens have come."""
         self._unbegun.discard(choice)
         self._settle(choice)
 
@@ -61,8 +68,8 @@ class Intake:
         if found is not None:
             self._booked_tokens -= found[1]
 
-    def observe(self, stats: EngineStats, ours: int, now: float) -> None:
-        """A frame has come. ours: choices there that are this router's."""
+    def observe(self, stats: EngineStats, now: float) -> None:
+        """A frame has come."""
         last, self.stats = self.stats, stats
         seconds, self._seen = now - self._seen, now
         if stats.step > last.step and seconds > 0:
@@ -73,7 +80,7 @@ class Intake:
                 found = stats.prefix_hits - last.prefix_hits
                 sampled = stats.output_tokens - last.output_tokens
                 self._work.observe(computed + found + sampled, seconds)
-                part = min(1.0, ours / (last.running + last.waiting))
+                part = min(1.0, len(self._ours) / (last.running + last.waiting))
                 self._part.observe(part * seconds, seconds)
         settled = now - max(_SETTLED, 2 * stats.step_seconds)
         while self._booked:
@@ -87,6 +94,7 @@ class Intake:
         self.stats = EngineStats()
         self._booked.clear()
         self._booked_tokens = 0
+        self._ours.clear()
         self._unbegun.clear()
 
     @property

@@ -80,7 +80,6 @@ class Router:
         self.intake = Intake()
         self.estimate = OutputEstimate()
         self.tickets: dict[int, Ticket[Request]] = {}
-        self.ours = 0
         self._replica = replica
 
     def capacity(self) -> Capacity:
@@ -108,12 +107,11 @@ class Router:
 
     def _send(self, request: Request, now: float) -> None:
         request.sent = now
-        self.ours += 1
         self.intake.book(request.id, request.prompt, now)
         self._replica.waiting.append(request)
 
     def ended(self, request: Request) -> None:
-        self.ours -= 1
+        self.intake.unbook(request.id)
         expected = self.estimate.expected(request.limit)
         self.estimate.learn(request.limit, request.made)
         self.queue.correct(request.key, request.made - expected)
@@ -139,13 +137,13 @@ def run(
         before = list(replica.running) + list(replica.waiting)
         for request in replica.step(now):
             assert request.router is not None
-            request.router.intake.unbook(request.id)
+            request.router.intake.begun(request.id)
         for request in before:
             if request.ended == now:
                 assert request.router is not None
                 request.router.ended(request)
         for router in sorted(routers, key=lambda _: dice.random()):  # no frame comes first always
-            router.intake.observe(replica.frame(len(routers)), router.ours, now)
+            router.intake.observe(replica.frame(len(routers)), now)
             router.fill(now)
     return seen
 

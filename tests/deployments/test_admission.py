@@ -315,7 +315,7 @@ def frame(**more) -> EngineStats:
 
 def intake(**more) -> Intake:
     one = Intake()
-    one.observe(frame(**more), 0, 100.0)
+    one.observe(frame(**more), 100.0)
     return one
 
 
@@ -349,15 +349,15 @@ def test_a_booking_ends_with_the_first_token_the_frame_or_the_connection():
     one = intake(running=10, step_seconds=0.1)
     one.book(1, 100, 100.0)
     one.book(2, 100, 100.0)
-    one.unbook(1)
+    one.begun(1)
     assert one.room() == 53 + 4
-    one.observe(frame(running=12, step_seconds=0.1), 2, 100.1)
+    one.observe(frame(running=12, step_seconds=0.1), 100.1)
     assert one.room() == 51 + 4, "sent a moment ago: not in the figures for sure"
-    one.observe(frame(running=12, step_seconds=0.1), 2, 100.3)
+    one.observe(frame(running=12, step_seconds=0.1), 100.3)
     assert one.room() == 52 + 4
     one.book(3, 100, 100.3)
     one.lost()
-    assert one._booked == {} and not one._unbegun and one._booked_tokens == 0
+    assert not one._booked and not one._unbegun and not one._ours and not one._booked_tokens
 
 
 @given(st.integers(1, 8), st.integers(0, 64), st.integers(0, 40))
