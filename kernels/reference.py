@@ -1,5 +1,5 @@
-"""Every kernel in plain torch: the oracle that other back ends are tested against, and the CPU
-back end.
+"""Every kernel in plain torch: the oracle that other back ends are tested against, and what the CPU
+back end (kernels/cpu/native.py) falls back to.
 
 What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
 computed at the first layer and kept in ``meta.plan``.
@@ -25,13 +25,16 @@ from torch.nn.functional import (
     rms_norm as _rms_norm,
 )
 
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 __all__ = [
+    "GATES",
     "attention",
     "gelu_tanh_mul",
     "linear",
     "linear_add",
+    "lora_add",
+    "lora_gated",
     "norm_gated_linear",
     "norm_linear",
     "prepare",
@@ -136,22 +139,29 @@ def attention(
     for part in plan.decodes:
         out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, scale, part)
     for chunk in plan.chunks:
-        # Products over many queries are faster in float32 than in 16 bits without AMX.
-        key, value = (
-            half[:, :, : chunk.kv_len].to(q.dtype).expand(-1, group, -1, -1)
-            for half in chunk.gather.read(k_cache, v_cache)
-        )
-        attended = scaled_dot_product_attention(
-            # Heads that share keys stand side by side, their keys expanded without a copy.
-            grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
-            key,
-            value,
-            attn_mask=None if chunk.mask is None else chunk.mask.to(q.dtype),
-            is_causal=chunk.mask is None and chunk.end - chunk.begin > 1,
-            scale=scale,
-        )
-        out[chunk.begin : chunk.end] = attended.permute(2, 0, 1, 3)
+        out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
     return out.view(num_tokens, num_heads * head_dim)
+
+
+def attend_chunk(
+    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, chunk: "Chunk"
+) -> Tensor:
+    """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
+    # Products over many queries are faster in float32 than in 16 bits without AMX.
+    key, value = (
+        half[:, :, : chunk.kv_len].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
+        for half in chunk.gather.read(k_cache, v_cache)
+    )
+    attended = scaled_dot_product_attention(
+        # Heads that share keys stand side by side, their keys expanded without a copy.
+        grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
+        key,
+        value,
+        attn_mask=None if chunk.mask is None else chunk.mask.to(grouped.dtype),
+        is_causal=chunk.mask is None and chunk.end - chunk.begin > 1,
+        scale=scale,
+    )
+    return attended.permute(2, 0, 1, 3)
 
 
 class _Gather:
@@ -187,7 +197,7 @@ class _Decodes:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class Chunk:
     """One entry with any number of queries, tokens [begin, end) of the step."""
 
     begin: int
@@ -203,7 +213,7 @@ class _Plan:
     written: Tensor | None  # tokens that have a slot; None = all
     whole: _Decodes | None = None  # the step is one batch of decodes in order
     decodes: list[_Decodes] = field(default_factory=list)
-    chunks: list[_Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     cos: Tensor | None = None  # [num_tokens, 1, rotary_dim] float32, as _rotate takes them
     sin: Tensor | None = None
 
@@ -225,16 +235,12 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
     write_rows = (first + slots % block_size)[:, None] + head * block_size
     plan = _Plan(write_rows.flatten(), written)
 
-    starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     groups = _groups(kv_lens[: meta.num_decodes], block_size)
     plan.decodes = [_plan_decodes(meta, cache, entries, kv_lens) for entries in groups]
     if len(groups) == 1 and len(groups[0]) == len(meta.slots):
         plan.whole = plan.decodes[0]
-    plan.chunks = [
-        _plan_chunk(meta, cache, entry, starts[entry], starts[entry + 1], kv_lens[entry])
-        for entry in range(meta.num_decodes, len(kv_lens))
-    ]
+    plan.chunks = plan_chunks(meta, cache)
     return plan
 
 
@@ -258,17 +264,27 @@ def _plan_decodes(
     return _Decodes(index, gather, unused, mask[:, None, None])
 
 
+def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[Chunk]:
+    """Of the entries that are not decodes."""
+    starts = meta.query_start_host or meta.query_start.tolist()
+    kv_lens = meta.kv_len_host or meta.kv_len.tolist()
+    return [
+        _plan_chunk(meta, cache, entry, starts[entry], starts[entry + 1], kv_lens[entry])
+        for entry in range(meta.num_decodes, len(kv_lens))
+    ]
+
+
 def _plan_chunk(
     meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
-) -> _Chunk:
+) -> Chunk:
     blocks = -(-kv_len // cache.shape[2])
     rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], cache.shape[1])
     gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
     length = end - begin
     if length == 1 or length == kv_len:
-        return _Chunk(begin, end, kv_len, gather, None)
+        return Chunk(begin, end, kv_len, gather, None)
     mask = torch.full((length, kv_len), float("-inf"), device=cache.device)
-    return _Chunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
+    return Chunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
@@ -318,3 +334,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotary_dim == x.shape[-1]:
         return turned
     return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+    for slot, tokens in step.segments:
+        mine = x.index_select(0, tokens)
+        at = 0
+        for index, size in enumerate(layer.outs, start=layer.first_part):
+            found = step.parts[slot].get(index)
+            if found is not None:
+                a, b = found
+                delta = linear(linear(mine.to(a.dtype), a), b).to(y.dtype)
+                y[:, at : at + size].index_add_(0, tokens, delta)
+            at += size
+    return y
+
+
+def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
+    return GATES[gate](lora_add(gate_up, x, layer, step))

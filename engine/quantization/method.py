@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.parameter import Parameter, Source
+from kernels.cpu.gemm import PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.dispatch import Kernels
 
@@ -100,7 +101,7 @@ class DenseState:
 
 @dataclass(slots=True)
 class PackedState:
-    multiply: Packed
+    multiply: PackedLinear | Packed
 
 
 class Dense(LinearMethod):
@@ -163,6 +164,23 @@ class DenseCpu(Dense):
         if isinstance(state, PackedState):
             return state.multiply(x)
         return super().apply(state, x.to(state.weight.dtype)).to(x.dtype)
+
+    def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+            return state.multiply.after_norm(x, norm, eps)
+        return super().apply_norm(state, x, norm, eps)
+
+    def apply_norm_gated(
+        self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+            return state.multiply.gated_after_norm(x, norm, eps, gate)
+        return super().apply_norm_gated(state, x, norm, eps, gate)
+
+    def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
+        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+            return state.multiply.add(x, residual)
+        return super().apply_add(state, x, residual)
 
 
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {

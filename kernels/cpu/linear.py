@@ -1,9 +1,9 @@
 """Linear layers with 16-bit weights on the CPU: packed once, multiplied with float32 activations.
 
 Plain bf16 products re-order the weight on every call, and without AMX the bf16 dot product of x86
-is slower than float32 arithmetic from some ten rows on. FBGEMM reads packed float16 weights (half
-the bytes of float32, which is what a decode step waits for) and computes in float32. A bfloat16
-weight fits float16 exactly unless it is below 6e-5, where it keeps an absolute error of 3e-8.
+is slower than float32 arithmetic from some ten rows on. `kernels.cpu.gemm` comes first; where it
+cannot run, FBGEMM reads packed float16 weights and computes in float32 too; a bfloat16 weight fits
+float16 exactly unless it is below 6e-5, where it keeps an absolute error of 3e-8.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.cpu.compiler import Unavailable
+from kernels.cpu.gemm import PackedLinear
+
 Packed = Callable[[Tensor], Tensor]
 FLOAT16_MAX = 65504.0
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Packed | None:
+def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
     """weight [out, in] -> a function float32 [n, in] -> float32 [n, out].
 
     None where this build or machine has nothing better than torch.nn.functional.linear, or where
     the weight does not fit.
     """
-    if weight.dtype == torch.float32 or not _has_fbgemm():
+    if weight.dtype == torch.float32:
         return None
-    if float(weight.abs().max()) > FLOAT16_MAX:
+    try:
+        if PackedLinear.fits(weight):
+            return PackedLinear(weight, bias)
+    except Unavailable:
+        pass
+    if not _has_fbgemm() or float(weight.abs().max()) > FLOAT16_MAX:
         return None
     packed = torch.ops.quantized.linear_prepack_fp16(
         weight.float(), None if bias is None else bias.float()

@@ -63,7 +63,7 @@ def test_is_a_complete_back_end() -> None:
     """A kernel added to the protocol and forgotten here would fail on the CPU only, at run time."""
     names = {name for name in vars(Kernels) if not name.startswith("_")}
     assert names <= set(reference.__all__)
-    assert kernels_for("cpu") is reference  # type: ignore[comparison-overlap]
+    assert all(hasattr(kernels_for("cpu"), name) for name in ("GATES", *names))
 
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)

@@ -1,0 +1,154 @@
+"""compile_ir: LLVM IR text -> functions of this process, without a compiler on the machine.
+
+Triton's library holds all of LLVM, the code generator for x86 included, and gives object code for
+the asking. What is left to do here is a linker's work for one object: lay out its sections, apply
+the relocations, make it executable. `Unavailable` says that this machine cannot (no Triton, no
+libgomp, not x86-64 Linux with AVX2, no executable memory); callers then use plain torch.
+"""
+
+import ctypes
+import mmap
+import platform
+import re
+import struct
+from functools import lru_cache
+
+import torch
+
+_INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
+_TRIPLE = "x86_64-unknown-linux-gnu"
+# torch's name of an instruction set -> (LLVM processor, float32 lanes). 512-bit registers are
+# otherwise left alone on that processor.
+_PROCESSORS = {"AVX512": ("x86-64-v4", 16), "AVX2": ("x86-64-v3", 8)}
+_FEATURES = {"AVX512": "-prefer-256-bit", "AVX2": ""}
+
+_SHF_ALLOC = 2
+_SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
+_R_64, _R_PC32, _R_PLT32 = 1, 2, 4
+
+_code: list[mmap.mmap] = []  # never freed: functions are used until the process ends
+
+
+class Unavailable(Exception):
+    """Why there is no compiler here, for a log."""
+
+
+class Function:
+    """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
+    args[1], which are 0 when it starts; the other words are the caller's, addresses included.
+    """
+
+    def __init__(self, address: int) -> None:
+        self.address = ctypes.c_void_p(address)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, args: "ctypes.Array[ctypes.c_int64]", threads: int) -> None:
+        args[0] = args[1] = 0
+        if threads == 1:
+            self._alone(args)
+        else:
+            _parallel()(self.address, args, threads, 0)
+
+
+@lru_cache(maxsize=1)
+def lanes() -> int:
+    """float32 numbers in a vector register. Raises Unavailable."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Unavailable("kernels are generated for x86-64 Linux only")
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in _PROCESSORS:
+        raise Unavailable(f"the processor offers {capability}, AVX2 is needed")
+    return _PROCESSORS[capability][1]
+
+
+@lru_cache(maxsize=1)
+def _parallel() -> "ctypes._NamedFuncPointer":
+    """GOMP_parallel(f, data, threads, flags) of the OpenMP that torch uses: its threads, not new
+    ones."""
+    with open("/proc/self/maps") as file:
+        paths = sorted(set(re.findall(r"/\S*libgomp\S*", file.read())))
+    for path in paths:
+        found = ctypes.CDLL(path).GOMP_parallel
+        found.restype = None
+        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        return found
+    raise Unavailable("torch does not use libgomp here")
+
+
+@lru_cache(maxsize=1)
+def _llvm() -> object:
+    try:
+        from triton._C import libtriton
+
+        library = ctypes.CDLL(libtriton.__file__)
+        for name in _INITIALISERS:
+            getattr(library, f"LLVMInitializeX86{name}")()
+        return libtriton.llvm
+    except (ImportError, OSError, AttributeError) as error:
+        raise Unavailable(f"Triton's library has no code generator for x86: {error}") from error
+
+
+def _object_code(ir: str) -> bytes:
+    lanes()
+    capability = torch.backends.cpu.get_cpu_capability()
+    translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
+    arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], _FEATURES[capability], [], True, True]
+    try:
+        return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
+    except TypeError:
+        return bytes(translate(*arguments))
+
+
+@lru_cache(maxsize=64)
+def compile_ir(ir: str) -> dict[str, Function]:
+    """The external functions of a module, by name. Raises Unavailable."""
+    _parallel()
+    return {name: Function(address) for name, address in _load(_object_code(ir)).items()}
+
+
+def _load(elf: bytes) -> dict[str, int]:
+    """Relocatable object -> addresses of its global functions."""
+    table, count = struct.unpack_from("<Q", elf, 40)[0], struct.unpack_from("<H", elf, 60)[0]
+    # (name, type, flags, address, offset, size, link, info, alignment, entry size)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + 64 * i) for i in range(count)]
+    at, places = 0, {}
+    for index, (_, kind, flags, _, _, size, _, _, align, _) in enumerate(sections):
+        if flags & _SHF_ALLOC:
+            assert kind != _SHT_NOBITS, "no kernel has variables"
+            at = -(-at // max(align, 1)) * max(align, 1)
+            places[index] = at
+            at += size
+    try:
+        memory = mmap.mmap(-1, at, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError as error:
+        raise Unavailable(f"no executable memory: {error}") from error
+    _code.append(memory)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for index, place in places.items():
+        offset, size = sections[index][4:6]
+        memory[place : place + size] = elf[offset : offset + size]
+
+    symtab = next(section for section in sections if section[1] == _SHT_SYMTAB)
+    strings = sections[symtab[6]][4]
+    symbols = []
+    for i in range(symtab[5] // 24):
+        name, info, _, section, value, _ = struct.unpack_from("<IBBHQQ", elf, symtab[4] + 24 * i)
+        address = base + places[section] + value if section in places else None
+        end = elf.index(b"\0", strings + name)
+        symbols.append((elf[strings + name : end].decode(), info, address))
+    for _, kind, _, _, offset, size, _, target, _, _ in sections:
+        if kind != _SHT_RELA or target not in places:
+            continue
+        for i in range(size // 24):
+            where, info, addend = struct.unpack_from("<QQq", elf, offset + 24 * i)
+            symbol, address = symbols[info >> 32][0], symbols[info >> 32][2]
+            assert address is not None, f"kernels call nothing outside: {symbol}"
+            place = places[target] + where
+            if info & 0xFFFFFFFF == _R_64:
+                struct.pack_into("<Q", memory, place, address + addend)
+            else:
+                assert info & 0xFFFFFFFF in (_R_PC32, _R_PLT32), f"relocation {info & 0xFFFFFFFF}"
+                struct.pack_into("<i", memory, place, address + addend - (base + place))
+    return {
+        name: address for name, info, address in symbols if info == 0x12 and address is not None
+    }

@@ -1,0 +1,321 @@
+"""x @ W.T for 16-bit weights and float32 activations, generated for one width of x.
+
+W is packed into panels of two vector registers of outputs: a thread takes a panel, streams it once
+for each dozen rows of x and keeps their sums in registers. Products and sums are float32, and a row
+of the result is the same whatever other rows stand beside it. What comes before (RMS norm) and
+after (bias, gate, residual) happens in the same call, so a layer starts its threads four times.
+"""
+
+import ctypes
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.compiler import Function, compile_ir, lanes
+from kernels.cpu.ir import Value, Writer, module
+from kernels.cpu.scratch import scratch
+
+_ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
+_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_AHEAD = 2048  # 16-bit weights from here that are asked for now
+_FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
+_TILE = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
+_GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
+
+# Words of args, after the two counters.
+_X, _OUT, _NUM_ROWS, _W, _BIAS, _BIAS_STEP, _PANELS, _CHUNK, _STRIDE = range(2, 11)
+_NORM, _EPS, _SCRATCH, _WORDS = range(11, 15)
+
+
+def _tile(writer: Writer, rows: int, width: int, dtype: str) -> None:
+    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in floats."""
+    size = writer.lanes
+    kind = writer.vector
+    bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
+    sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
+
+    def step(k: Value, weights: list[Value], x_offset: int, sums: list[Value]) -> list[Value]:
+        at = writer.add(k, x_offset)
+        out = []
+        for row in range(rows):
+            x = writer.load(writer.at(writer.at("%x", row * width), at), "float")
+            x = writer.spread(x)
+            out += [writer.fma(x, weights[half], sums[2 * row + half]) for half in (0, 1)]
+        return out
+
+    def pair(k: Value, *sums: Value) -> list[Value]:
+        """Two columns of x. bfloat16: a lane holds both weights of an output."""
+        begin = writer.mul(k, 4 * size)  # weights of two columns: two registers of outputs each
+        panel = writer.at("%w", begin, "i16")
+        for line in range(0, 4 * size, 32):
+            writer.prefetch(writer.at(panel, _AHEAD + line, "i16"))
+        if dtype == "bfloat":
+            raw = [
+                writer.load(writer.at(panel, half * 2 * size, "i16"), writer.integers)
+                for half in (0, 1)
+            ]
+            low = [writer.op(f"shl {writer.integers} {r}, {writer.whole(16)}") for r in raw]
+            high = [writer.op(f"and {writer.integers} {r}, {writer.whole(-65536)}") for r in raw]
+            both = [
+                [writer.op(f"bitcast {writer.integers} {w} to {kind}") for w in column]
+                for column in (low, high)
+            ]
+        else:
+            both = [
+                [
+                    writer.load_as_float(writer.at(panel, (2 * column + half) * size, "i16"), dtype)
+                    for half in (0, 1)
+                ]
+                for column in (0, 1)
+            ]
+        k2 = writer.mul(k, 2)
+        return step(k2, both[1], 1, step(k2, both[0], 0, list(sums)))
+
+    done = writer.loop(0, width // 2, sums, pair)
+    adding = writer.op("icmp ne i64 %add, 0")
+    for row in range(rows):
+        place = writer.at("%out", writer.mul("%stride", row))
+        for half in (0, 1):
+            address = writer.at(place, half * size)
+            # Branch-free would read memory that nobody wrote; a NaN there must not count.
+            value = done[2 * row + half]
+            before = writer._block
+            number = next(writer._names)
+            writer.do(f"br i1 {adding}, label %sum{number}, label %kept{number}")
+            writer.label(f"sum{number}")
+            total = writer.binary("fadd", writer.load(address), value)
+            writer.do(f"br label %kept{number}")
+            writer.label(f"kept{number}")
+            value = writer.op(f"phi {kind} [{value}, %{before}], [{total}, %sum{number}]")
+            writer.store(value, address)
+
+
+def _tiles(writer: Writer, most: int) -> None:
+    """tile1..tile<most>, chosen at run time."""
+    arguments = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
+    choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, most + 1))
+    writer.do(f"switch i64 %rows, label %done [{choices}]")
+    for rows in range(1, most + 1):
+        writer.label(f"rows{rows}")
+        writer.do(f"call void @tile{rows}({arguments})")
+        writer.do("br label %done")
+    writer.label("done")
+
+
+def _all_rows(
+    writer: Writer, num_rows: Value, most: int, body: "ctypes._CFunctionType | object"
+) -> None:
+    """body(first row, rows) for tiles of at most `most` rows, as even as can be."""
+    count = writer.op(f"udiv i64 {writer.add(num_rows, most - 1)}, {most}")
+    base = writer.op(f"udiv i64 {num_rows}, {count}")
+    more = writer.op(f"urem i64 {num_rows}, {count}")
+
+    def each(tile: Value, first: Value) -> list[Value]:
+        extra = writer.op(f"icmp slt i64 {tile}, {more}")
+        rows = writer.add(base, writer.op(f"zext i1 {extra} to i64"))
+        body(first, rows)  # type: ignore[operator]
+        return [writer.add(first, rows)]
+
+    writer.loop(0, count, [("i64", "0")], each)
+
+
+def _norm(writer: Writer, width: int, x: Value, num_rows: Value) -> Value:
+    """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
+    which costs less than waiting for the others."""
+    size, kind = writer.lanes, writer.vector
+    weight = writer.argument(_NORM, "ptr")
+    eps = writer.op(f"load float, ptr {writer.at('%args', _EPS, 'i64')}")
+    slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
+    each_part = writer.mul(num_rows, width)
+    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), writer.mul(slot, each_part))
+
+    def row(index: Value) -> list[Value]:
+        offset = writer.mul(index, width)
+        source, target = writer.at(x, offset), writer.at(scratch, offset)
+
+        def square(column: Value, total: Value) -> list[Value]:
+            value = writer.load(writer.at(source, column))
+            return [writer.fma(value, value, total)]
+
+        (total,) = writer.loop(0, width, [(kind, "zeroinitializer")], square, step=size)
+        mean = writer.op(f"fdiv float {writer.sum(total)}, {float(width):e}")
+        root = writer.call(
+            "float", "llvm.sqrt.f32", [("float", writer.op(f"fadd float {mean}, {eps}"))]
+        )
+        scale = writer.spread(writer.op(f"fdiv float 1.0, {root}"))
+
+        def write(column: Value) -> list[Value]:
+            value = writer.binary("fmul", writer.load(writer.at(source, column)), scale)
+            value = writer.binary("fmul", value, writer.load(writer.at(weight, column)))
+            writer.store(value, writer.at(target, column))
+            return []
+
+        writer.loop(0, width, [], write, step=size)
+        return []
+
+    writer.loop(0, num_rows, [], row)
+    return scratch
+
+
+def _driver(
+    writer: Writer, width: int, most: int, *, norm: bool, add: bool, gate: str | None
+) -> None:
+    size = writer.lanes
+    x, out = writer.argument(_X, "ptr"), writer.argument(_OUT, "ptr")
+    w, bias = writer.argument(_W, "ptr"), writer.argument(_BIAS, "ptr")
+    num_rows, stride = writer.argument(_NUM_ROWS), writer.argument(_STRIDE)
+    panels, chunk = writer.argument(_PANELS), writer.argument(_CHUNK)
+    bias_step = writer.argument(_BIAS_STEP)
+    buffer = writer.op(f"alloca [{2 * most * 2 * size} x float], align 64")
+    if norm:
+        x = _norm(writer, width, x, num_rows)
+
+    def tiles(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
+        given = ", ".join(
+            (
+                f"i64 {rows}",
+                f"ptr {writer.at(x, writer.mul(first, width))}",
+                f"ptr {writer.at(w, writer.mul(panel, width * 2 * size), 'i16')}",
+                f"ptr {target}",
+                f"i64 {step}",
+                f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
+                f"i64 {int(add)}",
+            )
+        )
+        writer.do(f"call void @tiles({given})")
+
+    def plain(panel: Value) -> None:
+        def rows_of(first: Value, rows: Value) -> None:
+            place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+            tiles(panel, first, rows, writer.at(out, place), stride)
+
+        _all_rows(writer, num_rows, most, rows_of)
+
+    def gated(panel: Value) -> None:
+        """A panel of the gate, the same of the up, and their product."""
+        assert gate is not None
+        upper = writer.at(buffer, most * 2 * size)
+        scale, cubic = _GATES[gate]
+
+        def rows_of(first: Value, rows: Value) -> None:
+            tiles(panel, first, rows, buffer, 2 * size)
+            tiles(writer.add(panel, panels), first, rows, upper, 2 * size)
+            target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+
+            def row(index: Value) -> list[Value]:
+                for half in (0, size):
+                    at = writer.add(writer.mul(index, 2 * size), half)
+                    g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
+                    t = g
+                    if cubic:
+                        t = writer.binary("fmul", g, writer.binary("fmul", g, g))
+                        t = writer.fma(t, writer.all(cubic), g)
+                        t = writer.binary("fmul", t, writer.all(scale))
+                    value = writer.binary("fmul", g, writer.sigmoid(t))
+                    value = writer.binary("fmul", value, u)
+                    place = writer.add(writer.mul(index, stride), half)
+                    writer.store(value, writer.at(writer.at(out, target), place))
+                return []
+
+            writer.loop(0, rows, [], row)
+
+        _all_rows(writer, num_rows, most, rows_of)
+
+    writer.claim("%args", chunk, panels, plain if gate is None else gated)
+
+
+@lru_cache(maxsize=32)
+def _functions(width: int, dtype: str) -> dict[str, Function]:
+    size = lanes()
+    most = _ROWS[size]
+    parts: list[tuple[Writer, str]] = []
+    for rows in range(1, most + 1):
+        writer = Writer(size)
+        _tile(writer, rows, width, dtype)
+        parts.append((writer, f"internal void @tile{rows}({_TILE})"))
+    writer = Writer(size)
+    _tiles(writer, most)
+    parts.append((writer, f"internal void @tiles(i64 %rows, {_TILE})"))
+    for name, norm, add, gate in (
+        ("plain", False, False, None),
+        ("add", False, True, None),
+        ("norm", True, False, None),
+        *((gate, True, False, gate) for gate in _GATES),
+    ):
+        writer = Writer(size)
+        _driver(writer, width, most, norm=norm, add=add, gate=gate)
+        parts.append((writer, f"void @{name}(ptr %args)"))
+    return compile_ir(module(parts))
+
+
+class PackedLinear:
+    """A weight [out, in] of bfloat16 or float16, packed; x is float32, [n, in], contiguous."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Raises Unavailable. `fits` must hold."""
+        outputs, width = weight.shape
+        size = lanes()
+        self._functions = _functions(width, _NAMES[weight.dtype])
+        panels = outputs // (2 * size)
+        if weight.dtype == torch.bfloat16:
+            view = weight.view(panels, 2, size, width // 2, 2).permute(0, 3, 1, 2, 4)
+        else:
+            view = weight.view(panels, 2, size, width // 2, 2).permute(0, 3, 4, 1, 2)
+        self._weight = view.contiguous()
+        self._bias = torch.zeros(2 * size) if bias is None else bias.float()
+        self._outputs, self._width = outputs, width
+        self._args = (ctypes.c_int64 * _WORDS)()
+        self._args[_W] = self._weight.data_ptr()
+        self._args[_BIAS] = self._bias.data_ptr()
+        self._args[_BIAS_STEP] = 0 if bias is None else 2 * size
+        self._panels = panels
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        outputs, width = weight.shape
+        size = lanes()
+        return weight.dtype in _NAMES and outputs % (4 * size) == 0 and width % size == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x), written over residual."""
+        return self._run("add", x, residual, self._panels)
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """self(rms_norm(x))."""
+        out = x.new_empty(x.shape[0], self._outputs)
+        return self._run("norm", x, out, self._panels, norm, eps)
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
+        """gate(self(rms_norm(x))) -> [n, out / 2]."""
+        out = x.new_empty(x.shape[0], self._outputs // 2)
+        return self._run(gate, x, out, self._panels // 2, norm, eps)
+
+    def _run(
+        self,
+        name: str,
+        x: Tensor,
+        out: Tensor,
+        panels: int,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        rows = x.shape[0]
+        if rows == 0:
+            return out
+        assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
+        threads = torch.get_num_threads()
+        args = self._args
+        args[_X], args[_OUT] = x.data_ptr(), out.data_ptr()
+        args[_NUM_ROWS], args[_STRIDE], args[_PANELS] = rows, out.shape[1], panels
+        args[_CHUNK] = max(1, panels // (_FEW * threads))
+        if norm is not None:
+            args[_NORM] = norm.data_ptr()
+            args[_EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+            args[_SCRATCH] = scratch(threads * rows * self._width).data_ptr()
+        self._functions[name](args, threads)
+        return out

@@ -1,0 +1,260 @@
+"""Writer: LLVM IR text with loops, for kernels whose shapes are known when they are written.
+
+Values are strings ("%7", "42"); types too ("i64", "<16 x float>"). Floats in vectors have
+``lanes()`` of the machine, and unaligned addresses are fine everywhere.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from itertools import count
+
+Value = str
+
+
+class Writer:
+    """One function: void name(ptr %args), or with arguments of its own."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self.vector = f"<{lanes} x float>"
+        self.integers = f"<{lanes} x i32>"
+        self._lines: list[str] = []
+        self._names = count()
+        self._block = "entry"
+        self._called: set[str] = set()
+
+    # Text
+
+    def text(self, signature: str) -> str:
+        body = "\n".join(self._lines)
+        return f"define {signature} {{\nentry:\n{body}\n  ret void\n}}\n"
+
+    @property
+    def declarations(self) -> set[str]:
+        return self._called
+
+    def op(self, text: str) -> Value:
+        """An instruction with a result."""
+        name = f"%v{next(self._names)}"
+        self._lines.append(f"  {name} = {text}")
+        return name
+
+    def do(self, text: str) -> None:
+        """One without."""
+        self._lines.append(f"  {text}")
+
+    def call(self, result: str, function: str, arguments: Sequence[tuple[str, Value]]) -> Value:
+        """An intrinsic."""
+        types = ", ".join(kind for kind, _ in arguments)
+        self._called.add(f"declare {result} @{function}({types})")
+        given = ", ".join(f"{kind} {value}" for kind, value in arguments)
+        return self.op(f"call {result} @{function}({given})")
+
+    # Control
+
+    def label(self, name: str) -> None:
+        self._lines.append(f"{name}:")
+        self._block = name
+
+    def loop(
+        self,
+        begin: Value | int,
+        end: Value | int,
+        carried: Sequence[tuple[str, Value]],
+        body: Callable[..., Sequence[Value]],
+        step: int = 1,
+    ) -> list[Value]:
+        """for i in range(begin, end, step): carried = body(i, *carried). Returns carried."""
+        number = next(self._names)
+        head, inside, done = f"head{number}", f"body{number}", f"done{number}"
+        before = self._block
+        self.do(f"br label %{head}")
+        self.label(head)
+        i = f"%i{number}"
+        phis = [f"%c{number}.{j}" for j in range(len(carried))]
+        first = len(self._lines)
+        self._lines += [""] * (1 + len(carried))
+        more = self.op(f"icmp slt i64 {i}, {end}")
+        self.do(f"br i1 {more}, label %{inside}, label %{done}")
+        self.label(inside)
+        values = body(i, *phis)
+        following = self.op(f"add nsw i64 {i}, {step}")
+        self._lines[first] = f"  {i} = phi i64 [{begin}, %{before}], [{following}, %{self._block}]"
+        for j, ((kind, start), value) in enumerate(zip(carried, values, strict=True)):
+            self._lines[first + 1 + j] = (
+                f"  {phis[j]} = phi {kind} [{start}, %{before}], [{value}, %{self._block}]"
+            )
+        self.do(f"br label %{head}")
+        self.label(done)
+        return phis
+
+    def when(self, condition: Value, body: Callable[[], None]) -> None:
+        """if condition: body()"""
+        number = next(self._names)
+        self.do(f"br i1 {condition}, label %then{number}, label %end{number}")
+        self.label(f"then{number}")
+        body()
+        self.do(f"br label %end{number}")
+        self.label(f"end{number}")
+
+    def claim(
+        self, counter: Value, chunk: Value, total: Value, body: Callable[[Value], None]
+    ) -> None:
+        """Take `chunk` items at a time from the counter that all threads share: body(item)."""
+        number = next(self._names)
+        take, work, done = f"take{number}", f"work{number}", f"left{number}"
+        self.do(f"br label %{take}")
+        self.label(take)
+        begin = self.op(f"atomicrmw add ptr {counter}, i64 {chunk} monotonic")
+        some = self.op(f"icmp slt i64 {begin}, {total}")
+        self.do(f"br i1 {some}, label %{work}, label %{done}")
+        self.label(work)
+        end = self.call("i64", "llvm.smin.i64", [("i64", self.add(begin, chunk)), ("i64", total)])
+
+        def each(item: Value) -> list[Value]:
+            body(item)
+            return []
+
+        self.loop(begin, end, [], each)
+        self.do(f"br label %{take}")
+        self.label(done)
+
+    # Integers and addresses
+
+    def add(self, a: Value | int, b: Value | int) -> Value:
+        return self.op(f"add nsw i64 {a}, {b}")
+
+    def sub(self, a: Value | int, b: Value | int) -> Value:
+        return self.op(f"sub nsw i64 {a}, {b}")
+
+    def mul(self, a: Value | int, b: Value | int) -> Value:
+        return self.op(f"mul nsw i64 {a}, {b}")
+
+    def at(self, pointer: Value, index: Value | int, kind: str = "float") -> Value:
+        """Address of the index-th element."""
+        return self.op(f"getelementptr {kind}, ptr {pointer}, i64 {index}")
+
+    def argument(self, index: int, kind: str = "i64") -> Value:
+        return self.op(f"load {kind}, ptr {self.at('%args', index, 'i64')}")
+
+    # Numbers
+
+    def load(self, pointer: Value, kind: str | None = None) -> Value:
+        return self.op(f"load {kind or self.vector}, ptr {pointer}, align 1")
+
+    def store(self, value: Value, pointer: Value, kind: str | None = None) -> None:
+        self.do(f"store {kind or self.vector} {value}, ptr {pointer}, align 1")
+
+    def all(self, number: float) -> Value:
+        """A vector constant."""
+        return f"splat (float {constant(number)})"
+
+    def whole(self, number: int) -> Value:
+        return f"splat (i32 {number})"
+
+    def spread(self, scalar: Value, kind: str = "float") -> Value:
+        """A scalar in all lanes."""
+        vector = f"<{self.lanes} x {kind}>"
+        one = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
+        zero = f"<{self.lanes} x i32> zeroinitializer"
+        return self.op(f"shufflevector {vector} {one}, {vector} poison, {zero}")
+
+    def prefetch(self, pointer: Value) -> None:
+        self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 3, i32 1)")
+
+    def binary(self, name: str, a: Value, b: Value, kind: str | None = None) -> Value:
+        return self.op(f"{name} {kind or self.vector} {a}, {b}")
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        kind = self.vector
+        return self.call(kind, f"llvm.fma.v{self.lanes}f32", [(kind, a), (kind, b), (kind, c)])
+
+    def sum(self, vector: Value) -> Value:
+        """Of the lanes, as a tree: float."""
+        name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
+        self._called.add(f"declare float @{name}(float, {kind})")
+        return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
+
+    def largest(self, vector: Value) -> Value:
+        name = f"llvm.vector.reduce.fmax.v{self.lanes}f32"
+        return self.call("float", name, [(self.vector, vector)])
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        more = self.op(f"fcmp ogt {self.vector} {a}, {b}")
+        return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
+
+    def exp(self, x: Value) -> Value:
+        """e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38."""
+        kind, lanes = self.vector, self.lanes
+        low = self.op(f"fcmp olt {kind} {x}, {self.all(-87.0)}")
+        x = self.op(f"select <{lanes} x i1> {low}, {kind} {self.all(-87.0)}, {kind} {x}")
+        high = self.op(f"fcmp ogt {kind} {x}, {self.all(88.0)}")
+        x = self.op(f"select <{lanes} x i1> {high}, {kind} {self.all(88.0)}, {kind} {x}")
+        # x = n ln 2 + r; adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
+        shifted = self.fma(x, self.all(1.4426950408889634), self.all(12582912.0))
+        n = self.binary("fsub", shifted, self.all(12582912.0))
+        r = self.fma(n, self.all(-0.693359375), x)
+        r = self.fma(n, self.all(2.12194440e-4), r)
+        p = self.all(1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+            p = self.fma(p, r, self.all(c))
+        p = self.fma(self.binary("fmul", r, r), p, r)
+        p = self.binary("fadd", p, self.all(1.0))
+        bits = self.op(f"bitcast {kind} {shifted} to {self.integers}")
+        bits = self.op(f"shl {self.integers} {bits}, {self.whole(23)}")
+        bits = self.op(f"add {self.integers} {bits}, {self.whole(0x3F800000)}")
+        return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
+
+    def sigmoid(self, x: Value) -> Value:
+        negative = self.op(f"fneg {self.vector} {x}")
+        below = self.binary("fadd", self.exp(negative), self.all(1.0))
+        return self.binary("fdiv", self.all(1.0), below)
+
+    # 16-bit numbers in memory: dtype is "bfloat", "half" or "float"
+
+    def load_as_float(self, pointer: Value, dtype: str) -> Value:
+        if dtype == "float":
+            return self.load(pointer)
+        if dtype == "half":
+            narrow = self.load(pointer, f"<{self.lanes} x half>")
+            return self.op(f"fpext <{self.lanes} x half> {narrow} to {self.vector}")
+        narrow = self.load(pointer, f"<{self.lanes} x i16>")
+        wide = self.op(f"zext <{self.lanes} x i16> {narrow} to {self.integers}")
+        wide = self.op(f"shl {self.integers} {wide}, {self.whole(16)}")
+        return self.op(f"bitcast {self.integers} {wide} to {self.vector}")
+
+    def store_float(self, value: Value, pointer: Value, dtype: str) -> None:
+        """Rounded to the nearest, ties to even."""
+        if dtype == "float":
+            self.store(value, pointer)
+            return
+        if dtype == "half":
+            narrow = self.op(f"fptrunc {self.vector} {value} to <{self.lanes} x half>")
+            self.store(narrow, pointer, f"<{self.lanes} x half>")
+            return
+        kind = self.integers
+        bits = self.op(f"bitcast {self.vector} {value} to {kind}")
+        upper = self.op(f"lshr {kind} {bits}, {self.whole(16)}")
+        odd = self.op(f"and {kind} {upper}, {self.whole(1)}")
+        carry = self.op(f"add {kind} {odd}, {self.whole(0x7FFF)}")
+        rounded = self.op(f"lshr {kind} {self.op(f'add {kind} {bits}, {carry}')}, {self.whole(16)}")
+        # Rounding could carry a NaN's bits into another number.
+        is_nan = self.op(f"fcmp uno {self.vector} {value}, {value}")
+        rounded = self.op(
+            f"select <{self.lanes} x i1> {is_nan}, {kind} {self.whole(0x7FC0)}, {kind} {rounded}"
+        )
+        narrow = self.op(f"trunc {kind} {rounded} to <{self.lanes} x i16>")
+        self.store(narrow, pointer, f"<{self.lanes} x i16>")
+
+
+def constant(number: float) -> str:
+    """A float32 as LLVM writes it: the bits of the same number as a double."""
+    (single,) = struct.unpack("<f", struct.pack("<f", number))
+    return "0x" + struct.pack(">d", single).hex().upper()
+
+
+def module(functions: Sequence[tuple[Writer, str]]) -> str:
+    """Text of (function, signature)s and what they declare."""
+    declared = sorted(set().union(*(writer.declarations for writer, _ in functions)))
+    return "\n".join([*(writer.text(signature) for writer, signature in functions), *declared])
