@@ -25,7 +25,7 @@ import argparse
 import contextlib
 import datetime
 import json
-import platform
+import os
 import statistics
 import subprocess
 import sys
@@ -215,7 +215,7 @@ def main() -> int:
         document = {
             "commit": commit(),
             "date": datetime.date.today().isoformat(),
-            "device": f"CPU, {platform.machine()}",
+            "device": f"{os.cpu_count()} CPU cores",
             "config": {"ours": {"server": server, "model": args.model, **load}, "peers": peers},
             "rows": rows,
         }
