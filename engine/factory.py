@@ -14,6 +14,9 @@ from engine.config import EngineConfig
 from engine.core import CoreConfig, EngineCore
 from engine.errors import ConfigError
 from engine.flight import Counters
+from engine.lora.device import LoraDevice, LoraLoader
+from engine.lora.store import AdapterStore
+from engine.lora.weights import LoraLayout, LoraReader
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
@@ -32,6 +35,8 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
 from kernels.dispatch import Kernels, kernels_for
+
+LORA_HOST_BYTES = 4 * GIB
 
 Progress = Callable[[str, float], None]  # phase name, fraction done
 
@@ -83,7 +88,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
     phases.end("weights")
 
     phases.start("memory")
-    runner, plan = _build_runner(resolved, model, kernels)
+    lora = _build_lora(resolved, model)
+    runner, plan = _build_runner(resolved, model, kernels, None if lora is None else lora[1])
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
@@ -108,6 +114,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
             model_key=_model_key(resolved),
         ),
         runner,
+        _adapters(config, lora),
     )
     if device.type == "cuda":
         phases.start("rehearsal")
@@ -152,8 +159,40 @@ def _model_key(resolved: Resolved) -> str:
     return state.hexdigest()
 
 
+def _build_lora(resolved: Resolved, model: Model) -> tuple[LoraReader, LoraDevice] | None:
+    """The slots for adapters, and the model's layers told of them; None if it takes none."""
+    config, device = resolved.config, resolved.device
+    if not config.max_loras:
+        return None
+    linears = list(model.linears())
+    layout = LoraLayout(linear.spec for linear in linears)
+    for linear, place in zip(linears, layout.layers, strict=True):
+        linear.lora = place
+    dtype = torch.float32 if device.type == "cpu" else resolved.dtype
+    slots = LoraDevice(
+        config.max_loras,
+        layout.num_elements(config.max_lora_rank),
+        len(layout.parts),
+        config.max_lora_rank,
+        dtype,
+        device,
+        max_rows=resolved.max_num_seqs,
+        max_tokens=resolved.max_num_batched_tokens,
+    )
+    return LoraReader(layout, dtype, config.max_lora_rank), slots
+
+
+def _adapters(
+    config: EngineConfig, lora: tuple[LoraReader, LoraDevice] | None
+) -> AdapterStore | None:
+    if lora is None:
+        return None
+    host_bytes = config.lora_host_bytes or min(LORA_HOST_BYTES, available_host_memory() // 4)
+    return AdapterStore(LoraLoader(*lora), config.max_loras, host_bytes)
+
+
 def _build_runner(
-    resolved: Resolved, model: Model, kernels: Kernels
+    resolved: Resolved, model: Model, kernels: Kernels, lora: LoraDevice | None
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
     rows = RequestRows.allocate(
@@ -173,23 +212,26 @@ def _build_runner(
             num_heads=resolved.model.num_heads,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             device=device,
+            lora=lora,
         )
 
-    weights = model.num_bytes()
+    fixed = [("weights", model.num_bytes()), ("request rows", rows.num_bytes)]
+    if lora is not None and device.type == "cuda":  # the CPU has no second copy
+        name = f"LoRA slots ({config.max_loras} of rank {config.max_lora_rank})"
+        fixed.append((name, lora.num_bytes))
     if device.type == "cuda":
-        plan = _plan_cuda(resolved, weights, rows.num_bytes, block_bytes, runner_with)
+        plan = _plan_cuda(resolved, fixed, block_bytes, runner_with)
     else:
-        plan = _plan_cpu(resolved, weights, rows.num_bytes, block_bytes)
+        plan = _plan_cpu(resolved, fixed, block_bytes)
     plan.block_bytes, plan.block_size = block_bytes, config.block_size
     return runner_with(plan.num_blocks), plan
 
 
-def _plan_cpu(resolved: Resolved, weights: int, row_bytes: int, block_bytes: int) -> MemoryPlan:
+def _plan_cpu(resolved: Resolved, fixed: list[tuple[str, int]], block_bytes: int) -> MemoryPlan:
+    """fixed: what is allocated already, weights first."""
     config = resolved.config
     available = available_host_memory()
-    plan = MemoryPlan(
-        "cpu", available + weights, [("weights", weights), ("request rows", row_bytes)]
-    )
+    plan = MemoryPlan("cpu", available + fixed[0][1], fixed)
     if config.num_blocks:
         plan.num_blocks = config.num_blocks
         return plan
@@ -213,8 +255,7 @@ def _plan_cpu(resolved: Resolved, weights: int, row_bytes: int, block_bytes: int
 
 def _plan_cuda(
     resolved: Resolved,
-    weights: int,
-    row_bytes: int,
+    fixed: list[tuple[str, int]],
     block_bytes: int,
     runner_with: Callable[[int], ModelRunner],
 ) -> MemoryPlan:
@@ -238,8 +279,7 @@ def _plan_cuda(
         torch.cuda.get_device_name(device),
         total,
         [
-            ("weights", weights),
-            ("request rows", row_bytes),
+            *fixed,
             ("activations (largest step)", activations),
             ("graphs (reserved)", graphs),
             ("CUDA context and other processes", others),

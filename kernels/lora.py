@@ -19,8 +19,6 @@ from kernels.metadata import LoraLinear, LoraStep
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 UNIT = 16  # of ranks, and of offsets into a slab
-MAX_SPLITS = 8
-PROGRAMS = 264  # that a shrink should have: two for each multiprocessor of an H200
 MAX_PARTS = 3  # of a linear layer
 
 
@@ -233,28 +231,36 @@ def _expand_gated_kernel(
     tl.store(out + token[:, None] * N + column[None, :], result, mask=mask)
 
 
+# Sizes of steps, by their largest: (tokens, rows of a tile, splits of a layer with one part, of one
+# with several). Small tiles waste little on adapters with few tokens, large ones read matrices less
+# often; splits keep the device busy where there are few tiles. Few classes, because each is a
+# kernel to compile.
+CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
+
+
 def tile_rows(num_tokens: int) -> int:
-    """Rows of a tile: small ones waste little on adapters with few tokens, large ones read an
-    adapter's matrices less often."""
-    if num_tokens <= 128:
-        return 16
-    return 32 if num_tokens <= 1024 else 64
+    return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
 
 def num_splits(num_tokens: int, parts: int, columns: int) -> int:
-    """In how many pieces shrink cuts the columns: enough programs to keep the device busy."""
-    programs = triton.cdiv(num_tokens, tile_rows(num_tokens)) * parts
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits * 2 <= PROGRAMS and columns >= 512 * splits:
-        splits *= 2
+    """In how many pieces shrink cuts the columns, of 256 at least."""
+    splits = next(splits for most, _, *splits in CLASSES if num_tokens <= most)[parts > 1]
+    while splits * 256 > columns and splits > 1:
+        splits //= 2
     return splits
+
+
+def warm_up_sizes(num_tokens: int) -> list[int]:
+    """Steps of these sizes compile every kernel that steps of up to num_tokens need."""
+    smallest = [1, *(most + 1 for most, *_ in CLASSES)]
+    return [size for size in smallest if size <= num_tokens]
 
 
 def partial_size(num_tokens: int, max_rank: int) -> int:
     """Float32s that steps of up to num_tokens tokens need."""
     most = max(
-        n * parts * num_splits(n, parts, 1 << 20)
-        for n in (*range(1, min(num_tokens, 2048) + 1), num_tokens)
+        min(num_tokens, limit) * parts * num_splits(min(num_tokens, limit), parts, 1 << 20)
+        for limit, *_ in CLASSES
         for parts in range(1, MAX_PARTS + 1)
     )
     return most * _padded_rank(max_rank)

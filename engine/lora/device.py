@@ -14,8 +14,10 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.lora.peft_config import read_peft_config
 from engine.lora.store import Described, Loaded
-from engine.lora.weights import HostLora, LoraReader
+from engine.lora.weights import HostLora, LoraReader, padded
 from kernels.metadata import LoraStep
+
+STAGING_BYTES = 16 << 20  # of each of two buffers
 
 
 class LoraDevice:
@@ -47,11 +49,16 @@ class LoraDevice:
             from kernels.lora import partial_size
 
             self._stream = torch.cuda.Stream(device)
+            # Allocated once: to pin memory while steps run would hold them up.
+            self._lanes = [
+                (torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(2)
+            ]
             tokens = max(max_tokens, max_rows)
             self._partial = torch.empty(
                 partial_size(tokens, max_rank), dtype=torch.float32, device=device
             )
-            capacity = tokens + 3 * self._max_tiles(tokens, 1 << 4)
+            capacity = tokens + 3 * self._max_tiles(tokens, 16)
             self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
             # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
             self._staging = [
@@ -72,19 +79,32 @@ class LoraDevice:
             return
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
-            self._slab[slot, : weights.blob.numel()].copy_(weights.blob, non_blocking=True)
-            self._table[slot].copy_(weights.table, non_blocking=True)
-            done = torch.cuda.Event()
+            targets = (self._slab[slot, : weights.blob.numel()], self._table[slot].view(-1))
+            for source, target in zip((weights.blob, weights.table.view(-1)), targets, strict=True):
+                self._copy(source, target)
+        for _, done in self._lanes:
+            done.synchronize()
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """One buffer is filled while the other is on its way."""
+        step = STAGING_BYTES // source.element_size()
+        for at in range(0, source.numel(), step):
+            piece = source[at : at + step]
+            self._lanes.reverse()
+            buffer, done = self._lanes[0]
+            done.synchronize()
+            staged = buffer[: piece.nbytes].view(source.dtype)
+            staged.copy_(piece)
+            target[at : at + step].copy_(staged, non_blocking=True)
             done.record()
-        done.synchronize()
 
-    def fill_slots(self) -> None:
-        """Every slot holds a made-up adapter of the largest rank on all parts: for warm-up."""
-        rank = self.max_rank
-        self._table[:, :, 0] = rank
-        self._table[:, :, 1:] = 0
+    def pretend(self, num_tokens: int) -> LoraStep:
+        """For warm-up: a step whose tokens have adapters of the largest rank on all parts, evenly
+        spread. `forget` afterwards. CUDA only."""
+        self._table[:, :, 0] = padded(self.max_rank)
+        return self.lay_out((np.arange(num_tokens) % self._slots).astype(np.int16))
 
-    def clear_slots(self) -> None:
+    def forget(self) -> None:
         self._table.zero_()
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -105,12 +125,9 @@ class LoraDevice:
 
     def lay_out(self, slots: "np.ndarray[Any, np.dtype[np.int16]]") -> LoraStep:
         """slots: of each token of an eager step; -1 = none."""
-        order = np.argsort(slots, kind="stable")
         if self._cuda:
-            from kernels.lora import tile_rows
-
-            count, block = len(slots), tile_rows(len(slots))
-            return self._upload(slots, order, count, self._max_tiles(count, block))
+            return self._upload(slots)
+        order = np.argsort(slots, kind="stable")
         starts = np.flatnonzero(np.diff(slots[order], prepend=-2))
         segments = [
             (int(slots[tokens[0]]), torch.from_numpy(tokens))
@@ -119,48 +136,45 @@ class LoraDevice:
         ]
         return self._make(torch.empty(0), torch.empty(0), 0, segments)
 
-    def upload_step(self, batch: Batch, size: int) -> None:
-        """The metadata that a graph of `size` decodes reads; entries behind the batch's have no
-        adapter."""
-        from kernels.lora import tile_rows
+    def upload_step(self, batch: Batch, num_tokens: int) -> None:
+        """The metadata that a graph of num_tokens reads; tokens behind the batch's have none."""
+        slots = np.full(num_tokens, -1, dtype=np.int16)
+        slots[: batch.num_tokens] = np.repeat(self._row_slots[batch.rows], batch.lengths)
+        self._upload(slots)
 
-        slots = np.full(size, -1, dtype=np.int16)
-        slots[: len(batch.rows)] = self._row_slots[batch.rows]
-        order = np.argsort(slots, kind="stable")
-        self._upload(slots, order, size, self._max_tiles(size, tile_rows(size)))
-
-    def graph_step(self, size: int) -> LoraStep:
-        """What a graph of `size` decodes is captured with: where `upload_step` writes."""
-        from kernels.lora import tile_rows
-
-        return self._view(size, self._max_tiles(size, tile_rows(size)))
+    def graph_step(self, num_tokens: int) -> LoraStep:
+        """What such a graph is captured with: the place that `upload_step` writes."""
+        return self._view(num_tokens)
 
     def _max_tiles(self, tokens: int, block: int) -> int:
         """Every group of equal slots has at most one tile that is not full."""
         return tokens // block + min(self._slots + 1, tokens)
 
-    def _upload(
-        self, slots: "np.ndarray[Any, Any]", order: "np.ndarray[Any, Any]", count: int, tiles: int
-    ) -> LoraStep:
+    def _upload(self, slots: "np.ndarray[Any, Any]") -> LoraStep:
         from kernels.lora import tile_rows
 
+        count, block = len(slots), tile_rows(len(slots))
+        tiles = self._max_tiles(count, block)
+        order = np.argsort(slots, kind="stable")
         self._turn ^= 1
         staging = self._staging[self._turn]
         array = staging.numpy()
         array[:count] = order
         table = array[count : count + 3 * tiles].reshape(tiles, 3)
-        made = make_tiles(slots[order], tile_rows(count))
+        made = make_tiles(slots[order], block)
         table[: len(made)] = made
         table[len(made) :] = (-1, 0, 0)
         used = count + 3 * tiles
         self._meta[:used].copy_(staging[:used], non_blocking=True)
-        return self._view(count, tiles)
+        return self._view(count)
 
-    def _view(self, count: int, tiles: int) -> LoraStep:
+    def _view(self, count: int) -> LoraStep:
         from kernels.lora import tile_rows
 
+        block = tile_rows(count)
+        tiles = self._max_tiles(count, block)
         table = self._meta[count : count + 3 * tiles].view(tiles, 3)
-        return self._make(self._meta[:count], table, tile_rows(count), ())
+        return self._make(self._meta[:count], table, block, ())
 
     def _make(self, order: Tensor, tiles: Tensor, block: int, segments: Any) -> LoraStep:
         return LoraStep(

@@ -74,14 +74,11 @@ class HostLora:
 class LoraReader:
     """Reads adapters for one model. Raises AdapterError for whatever is wrong with one."""
 
-    def __init__(
-        self, layout: LoraLayout, dtype: torch.dtype, max_rank: int, *, pin: bool = False
-    ) -> None:
+    def __init__(self, layout: LoraLayout, dtype: torch.dtype, max_rank: int) -> None:
         self._layout = layout
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
         self._dtype = dtype
         self._max_rank = max_rank
-        self._pin = pin
 
     def describe(self, folder: Path) -> Described:
         return self._describe(folder, read_peft_config(folder), 0)
@@ -113,9 +110,8 @@ class LoraReader:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         targets = sorted({self._layout.parts[n].name.rsplit(".", 1)[-1] for n in pairs})
         num_bytes = host.blob.nbytes
-        held = 1 << (num_bytes - 1).bit_length() if self._pin else num_bytes  # pinned: powers of 2
         described = Described("lora", described.rank, num_bytes, targets, described.stamp)
-        return Loaded(described, state.hexdigest(), held, host)
+        return Loaded(described, state.hexdigest(), num_bytes, host)
 
     def _match(
         self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig
@@ -171,13 +167,13 @@ class LoraReader:
             spans[number] = (rank, at, b)
             table[number, :3] = torch.tensor([rank, at // UNIT, b // UNIT])
             at = b + rank * _height(part)
-        blob = torch.zeros(at, dtype=self._dtype, pin_memory=self._pin)
+        blob = torch.zeros(at, dtype=self._dtype)
         views = {}
         for number, (rank, a, b) in spans.items():
             part = self._layout.parts[number]
             end = b + rank * _height(part)
             views[number] = (blob[a:b].view(rank, _width(part)), blob[b:end].view(-1, rank))
-        return HostLora(blob, table.pin_memory() if self._pin else table, views)
+        return HostLora(blob, table, views)
 
     def _fill(
         self,

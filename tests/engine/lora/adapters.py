@@ -1,0 +1,40 @@
+"""Adapters made by peft over tiny transformers models, saved as users save them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """A random adapter for `model`, which is left as it was. fields: of LoraConfig."""
+    config = LoraConfig(**({"r": 8, "lora_alpha": 16, "target_modules": ALL} | fields))
+    config.task_type = "CAUSAL_LM"
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:  # B begins as zeros, which would hide everything
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.data = values * parameter.shape[1] ** -0.5
+    adapted.save_pretrained(folder)
+    adapted.unload()
+    return folder
+
+
+def edit_tensors(folder: Path, **changes: Any) -> None:
+    """Replace tensors of an adapter's file; None removes one. Names without PEFT's prefix, with
+    "__" for dots."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, value in changes.items():
+        key = "base_model.model." + name.replace("__", ".")
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value
+    save_file(tensors, path)

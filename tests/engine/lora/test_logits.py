@@ -1,0 +1,165 @@
+"""Adapters against peft on tiny random models, through a whole engine on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.factory import build
+from engine.messages import AdapterInfo, AddAdapter, EngineRequest
+from engine.sampling_params import SamplingParams
+from tests.engine.checkpoints import save_checkpoint
+from tests.engine.lora.adapters import save_adapter
+from tests.fakes import collect
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"head_dim": 8}),
+    "qwen3": ("qwen3", {}),
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 8},
+    "rslora": {"r": 12, "use_rslora": True, "lora_alpha": 3},
+    "large": {"r": 64, "lora_alpha": 64},
+    "some": {"r": 16, "target_modules": ["k_proj", "up_proj", "o_proj"]},
+    "second layer": {"r": 4, "layers_to_transform": [1], "target_modules": ["v_proj", "gate_proj"]},
+    "patterns": {
+        "r": 8,
+        "rank_pattern": {"q_proj": 20, "layers.1.mlp.down_proj": 2},
+        "alpha_pattern": {"v_proj": 40},
+    },
+}
+PARAMS = {"prompt_logprobs": 0, "logprobs": 0, "temperature": 0.0, "ignore_eos": True}
+
+
+def engine(folder: Path, **fields: Any) -> EngineCore:
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 48,
+        "max_loras": 4,
+        "num_threads": 1,
+    }
+    return build(EngineConfig(model=str(folder), **(defaults | fields)))[0]
+
+
+def add(core: EngineCore, name: str, folder: Path, **fields: Any) -> AdapterInfo:
+    core.add_adapter(AddAdapter(1, name, str(folder), **fields))
+    while not (answers := core.answers()):
+        pass
+    assert answers[0].info is not None, answers[0].message
+    return answers[0].info
+
+
+def submit(core: EngineCore, number: int, prompt: list[int], adapter: str, **fields: Any) -> None:
+    params = SamplingParams(**{"max_tokens": 6, **PARAMS, **fields})
+    core.add(EngineRequest(number, list(prompt), len(prompt), params, number, adapter=adapter))
+
+
+def run(core: EngineCore) -> dict[int, Any]:
+    outputs: dict[int, Any] = {}
+    while core.has_work() or core.scheduler.requests:
+        collect(core.step() if core.has_work() else [], outputs)
+    core.check_integrity()
+    return outputs
+
+
+def scores(model: Any, ids: list[int]) -> Tensor:
+    """Log-probability of each token after the first."""
+    logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def check(output: Any, prompt: list[int], theirs: Any) -> None:
+    assert output.finish == "length", output.deltas[-1].error
+    ids = prompt + output.tokens
+    first = output.deltas[0].prompt_logprobs or []
+    ours = [item.logprob for item in first[1:]]
+    ours += [item.logprob for delta in output.deltas for item in delta.logprobs or ()]
+    want = scores(theirs, ids)[-len(ours) :]  # with prompt_logprobs all, else of the output
+    torch.testing.assert_close(torch.tensor(ours), want, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_peft(name: str, tmp_path: Path) -> None:
+    """Every adapter alone, then all of them and base rows in one batch, in prompt chunks, decodes,
+    and with more adapters than slots."""
+    model_type, changes = MODELS[name]
+    theirs = save_checkpoint(tmp_path / "base", model_type, **changes)
+    folders = {
+        adapter: save_adapter(theirs, tmp_path / adapter, seed, **fields)
+        for seed, (adapter, fields) in enumerate(ADAPTERS.items())
+    }
+    core = engine(tmp_path / "base")
+    names = {adapter: adapter.replace(" ", "-") for adapter in folders}
+    for adapter, folder in folders.items():
+        info = add(core, names[adapter], folder)
+        assert info.rank == max(ADAPTERS[adapter]["r"], 20 if adapter == "patterns" else 0)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 30, 1)]
+    wanted: dict[int, tuple[str, list[int]]] = {}
+    outputs: dict[int, Any] = {}
+    number = 0
+    for adapter in ("", *folders):
+        number += 1
+        wanted[number] = (adapter, prompts[number % 3])
+        submit(core, number, wanted[number][1], names.get(adapter, ""))
+        outputs |= run(core)  # alone
+    for prompt in prompts:
+        for adapter in ("", *folders, ""):
+            number += 1
+            wanted[number] = (adapter, prompt)
+            submit(core, number, prompt, names.get(adapter, ""))
+    outputs |= run(core)
+    models: dict[str, Any] = {"": theirs}
+    with torch.no_grad():
+        for adapter in ("", *folders):
+            if adapter:
+                models[adapter] = PeftModel.from_pretrained(theirs, folders[adapter]).eval()
+            for request_id, (other, prompt) in wanted.items():
+                if other == adapter:
+                    check(outputs[request_id], prompt, models[adapter])
+            if adapter:
+                models[adapter].unload()
+
+
+def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
+    """Blocks run out, adapters take turns in one slot, and prompts share prefixes: what an adapter
+    computed is found again by that adapter alone, and never by its successor of the same name."""
+    theirs = save_checkpoint(tmp_path / "base", "qwen3")
+    folders = [save_adapter(theirs, tmp_path / str(seed), seed) for seed in range(3)]
+    core = engine(tmp_path / "base", num_blocks=26, max_loras=1, max_num_batched_tokens=16)
+    for name, folder in zip("ab", folders, strict=False):
+        add(core, name, folder)
+    prompt = torch.randint(3, 101, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = {}
+    for number in range(1, 13):
+        wanted[number] = ["", "a", "b"][number % 3]
+        fields = {"prompt_logprobs": None, "max_tokens": 12 + number}
+        submit(core, number, prompt[: 16 + number % 5], wanted[number], **fields)
+    outputs = run(core)
+    assert core.scheduler.counters.preemptions, "blocks did not run out"
+    submit(core, 20, prompt, "a", prompt_logprobs=None)
+    assert run(core)[20].cached >= 16
+    add(core, "a", folders[2])
+    submit(core, 21, prompt, "a", prompt_logprobs=None)
+    outputs |= (replaced := run(core))
+    assert replaced[21].cached == 0
+    wanted[21] = "a2"
+    with torch.no_grad():
+        for name, folder in (("", None), ("a", folders[0]), ("b", folders[1]), ("a2", folders[2])):
+            model = theirs if folder is None else PeftModel.from_pretrained(theirs, folder).eval()
+            for number, adapter in wanted.items():
+                if adapter == name:
+                    given = prompt if number == 21 else prompt[: 16 + number % 5]
+                    check(outputs[number], given, model)
+            if folder is not None:
+                model.unload()
