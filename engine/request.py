@@ -86,7 +86,10 @@ class Request:
         self.lora_slot = -1  # its adapter's, while it has a row
         key = "" if adapter is None else adapter.key
         self.root = root_hash(config.model_key, key, message.cache_salt)
-        self.order = (message.priority, arrival)  # smaller runs earlier and is preempted later
+        # Smaller runs earlier and is preempted later. Who comes from another replica in the middle
+        # of an answer is before those who have not begun: somebody is reading it.
+        begun = len(message.token_ids) > message.num_prompt_tokens
+        self.order = (message.priority, not begun, arrival)
         # Tokens it may have at most, prompt and output.
         self.limit = config.max_model_len
         if params.max_tokens is not None:

@@ -2,12 +2,12 @@
 
     python -m tests.deployments.path_cost --streams 256 --seconds 6
 
-Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only counts. Microseconds
-of CPU a chunk, for each process on the path, and the router's as a ratio to a null path in the same
-run: uvicorn with an application that sends bytes which are there. CPU time and not time by the clock,
-because client, routers and engine share the cores here: routers share nothing but the replica, so
-that `scale` = 2 x (cost with one router) / (cost with two) is what two of them carry on cores of
-their own.
+Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only counts.
+Microseconds of CPU a chunk, for each process on the path, and the router's as a ratio to a null
+path in the same run: uvicorn with an application that sends bytes which are there. CPU time and not
+time by the clock, because client, routers and engine share the cores here: routers share nothing
+but the replica, so that `scale` = 2 x (cost with one router) / (cost with two) is what two of them
+carry on cores of their own.
 """
 
 import argparse

@@ -110,6 +110,19 @@ def test_text_depends_on_what_it_should() -> None:
     assert len({tuple(tokens) for tokens, _ in said}) == len(said)
 
 
+def test_who_comes_in_the_middle_of_an_answer_is_first_in_the_queue() -> None:
+    """Bug: a stream that lost its replica waits behind requests that have not begun."""
+    core, _ = make_core(max_num_seqs=1)
+    for id in range(4):
+        core.add(make_request(id, 8, ignore_eos=True))
+    core.step()
+    core.add(make_request(9, 12, num_prompt_tokens=8, ignore_eos=True))
+    ends: list[int] = []
+    while core.has_work():
+        ends += [delta.id for delta in core.step() if delta.finish]
+    assert ends == [0, 9, 1, 2, 3]
+
+
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened() -> None:
     """Bug: after a failover max_tokens counts anew, min_tokens bans again, or the text differs."""
     whole = make_request(1, STEM[:10], max_tokens=20, min_tokens=8, seed=4)

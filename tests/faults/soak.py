@@ -11,6 +11,7 @@ plus a prefill, or if something was left behind.
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from tests.faults.cluster import Broken, deployed
 from tests.faults.load import Load, Run, kill_under_load
 from tests.faults.timeline import picture
 
-ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 16}
+ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 32}
 RESULTS = Path(__file__).parents[2] / "loadtest" / "results"
 SHARE = 0.6  # of the measured capacity
 LONGEST_GAP = 2.0  # seconds, plus a prefill
@@ -122,6 +123,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--out", type=Path, help="without suffix")
     options = parser.parse_args()
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112; as `manta serve` does
     now = datetime.now(UTC)
     out: Path = options.out or RESULTS / f"faults-soak-{now:%Y-%m-%d}"
     model = resolve_model("default", progress=lambda what, done, total: None)

@@ -1,0 +1,118 @@
+"""F15 and F16 behind haproxy, as `manta serve` runs it: the edge's own processes are killed."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.processes import Instance, instance_at
+from tests.deployments.live import NAME, REPLICAS, Live, live_server
+from tests.deployments.serve_cluster import tiny_model
+from tests.faults.clients import Said, ask
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(180)]
+
+BODY = {"model": NAME, "messages": [{"role": "user", "content": "the answer"}]}
+BODY |= {"max_tokens": 80, "temperature": 0}  # 1.6 s at the engines' pace
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model: Path = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with live_server(model, fake=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def instance(live: Live) -> Instance:
+    return instance_at(live.url)
+
+
+async def whole(live: Live, count: int) -> list[Any]:
+    """Answers that are not streamed; exceptions where there was none."""
+    calls = [asyncio.to_thread(live.post, "/v1/chat/completions", BODY) for _ in range(count)]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def idle(live: Live) -> bool:
+    """Nothing is held anywhere, and everybody is there."""
+    try:
+        states = live.router_states().values()
+    except AssertionError:  # a router that is not back yet
+        return False
+    return all(
+        len(state["replicas"]) == REPLICAS
+        and not any(state["held"].values())
+        and not any(one["running"] for one in state["replicas"].values())
+        for state in states
+    )
+
+
+def until(condition: Any, seconds: float) -> float:
+    """Wait for it; how long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, "it did not come to pass"
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def test_f16_a_router_is_killed_and_whole_answers_come_from_the_other(
+    live: Live, instance: Instance
+) -> None:
+    """Bug: a request whose answer has not begun is lost with its router, although nobody has seen a
+    byte of it; or more streams break than those of that router."""
+
+    async def case() -> None:
+        right = await ask(live.port, BODY)
+        assert not right.error
+        answers = asyncio.create_task(whole(live, 8))
+        streams = [asyncio.create_task(ask(live.port, BODY)) for _ in range(8)]
+        await asyncio.sleep(0.7)
+        assert instance.find("router")[0].send(signal.SIGKILL)
+        for answer in await answers:
+            assert not isinstance(answer, BaseException), answer
+            assert answer["choices"][0]["message"]["content"] == right.texts[0]
+        said: list[Said] = await asyncio.gather(*streams)
+        same = [one for one in said if one.outcome == right.outcome]
+        print(f"router killed: 8 of 8 whole answers, {len(same)} of 8 streams")
+        assert 1 <= len(same) < 8, "the other router's, and only these"
+        again = await asyncio.gather(*(ask(live.port, BODY) for _ in range(4)))
+        assert all(one.outcome == right.outcome for one in again)
+
+    asyncio.run(case())
+    print(f"all in order after {until(lambda: idle(live), 40):.1f} s")
+
+
+@pytest.mark.parametrize("target", ["haproxy", "proxy"])
+def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, target: str) -> None:
+    """Bug: a node's edge that stays away, or that leaves requests running at the engines for
+    clients that are gone. proxy: Serve's actor that owns haproxy."""
+    until(lambda: idle(live), 40)
+
+    async def case() -> float:
+        right = await ask(live.port, BODY)
+        streams = [asyncio.create_task(ask(live.port, BODY)) for _ in range(4)]
+        await asyncio.sleep(0.7)
+        before = {one.pid for one in instance.find("router")}
+        victims = instance.find(target)
+        assert victims
+        for victim in victims:
+            victim.send(signal.SIGKILL)
+        began = time.monotonic()
+        said = await asyncio.gather(*streams)
+        print(f"{target}: {sum(bool(one.error) for one in said)} of 4 streams broke")
+        while (await ask(live.port, BODY)).outcome != right.outcome:
+            assert time.monotonic() < began + 20, "the edge did not come back"
+            await asyncio.sleep(0.2)
+        assert {one.pid for one in instance.find("router")} == before, "others were touched"
+        return time.monotonic() - began
+
+    took = asyncio.run(case())
+    print(f"{target}: a whole answer again {took:.1f} s after the kill")
+    assert took < 12, "10 s and the answer itself"
+    until(lambda: idle(live), 20)
