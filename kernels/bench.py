@@ -1,9 +1,10 @@
-"""`python -m kernels.bench`: each kernel's time, and its share of what a CUDA device can do.
+"""`python -m kernels.bench [lora [sweep]]`: each kernel's time, and its share of the device's speed.
 
 Times are of CUDA graphs that walk over enough layers' worth of data to leave the L2 cache behind,
 as a model does.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -201,6 +202,10 @@ PREFILLS = {
 
 
 def main() -> None:
+    if "lora" in sys.argv[1:]:
+        from kernels import bench_lora
+
+        return bench_lora.main(time_us, sweep="sweep" in sys.argv[1:])
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s,", end=" ")
     print(f"bf16 matmul {rate / 1e12:.0f} TFLOP/s; llama-8b shapes, block size {BLOCK}")
