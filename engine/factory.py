@@ -76,7 +76,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
     phases.end("device")
 
     phases.start("weights")
-    model = build_model(resolved.model, resolved.dtype, device, kernels)
+    model = build_model(
+        resolved.model, resolved.dtype, device, kernels, quantization=config.quantization
+    )
     load_weights(
         model,
         None if config.load_format == "dummy" else resolved.folder,
@@ -150,6 +152,7 @@ def _model_key(resolved: Resolved) -> str:
     """Tells weights apart without reading them: a redeploy may put others at the same path."""
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    state.update(config.quantization.encode())
     if config.load_format == "dummy":
         state.update(f"\0dummy\0{config.seed}".encode())
     else:

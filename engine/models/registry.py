@@ -102,6 +102,8 @@ def build_model(
         device,
         kernels,
         linear_method(quantization, kernels, device),
-        linear_method("none", kernels, device),
+        # A head that is the embedding is loaded with it, as the checkpoint has it; int8 can be made
+        # from that.
+        linear_method(quantization if quantization == "int8" else "none", kernels, device),
         group or TensorParallelGroup(),
     )

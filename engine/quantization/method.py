@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.parameter import Parameter, Source
-from kernels.cpu.gemm import PackedLinear
+from kernels.cpu.compiler import Unavailable, has_int8
+from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.dispatch import Kernels
 
@@ -183,8 +184,30 @@ class DenseCpu(Dense):
         return super().apply_add(state, x, residual)
 
 
+class Int8Cpu(DenseCpu):
+    """Weights rounded to 8 bits with a scale an output; activations are rounded row by row as they
+    come. Loaded as the checkpoint has them. Matrices of odd sizes stay as they are."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        try:
+            able = has_int8()
+        except Unavailable as error:
+            raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error
+        if not able:
+            raise ConfigError(
+                "quantization 'int8' needs a processor with AVX512-VNNI", param="quantization"
+            )
+
+    def finish(self, state: DenseState) -> Any:
+        if not PackedInt8.fits(state.weight):
+            return super().finish(state)
+        return PackedState(PackedInt8(state.weight, state.bias))
+
+
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
+    "int8": {"cpu": Int8Cpu},
 }
 
 

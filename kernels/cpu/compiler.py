@@ -33,6 +33,15 @@ class Unavailable(Exception):
     """Why there is no compiler here, for a log."""
 
 
+@lru_cache(maxsize=1)
+def has_int8() -> bool:
+    """Whether there are dot products of 8-bit integers (AVX512-VNNI). Raises Unavailable."""
+    if lanes() != 16:
+        return False
+    with open("/proc/cpuinfo") as file:
+        return " avx512_vnni " in file.read()
+
+
 class Function:
     """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
     args[1], which are 0 when it starts; the other words are the caller's, addresses included.
@@ -92,7 +101,8 @@ def _object_code(ir: str) -> bytes:
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
     translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
-    arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], _FEATURES[capability], [], True, True]
+    features = _FEATURES[capability] + (",+avx512vnni" if has_int8() else "")
+    arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
     try:
         return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
     except TypeError:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compiler import Function, compile_ir, lanes
-from kernels.cpu.ir import Value, Writer, module
+from kernels.cpu.ir import Value, Writer, constant, module
 from kernels.cpu.scratch import scratch
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_ROW_END = 64  # bytes behind a quantised row of x: its scale
 _AHEAD = 2048  # 16-bit weights from here that are asked for now
 _FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
 _TILE = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
@@ -74,13 +75,19 @@ def _tile(writer: Writer, rows: int, width: int, dtype: str) -> None:
         return step(k2, both[1], 1, step(k2, both[0], 0, list(sums)))
 
     done = writer.loop(0, width // 2, sums, pair)
+    _put(writer, rows, done)
+
+
+def _put(writer: Writer, rows: int, values: list[Value]) -> None:
+    """Write a tile, or add it to what stands there."""
+    size, kind = writer.lanes, writer.vector
     adding = writer.op("icmp ne i64 %add, 0")
     for row in range(rows):
         place = writer.at("%out", writer.mul("%stride", row))
         for half in (0, 1):
             address = writer.at(place, half * size)
             # Branch-free would read memory that nobody wrote; a NaN there must not count.
-            value = done[2 * row + half]
+            value = values[2 * row + half]
             before = writer._block
             number = next(writer._names)
             writer.do(f"br i1 {adding}, label %sum{number}, label %kept{number}")
@@ -90,6 +97,46 @@ def _tile(writer: Writer, rows: int, width: int, dtype: str) -> None:
             writer.label(f"kept{number}")
             value = writer.op(f"phi {kind} [{value}, %{before}], [{total}, %sum{number}]")
             writer.store(value, address)
+
+
+def _tile_int8(writer: Writer, rows: int, width: int) -> None:
+    """The same for quantised rows (see _quantise) and panels (see PackedInt8): exact sums of 8-bit
+    products, then the scales."""
+    size, kind, integers = writer.lanes, writer.vector, writer.integers
+
+    def four(k: Value, *sums: Value) -> list[Value]:
+        panel = writer.at("%w", writer.mul(k, 8 * size), "i8")
+        for line in range(0, 8 * size, 64):
+            writer.prefetch(writer.at(panel, 2 * _AHEAD + line, "i8"))
+        weights = [
+            writer.load(writer.at(panel, half * 4 * size, "i8"), integers) for half in (0, 1)
+        ]
+        out = []
+        for row in range(rows):
+            at = writer.add(writer.mul(k, 4), row * (width + _ROW_END))
+            x = writer.spread(writer.load(writer.at("%x", at, "i8"), "i32"), "i32")
+            for half in (0, 1):
+                given = [(integers, sums[2 * row + half]), (integers, x), (integers, weights[half])]
+                out.append(writer.call(integers, "llvm.x86.avx512.vpdpbusd.512", given))
+        return out
+
+    end = writer.at("%w", 2 * size * width, "i8")
+    # Of each output: its scale, and what 128 added to every x adds to the sum.
+    scales, excess = ([writer.at(end, at + h * size) for h in (0, 1)] for at in (0, 2 * size))
+    start = [
+        (integers, writer.load(excess[half], integers)) for _ in range(rows) for half in (0, 1)
+    ]
+    done = writer.loop(0, width // 4, start, four)
+    results = []
+    for row in range(rows):
+        at = row * (width + _ROW_END) + width
+        x_scale = writer.spread(writer.load(writer.at("%x", at, "i8"), "float"))
+        for half in (0, 1):
+            value = writer.op(f"sitofp {integers} {done[2 * row + half]} to {kind}")
+            scale = writer.binary("fmul", writer.load(scales[half]), x_scale)
+            bias = writer.load(writer.at("%bias", half * size))
+            results.append(writer.fma(value, scale, bias))
+    _put(writer, rows, results)
 
 
 def _tiles(writer: Writer, most: int) -> None:
@@ -121,15 +168,13 @@ def _all_rows(
     writer.loop(0, count, [("i64", "0")], each)
 
 
-def _norm(writer: Writer, width: int, x: Value, num_rows: Value) -> Value:
+def _norm(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
     which costs less than waiting for the others."""
     size, kind = writer.lanes, writer.vector
     weight = writer.argument(_NORM, "ptr")
     eps = writer.op(f"load float, ptr {writer.at('%args', _EPS, 'i64')}")
-    slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
-    each_part = writer.mul(num_rows, width)
-    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), writer.mul(slot, each_part))
+    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), offset, "i8")
 
     def row(index: Value) -> list[Value]:
         offset = writer.mul(index, width)
@@ -159,8 +204,51 @@ def _norm(writer: Writer, width: int, x: Value, num_rows: Value) -> Value:
     return scratch
 
 
+def _quantise(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
+    """Each row in 8 bits, 128 added, and its scale behind it; into this thread's scratch."""
+    size, kind = writer.lanes, writer.vector
+    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), offset, "i8")
+
+    def row(index: Value) -> list[Value]:
+        source = writer.at(x, writer.mul(index, width))
+        target = writer.at(scratch, writer.mul(index, width + _ROW_END), "i8")
+
+        def most(column: Value, best: Value) -> list[Value]:
+            value = writer.load(writer.at(source, column))
+            name = f"llvm.fabs.v{size}f32"
+            return [writer.maximum(best, writer.call(kind, name, [(kind, value)]))]
+
+        (best,) = writer.loop(0, width, [(kind, writer.all(1e-30))], most, step=size)
+        top = writer.largest(best)
+        inverse = writer.spread(writer.op(f"fdiv float {constant(127.0)}, {top}"))
+        scale = writer.op(f"fdiv float {top}, {constant(127.0)}")
+        writer.store(scale, writer.at(target, width, "i8"), "float")
+
+        def write(column: Value) -> list[Value]:
+            value = writer.load(writer.at(source, column))
+            # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
+            value = writer.fma(value, inverse, writer.all(12582912.0 + 128.0))
+            bits = writer.op(f"bitcast {kind} {value} to {writer.integers}")
+            narrow = writer.op(f"trunc {writer.integers} {bits} to <{size} x i8>")
+            writer.store(narrow, writer.at(target, column, "i8"), f"<{size} x i8>")
+            return []
+
+        writer.loop(0, width, [], write, step=size)
+        return []
+
+    writer.loop(0, num_rows, [], row)
+    return scratch
+
+
 def _driver(
-    writer: Writer, width: int, most: int, *, norm: bool, add: bool, gate: str | None
+    writer: Writer,
+    width: int,
+    most: int,
+    *,
+    norm: bool,
+    add: bool,
+    gate: str | None,
+    int8: bool = False,
 ) -> None:
     size = writer.lanes
     x, out = writer.argument(_X, "ptr"), writer.argument(_OUT, "ptr")
@@ -169,15 +257,24 @@ def _driver(
     panels, chunk = writer.argument(_PANELS), writer.argument(_CHUNK)
     bias_step = writer.argument(_BIAS_STEP)
     buffer = writer.op(f"alloca [{2 * most * 2 * size} x float], align 64")
+    x_bytes, w_bytes = 4 * width, 4 * size * width
+    if norm or int8:
+        slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
+        offset = writer.mul(slot, writer.mul(num_rows, scratch_bytes(width, int8)))
     if norm:
-        x = _norm(writer, width, x, num_rows)
+        x = _norm(writer, width, x, num_rows, offset)
+    if int8:
+        x_bytes, w_bytes = width + _ROW_END, 2 * size * (width + 8)
+        x = _quantise(
+            writer, width, x, num_rows, writer.add(offset, writer.mul(num_rows, 4 * width))
+        )
 
     def tiles(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
         given = ", ".join(
             (
                 f"i64 {rows}",
-                f"ptr {writer.at(x, writer.mul(first, width))}",
-                f"ptr {writer.at(w, writer.mul(panel, width * 2 * size), 'i16')}",
+                f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
+                f"ptr {writer.at(w, writer.mul(panel, w_bytes), 'i8')}",
                 f"ptr {target}",
                 f"i64 {step}",
                 f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
@@ -226,6 +323,11 @@ def _driver(
     writer.claim("%args", chunk, panels, plain if gate is None else gated)
 
 
+def scratch_bytes(width: int, int8: bool) -> int:
+    """That a thread needs for each row: normed, and quantised."""
+    return 4 * width + (width + _ROW_END if int8 else 0)
+
+
 @lru_cache(maxsize=32)
 def _functions(width: int, dtype: str) -> dict[str, Function]:
     size = lanes()
@@ -233,7 +335,10 @@ def _functions(width: int, dtype: str) -> dict[str, Function]:
     parts: list[tuple[Writer, str]] = []
     for rows in range(1, most + 1):
         writer = Writer(size)
-        _tile(writer, rows, width, dtype)
+        if dtype == "i8":
+            _tile_int8(writer, rows, width)
+        else:
+            _tile(writer, rows, width, dtype)
         parts.append((writer, f"internal void @tile{rows}({_TILE})"))
     writer = Writer(size)
     _tiles(writer, most)
@@ -245,7 +350,7 @@ def _functions(width: int, dtype: str) -> dict[str, Function]:
         *((gate, True, False, gate) for gate in _GATES),
     ):
         writer = Writer(size)
-        _driver(writer, width, most, norm=norm, add=add, gate=gate)
+        _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=dtype == "i8")
         parts.append((writer, f"void @{name}(ptr %args)"))
     return compile_ir(module(parts))
 
@@ -257,26 +362,31 @@ class PackedLinear:
         """Raises Unavailable. `fits` must hold."""
         outputs, width = weight.shape
         size = lanes()
-        self._functions = _functions(width, _NAMES[weight.dtype])
-        panels = outputs // (2 * size)
-        if weight.dtype == torch.bfloat16:
-            view = weight.view(panels, 2, size, width // 2, 2).permute(0, 3, 1, 2, 4)
-        else:
-            view = weight.view(panels, 2, size, width // 2, 2).permute(0, 3, 4, 1, 2)
-        self._weight = view.contiguous()
+        self._weight = self._pack(weight, size)
+        self._functions = _functions(width, self._kind(weight))
         self._bias = torch.zeros(2 * size) if bias is None else bias.float()
         self._outputs, self._width = outputs, width
         self._args = (ctypes.c_int64 * _WORDS)()
         self._args[_W] = self._weight.data_ptr()
         self._args[_BIAS] = self._bias.data_ptr()
         self._args[_BIAS_STEP] = 0 if bias is None else 2 * size
-        self._panels = panels
+        self._panels = outputs // (2 * size)
+        self._int8 = self._kind(weight) == "i8"
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
         outputs, width = weight.shape
         size = lanes()
-        return weight.dtype in _NAMES and outputs % (4 * size) == 0 and width % size == 0
+        return outputs % (4 * size) == 0 and width % size == 0
+
+    def _kind(self, weight: Tensor) -> str:
+        return _NAMES[weight.dtype]
+
+    def _pack(self, weight: Tensor, size: int) -> Tensor:
+        view = weight.view(-1, 2, size, weight.shape[1] // 2, 2)
+        if weight.dtype == torch.bfloat16:  # both columns in one lane
+            return view.permute(0, 3, 1, 2, 4).contiguous()
+        return view.permute(0, 3, 4, 1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
@@ -316,6 +426,28 @@ class PackedLinear:
         if norm is not None:
             args[_NORM] = norm.data_ptr()
             args[_EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
-            args[_SCRATCH] = scratch(threads * rows * self._width).data_ptr()
+        if norm is not None or self._int8:
+            size = threads * rows * scratch_bytes(self._width, self._int8)
+            args[_SCRATCH] = scratch(-(-size // 4)).data_ptr()
         self._functions[name](args, threads)
         return out
+
+
+class PackedInt8(PackedLinear):
+    """A weight rounded to 8 bits with a scale an output; each row of x is rounded when it comes,
+    with a scale of its own. Needs `has_int8()`."""
+
+    def _kind(self, weight: Tensor) -> str:
+        return "i8"
+
+    def _pack(self, weight: Tensor, size: int) -> Tensor:
+        """Panels of bytes: [in / 4, 2, size, 4] weights, [2, size] float32 scales, [2, size] int32
+        -128 * sum of weights."""
+        weight = weight.float()
+        scale = weight.abs().amax(1).clamp_(min=1e-30) / 127
+        whole = (weight / scale[:, None]).round_().to(torch.int8)
+        excess = whole.sum(1, dtype=torch.int32) * -128
+        panels = whole.view(-1, 2, size, weight.shape[1] // 4, 4).permute(0, 3, 1, 2, 4)
+        parts = [panels.reshape(panels.shape[0], -1)]
+        parts += [part.view(-1, 2 * size).view(torch.int8) for part in (scale, excess)]
+        return torch.cat(parts, 1)

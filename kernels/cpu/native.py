@@ -70,6 +70,7 @@ def attention(
         if plan.chunks is None:
             plan.chunks = reference.plan_chunks(meta, k_cache)
         grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out[plan.chunks[-1].end if plan.chunks else decodes :].zero_()  # padding
         for chunk in plan.chunks:
             attended = reference.attend_chunk(grouped, k_cache, v_cache, scale, chunk)
             out[chunk.begin : chunk.end].view_as(attended).copy_(attended)
