@@ -35,13 +35,15 @@ _SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas tha
 class DispatchLimits:
     """wait_seconds: how long a request waits for a replica at most. in_flight: requests. waiting:
     choices, while no replica is ready. losses: replicas that a request may lose without getting a
-    token from any, before it is taken to be the cause. admission: while replicas are ready."""
+    token from any, before it is taken to be the cause. admission: while replicas are ready.
+    reader_seconds: how long a stream is kept that paused because nobody reads it."""
 
     wait_seconds: float = 30.0
     in_flight: int = 4096
     waiting: int = 1024
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     losses: int = 1
+    reader_seconds: float = 30.0
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
@@ -99,7 +101,15 @@ class Dispatcher:
         first_id = next(self._ids)
         for _ in range(request.params.n - 1):
             next(self._ids)
-        entry = Entry(request, first_id, self.metrics, self._ended, self._abort)
+        entry = Entry(
+            request,
+            first_id,
+            self.metrics,
+            self._ended,
+            self._abort,
+            self._resume,
+            self._limits.reader_seconds,
+        )
         self._entries.add(entry)
         self.metrics.prompt_tokens.add(len(request.token_ids))
         self.metrics.prompt_size.observe(len(request.token_ids))
@@ -240,6 +250,12 @@ class Dispatcher:
         for link, ids in by_link.items():
             if link.connection is not None:
                 link.connection.send(Abort(ids))
+
+    def _resume(self, choices: list[Choice]) -> None:
+        """Their reader is back. New numbers, because the old ones may not have ended yet."""
+        for choice in choices:
+            choice.id = next(self._ids)
+        self._place(choices)
 
     def _find(self, choice: Choice) -> Link | None:
         link = self._links.get(choice.place)

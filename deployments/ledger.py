@@ -20,6 +20,11 @@ from engine.messages import Delta, EngineRequest
 
 PROOF = 8  # tokens from one replica that clear a request of its death
 
+# What is kept of a stream that nobody reads: then it pauses.
+UNREAD_BYTES = 2**20
+DELTA_BYTES = 256  # of a delta of one token
+LOGPROB_BYTES = 192  # of a log-probability
+
 
 class Choice:
     """One choice in flight.
@@ -79,7 +84,8 @@ class Entry:
     """A request in flight; implements `deployments.backend.Generation`.
 
     on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices
-    off their replicas.
+    off their replicas; on_resume(choices) brings some back that were taken off because nobody read
+    what came.
     """
 
     def __init__(
@@ -89,6 +95,8 @@ class Entry:
         metrics: RouterMetrics,
         on_end: Callable[["Entry"], None],
         on_abort: Callable[[list[Choice]], None],
+        on_resume: Callable[[list[Choice]], None] = lambda _: None,
+        reader_seconds: float = 30.0,
     ) -> None:
         self.request = request
         self.arrived = time.monotonic()
@@ -102,6 +110,12 @@ class Entry:
         self._metrics = metrics
         self._on_end = on_end
         self._on_abort = on_abort
+        self._on_resume = on_resume
+        self._reader_seconds = reader_seconds
+        k = request.params.logprobs
+        delta_bytes = DELTA_BYTES + (0 if k is None else LOGPROB_BYTES * (k + 1))
+        self._most_unread = UNREAD_BYTES // delta_bytes
+        self._paused: asyncio.TimerHandle | None = None
         self._items: list[tuple[int, Delta]] = []
         self._error: MantaError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -112,6 +126,8 @@ class Entry:
                 raise self._error
             if not self._open:
                 return []
+            if self._paused is not None:
+                self._resume()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         items, self._items = self._items, []
@@ -162,6 +178,27 @@ class Entry:
                 self._finish(now)
         if self._waiter is not None:
             self._wake()
+        elif len(self._items) > self._most_unread and self._open and self._paused is None:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Nobody reads. What is left to compute gives its place to others, until somebody does:
+        then it goes on as after the loss of a replica."""
+        self._metrics.paused.add()
+        error = MantaError(
+            f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
+        )
+        loop = asyncio.get_running_loop()
+        self._paused = loop.call_later(self._reader_seconds, self.fail, error)
+        self.timers.append(self._paused)
+        self._on_abort([choice for choice in self.choices if not choice.done])
+
+    def _resume(self) -> None:
+        assert self._paused is not None
+        self._paused.cancel()
+        self.timers.remove(self._paused)
+        self._paused = None
+        self._on_resume([choice for choice in self.choices if not choice.done])
 
     def _end(self, stopped: list[Choice]) -> None:
         for choice in stopped:

@@ -114,6 +114,9 @@ class RouterMetrics:
             "migrations_total", "Choices that went on at another replica after losing theirs."
         )
         self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
+        self.paused = Counter(
+            "streams_paused_total", "Times that a stream stopped because nobody read it."
+        )
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"
         )

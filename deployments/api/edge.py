@@ -38,6 +38,7 @@ _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # of a head that is not whole yet; `Api`
 _UNKNOWN_METHOD = re.compile(rb"(?!(?:GET|HEAD|POST) )[A-Z]+ [^ ]+ HTTP/1\.[01]\r?\n")
 _INVALID_HTTP = {
     400: ("invalid_http", "this is not valid HTTP/1.1"),
+    408: ("request_timeout", "the head of the request did not arrive in time"),
     414: ("uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes"),
     431: ("headers_too_large", f"the headers are larger than {MAX_HEADER_BYTES} bytes"),
     501: ("not_implemented", "the method or the transfer encoding is not known here"),
@@ -204,5 +205,80 @@ class JsonRefusals:
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-class Protocol(JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class Patience:
+    """Mixed in too: how long a connection may keep us waiting, which uvicorn leaves open. A head
+    that does not come is refused; a reader that does not take its answer is cut off, and the
+    application sees it go. Neither costs a thing for each chunk."""
+
+    if TYPE_CHECKING:  # of uvicorn's protocols and JsonRefusals
+        transport: asyncio.Transport
+        loop: asyncio.AbstractEventLoop
+        cycle: Any
+        _head: int | None
+
+        def _refuse(self, status: int) -> None: ...
+
+    head_seconds = 30.0
+    reader_seconds = 30.0
+    reader_bytes = 4096  # that a reader must take in that time
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        # So that each byte that the client's side has not taken is noticed, the last ones too.
+        transport.set_write_buffer_limits(high=0)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        self._await_head()  # of the next request on this connection
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._no_head)
+
+    def _no_head(self) -> None:
+        self._head_timer = None
+        if self._head is not None:
+            self._refuse(408)
+        elif self.cycle is None:
+            self.transport.close()  # not a byte came: nobody asked for anything
+
+    def pause_writing(self) -> None:
+        super().pause_writing()  # type: ignore[misc]
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()  # type: ignore[misc]
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self.reader_seconds, self._look, unread)
+
+    def _look(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() <= before - self.reader_bytes:
+            self._await_reader()
+            return
+        log.info("a client took nothing of its answer for %g s", self.reader_seconds)
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for timer in (self._head_timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(error)  # type: ignore[misc]
+
+
+class Protocol(Patience, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """What uvicorn makes for each connection."""

@@ -34,6 +34,7 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "adapter_incompatible": (422, INVALID),
     "rate_limit_exceeded": (429, RATE_LIMIT),
     "deadline_exceeded": (408, INVALID),
+    "slow_reader": (408, INVALID),
     "cancelled": (499, INVALID),
 }
 _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (

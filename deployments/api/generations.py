@@ -15,11 +15,14 @@ from engine.messages import Delta
 
 T = TypeVar("T")
 
+MAX_READY = 64  # deltas of several prompts that wait for the answer to take them
+
 
 class Merged:
     """Several prompts as one Generation; choice = index of the prompt * n + its own choice.
 
-    One task a prompt, none a token. The first error ends the whole.
+    One task a prompt, none a token. The first error ends the whole. What nobody reads stays with
+    the generations, which bound it.
     """
 
     def __init__(self, generations: list[Generation], n: int) -> None:
@@ -28,6 +31,7 @@ class Merged:
         self._ready: list[tuple[int, Delta]] = []
         self._error: BaseException | None = None
         self._news = asyncio.Event()
+        self._read = asyncio.Event()
         self._tasks = [asyncio.create_task(self._pump(i)) for i in range(len(generations))]
         self._open = len(generations)
 
@@ -38,6 +42,9 @@ class Merged:
             while items := await generation.next():
                 self._ready += [(base + choice, delta) for choice, delta in items]
                 self._news.set()
+                while len(self._ready) > MAX_READY:
+                    self._read.clear()
+                    await self._read.wait()
         except Exception as error:
             self._error = self._error or error
         finally:
@@ -51,6 +58,7 @@ class Merged:
         if self._error is not None:
             raise self._error
         ready, self._ready = self._ready, []
+        self._read.set()
         return ready
 
     def abort(self, choice: int | None = None) -> None:

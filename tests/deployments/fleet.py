@@ -122,6 +122,8 @@ class Fleet:
         limits: DispatchLimits | None = None,
         options: str = "",
         stall: StallLimits | None = None,
+        rows: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
@@ -129,16 +131,17 @@ class Fleet:
         self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
         self._options = options
         self._stall = stall or StallLimits()
+        self._rows = rows
+        self._tokenizer = tokenizer
 
     async def __aenter__(self) -> Self:
         card = ModelCard("m", 4096, VOCAB, (2,), 0)
-        tokenizer: Any = None
-        self.dispatcher = Dispatcher(card, tokenizer, self._limits, "router")
+        self.dispatcher = Dispatcher(card, self._tokenizer, self._limits, "router")
         for number in range(self._count):
             await self.add(f"r{number}")
         self.publish()
         if self._count:
-            await until(lambda: self.connected() == self._count)
+            await until(lambda: len(self.dispatcher.state().replicas) == self._count)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -149,7 +152,8 @@ class Fleet:
 
     async def add(self, name: str) -> Relay:
         relay = Relay(FAST, self._stall, self._engine(name))
-        await relay.start(EngineConfig(model=f"fake:{self._options}"), "127.0.0.1")
+        config = EngineConfig(model=f"fake:{self._options}", max_num_seqs=self._rows)
+        await relay.start(config, "127.0.0.1")
         self.relays[name] = relay
         return relay
 

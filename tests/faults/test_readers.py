@@ -1,0 +1,221 @@
+"""F20, F21: clients that do not read, or do not send; real sockets, the router's whole path from
+uvicorn to the channel, in one process."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+
+from deployments import ledger
+from deployments.api.app import Api, build_asgi
+from deployments.api.edge import Protocol
+from deployments.api.options import ApiOptions
+from deployments.dispatcher import DispatchLimits
+from deployments.ledger import UNREAD_BYTES
+from engine.errors import MantaError
+from tests.deployments.fake_backend import tiny_tokenizer
+from tests.deployments.fleet import FAST, Fleet, read, until
+
+BODY = {"model": "m", "prompt": "the answer", "ignore_eos": True, "stream": True}
+
+
+class Hurried(Protocol):
+    """Protocol, its half minutes made short."""
+
+    head_seconds = 0.5
+    reader_seconds = 0.5
+
+
+@contextlib.asynccontextmanager
+async def serving(fleet: Fleet, protocol: type = Protocol) -> AsyncIterator[tuple[int, Api]]:
+    """(port, application) of the fleet's router. The kernel's buffers are small, so that a client
+    that does not read is felt soon."""
+    app = build_asgi(fleet.dispatcher, ApiOptions(body_timeout_s=0.5))
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="critical", http=protocol, lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        yield listener.getsockname()[1], app
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+def fleet_of_one(**more) -> Fleet:
+    limits = DispatchLimits(channel=FAST, **more)
+    return Fleet(
+        1, limits=limits, options="vocab_size=250,max_model_len=30000", tokenizer=tiny_tokenizer()
+    )
+
+
+async def connect(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client with a small receive buffer that has sent this."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    writer.write(data)
+    return reader, writer
+
+
+def request(**fields) -> bytes:
+    body = json.dumps({**BODY, **fields}).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+
+
+async def said(reader: asyncio.StreamReader) -> str:
+    """The text of a streamed answer, and a check that it is whole."""
+    await reader.readuntil(b"\r\n\r\n")
+    data = b""
+    while size := int(await reader.readline(), 16):
+        data += (await reader.readexactly(size + 2))[:-2]
+    *events, end, _ = data.split(b"\n\n")
+    assert end == b"data: [DONE]"
+    chunks = [json.loads(event[6:]) for event in events]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+async def gaps(port: int, count: int) -> list[float]:
+    """Seconds between the arrivals of one stream's tokens."""
+    reader, writer = await connect(port, request(max_tokens=count))
+    times = []
+    while b"[DONE]" not in await reader.readline():
+        times.append(time.monotonic())
+    writer.close()
+    return [b - a for a, b in itertools.pairwise(times) if b - a > 1e-4]
+
+
+def size(item: object) -> int:
+    """Bytes of what was kept, shared small numbers left out."""
+    if isinstance(item, (list, tuple)):
+        return sys.getsizeof(item) + sum(map(size, item))
+    fields = getattr(item, "__struct_fields__", ())
+    own = 0 if isinstance(item, (str, int, type(None))) else sys.getsizeof(item)
+    return own + sum(size(getattr(item, name)) for name in fields)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_f20_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(logprobs):
+    """A whole context of tokens and log-probabilities for each client that has gone to lunch, and a
+    row of the batch with it."""
+    async with fleet_of_one() as fleet:
+        fleet.engines["r0"].pace = 0.0
+        entry = fleet.generate(max_tokens=25_000, n=2, logprobs=logprobs)
+        await until(lambda: fleet.dispatcher.metrics.paused.values[()] == 1, 15)
+        await until(lambda: fleet.load() == {"r0": 0})
+        kept = size(entry._items)
+        print(f"{len(entry._items)} deltas, {kept / 2**20:.2f} MiB")
+        assert 0.2 * UNREAD_BYTES < kept <= UNREAD_BYTES
+        assert fleet.dispatcher.held() == {"entries": 1, "waiting": 0, "choices": 0}
+        before = len(entry.choices[0].emitted)
+        await entry.next()
+        again = asyncio.create_task(entry.next())
+        await until(lambda: fleet.load() == {"r0": 2})
+        ((_, delta), *_) = await again
+        assert before > 300 and delta.token_ids
+        entry.abort()
+
+
+async def test_f20_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
+    """Tokens lost or told twice where a stream paused; or, its old number in use, the whole
+    connection to the replica closed."""
+    monkeypatch.setattr(ledger, "UNREAD_BYTES", 2**16)
+    async with fleet_of_one() as fleet:
+        fleet.engines["r0"].pace = 0.0
+        entry = fleet.generate(max_tokens=2000)
+        tokens: list[int] = []
+        for pause in range(3):
+            paused = fleet.dispatcher.metrics.paused.values
+            await until(lambda n=pause, p=paused: p[()] == n + 1, 15)
+            tokens += [t for _, delta in await entry.next() for t in delta.token_ids]
+            tokens += [t for _, delta in await entry.next() for t in delta.token_ids]
+        tokens += (await read(entry))[0]
+        first = 32
+        assert tokens == [first + p % (250 - first) for p in range(10, 2010)]
+        assert fleet.dispatcher.metrics.channels.values[()] == 1
+        assert fleet.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
+
+
+async def test_f20_a_reader_that_does_not_come_back_is_ended_with_an_error():
+    """A paused stream, with what is kept for it, for as long as the client likes."""
+    async with fleet_of_one(reader_seconds=0.3) as fleet:
+        fleet.engines["r0"].pace = 0.0
+        entry = fleet.generate(max_tokens=25_000)
+        await until(lambda: not fleet.dispatcher._entries, 15)
+        assert await entry.next()
+        with pytest.raises(MantaError) as caught:
+            await entry.next()
+        assert caught.value.code == "slow_reader"
+
+
+async def test_f20_slow_readers_do_not_touch_other_streams_and_are_cut_off():
+    """One client that sleeps and everybody stalls; or its connection and its request, for ever."""
+    async with fleet_of_one() as fleet, serving(fleet, Hurried) as (port, app):
+        fleet.engines["r0"].pace = 0.005
+        alone = sorted(await gaps(port, 200))
+        slow = [await connect(port, request(max_tokens=4000)) for _ in range(30)]
+        for reader, _ in slow:
+            await reader.readexactly(20)  # and then no more
+        beside = sorted(await gaps(port, 200))
+        p99 = [values[int(0.99 * len(values))] for values in (alone, beside)]
+        print(f"p99 between tokens: {1e3 * p99[0]:.1f} ms alone, {1e3 * p99[1]:.1f} beside 30")
+        assert p99[1] < 3 * p99[0] + 0.03
+        await until(lambda: app.in_flight == 0, 10)
+        await until(lambda: fleet.load() == {"r0": 0})
+        assert fleet.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_f20_a_reader_that_pauses_for_less_gets_the_whole_text():
+    """A stream cut off because its client stopped to think."""
+    async with fleet_of_one() as fleet, serving(fleet) as (port, _):
+        fleet.engines["r0"].pace = 0.0
+        reader, writer = await connect(port, request(max_tokens=3000))
+        await asyncio.sleep(1.0)
+        whole = await said(reader)
+        reader, other = await connect(port, request(max_tokens=3000))
+        assert await said(reader) == whole and len(whole) >= 3000
+        writer.close()
+        other.close()
+
+
+SENDERS = {
+    "head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Ty",
+    "body": request()[:-30],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", SENDERS)
+async def test_f21_slow_senders_are_timed_out_and_hold_no_place(what):
+    """Slowloris: some hundred connections that send a byte now and then, and nobody else gets
+    in."""
+    async with fleet_of_one(in_flight=8) as fleet, serving(fleet, Hurried) as (port, app):
+        began = time.monotonic()
+        slow = [await connect(port, SENDERS[what]) for _ in range(100)]
+        reader, writer = await connect(port, request(max_tokens=5))
+        assert await said(reader)
+        assert app.in_flight == 0 and time.monotonic() - began < 5
+        writer.close()
+        for reader, writer in slow:
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert (b" 408 " in answer and b"request_timeout" in answer) or what == "nothing"
+            writer.close()
+        assert time.monotonic() - began > 0.4
+        assert app.in_flight == 0 and not fleet.engines["r0"].core.has_work()
