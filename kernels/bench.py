@@ -1,4 +1,4 @@
-"""`python -m kernels.bench [lora [sweep]]`: each kernel's time, and its share of the device's speed.
+"""`python -m kernels.bench [lora [sweep]]`: each kernel's time, and its share of the device's best.
 
 Times are of CUDA graphs that walk over enough layers' worth of data to leave the L2 cache behind,
 as a model does.

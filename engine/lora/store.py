@@ -269,6 +269,8 @@ class AdapterStore:
         if slot.ready:
             self._wanted.pop(adapter, None)
             self._touch(slot)
+            if adapter.weights is not None:
+                self._host.move_to_end(adapter)
         return slot.ready
 
     def pin(self, adapter: Adapter, *, first: bool) -> int:
