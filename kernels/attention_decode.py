@@ -78,17 +78,14 @@ class DecodePlan:
     shape: _Shape
 
 
-@triton.jit(
-    do_not_specialize=["num_entries"],
-    do_not_specialize_on_alignment=["kv_len", "arrived", "counted"],
-)
+@triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
 def _plan_kernel(
     kv_len,
     counted,
     items,
     entries,
     arrived,
-    num_entries,
+    decodes,
     fill,
     fixed,
     NUM_KV_HEADS: tl.constexpr,
@@ -107,6 +104,7 @@ def _plan_kernel(
 ):
     entry = tl.program_id(0)
     index = tl.arange(0, ENTRIES)
+    num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
     real = index < num_entries
     if DETERMINISTIC:  # a function of the entry's own length
@@ -135,11 +133,13 @@ def _plan_kernel(
             size = tl.where(better, tried, size)
             best = tl.where(better, end, best)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
-    mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)
+    mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)  # 0 beyond num_entries
     own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
     before = (length > own_length) | ((length == own_length) & (index < entry))
     first = tl.sum(tl.where(before, splits, 0), axis=0)
-    even = tl.cdiv(tl.cdiv(own_length, mine), TILE) * TILE  # <= size, and leaves no split empty
+    even = (
+        tl.cdiv(tl.cdiv(own_length, tl.maximum(mine, 1)), TILE) * TILE
+    )  # <= size, and leaves no split empty
     for start in range(0, mine, WRITE):
         split = start + tl.arange(0, WRITE)
         target = items + (first + split) * 8
@@ -343,6 +343,7 @@ def plan(
     num_heads: int,
     k_cache: Tensor,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
     max_kv_len: int,
+    decodes: Tensor,  # [1] int32: the leading entries that are decodes
     deterministic: bool = False,
 ) -> DecodePlan:
     """Cut the keys of a step's decodes.
@@ -378,7 +379,7 @@ def plan(
         result.items,
         result.entries,
         result.arrived,
-        num_entries,
+        decodes,
         fill,
         FIXED_SPLITS,
         NUM_KV_HEADS=num_kv_heads,

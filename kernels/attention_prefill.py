@@ -71,8 +71,8 @@ def _walk(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_tokens", "first_entry", "num_entries"],
-    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len"],
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
 )
 def _prefill_kernel(
     q,
@@ -82,11 +82,10 @@ def _prefill_kernel(
     block_table,
     query_start,
     kv_len,
+    counts,
     scale_log2,
     table_stride,
     num_tokens,
-    first_entry,
-    num_entries,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,6 +101,8 @@ def _prefill_kernel(
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
     # num_entries stands for the padding tokens that follow the last entry.
+    first_entry = tl.load(counts)
+    num_entries = tl.load(counts + 1)
     origin = tl.load(query_start + first_entry)
     low = first_entry
     high = num_entries
@@ -177,10 +178,10 @@ def attention_prefill(
     block_table: Tensor,  # [num_entries, max_blocks] int32
     query_start: Tensor,  # [num_entries + 1] int32
     kv_len: Tensor,  # [num_entries] int32
+    counts: Tensor,  # [2] int32: leading entries that are left alone, entries in all
     scale: float,
-    first_entry: int = 0,
 ) -> None:
-    """Attention of the entries from first_entry on; padding tokens after the last get zeros."""
+    """Attention of the entries counts[0] .. counts[1] - 1; tokens after the last get zeros."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = kv_len.shape[0]
@@ -189,7 +190,7 @@ def attention_prefill(
     shape = _shape(dims, q.element_size())
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
-    blocks = (num_tokens - first_entry) // (rows // group) + num_entries - first_entry + 1
+    blocks = num_tokens // (rows // group) + num_entries + 1
     _prefill_kernel[(num_kv_heads, blocks)](
         q,
         k_cache,
@@ -198,11 +199,10 @@ def attention_prefill(
         block_table,
         query_start,
         kv_len,
+        counts,
         scale * 1.4426950408889634,
         block_table.stride(0),
         num_tokens,
-        first_entry,
-        num_entries,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels import cublaslt
@@ -74,9 +75,14 @@ def prepare(
     meta: AttentionMeta, num_heads: int, k_cache: Tensor, deterministic: bool = False
 ) -> None:
     """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
+    if meta.counts is None:
+        counts = [meta.num_decodes, len(meta.kv_len)]
+        meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)
     if meta.num_decodes:
         kv_len = meta.kv_len[: meta.num_decodes]
-        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, deterministic)
+        meta.plan = plan(
+            kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1], deterministic
+        )
 
 
 def attention(
@@ -85,9 +91,10 @@ def attention(
     """Leading decodes and the rest each have their kernel."""
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty((num_tokens, num_heads * head_dim))
+    if meta.counts is None:
+        prepare(meta, num_heads, k_cache)
+    assert meta.counts is not None
     if meta.num_decodes:
-        if meta.plan is None:
-            prepare(meta, num_heads, k_cache)
         attention_decode(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan)
     if num_tokens > meta.num_decodes:
         attention_prefill(
@@ -98,7 +105,7 @@ def attention(
             meta.block_table,
             meta.query_start,
             meta.kv_len,
+            meta.counts,
             scale,
-            first_entry=meta.num_decodes,
         )
     return out

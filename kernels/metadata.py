@@ -25,7 +25,8 @@ class AttentionMeta:
     query_start: Tensor  # [num_entries + 1] int32
     kv_len: Tensor  # [num_entries] int32: keys of the entry, this step's included
     block_table: Tensor  # [num_entries, max_blocks] int32
-    num_decodes: int  # leading entries with exactly one query token
+    # leading entries with exactly one query token; in a graph of a mixed step, how many at most
+    num_decodes: int
     max_query_len: int
     max_kv_len: int
     # the same on the host; the CPU back end loops over them
@@ -33,6 +34,8 @@ class AttentionMeta:
     kv_len_host: list[int] | None = None
     # what a back end computed once a step for all layers (e.g. how decode splits the keys)
     plan: Any = None
+    # [2] int32 on the device: decodes, entries. What follows them pads. None: num_decodes, all.
+    counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
 
 

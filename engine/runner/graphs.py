@@ -1,8 +1,11 @@
-"""DecodeGraphs: one CUDA graph a batch size for a whole decode step.
+"""StepGraphs: CUDA graphs for whole steps of certain sizes, decodes alone or mixed with chunks.
 
 A graph holds assembly, forward, logits, sampling and the write of the next token. Launching it
-costs the host microseconds whatever the number of layers. Unused entries of the next larger size
-point at the padding row: they write no key and their token goes nowhere.
+costs the host microseconds whatever the number of layers, where launching its kernels one by one
+takes longer than the device takes for a few hundred tokens: without graphs for mixed steps, every
+short prompt would wait for the host. A size is (entries, tokens); decodes alone have as many of the
+one as of the other. Steps are padded to the next size: padding points at the padding row, writes no
+key, and its token goes nowhere.
 """
 
 from bisect import bisect_left
@@ -18,6 +21,15 @@ from engine.sampling.sampler import SamplePlan
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
+Size = tuple[int, int]  # entries, tokens
+
+# Beyond these the device is busy for longer than the host takes to launch the next step.
+MIXED_SIZES: dict[int, tuple[int, ...]] = {
+    16: (32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048),
+    64: (128, 192, 256, 384, 512, 768, 1024, 2048),
+    256: (320, 384, 512, 768, 1024, 2048),
+}
+
 
 def default_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, then by 8 to 256, then by 32; max_num_seqs always is the last.
@@ -29,28 +41,50 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
 
 
-class DecodeGraphs:
-    """Graphs for batches of decodes whose sampling is greedy or temperature only.
+class StepGraphs:
+    """Graphs for steps whose sampling is greedy or temperature only.
 
     Two variants a size: "greedy" (all rows greedy) and "sampled" (some have a temperature). The
-    second is captured when first needed, because many deployments never use one of them.
+    second is captured when first needed, because many deployments never use one of them. Both with
+    and without adapters where the engine takes any: steps without one pay nothing for them.
     """
 
-    def __init__(self, runner: "ModelRunner", sizes: Sequence[int]) -> None:
+    def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
         self._runner = runner
-        self._sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, Any], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._decodes = sorted(sizes)
+        # Padding may be as long as a size less one token, and has to fit the padding row.
+        limit = min(max_tokens, runner.rows.tokens.shape[1] - 1)
+        self._mixed = {
+            entries: [size for size in tokens if size <= limit]
+            for entries, tokens in MIXED_SIZES.items()
+            if entries <= runner.rows.pad_row
+        }
+        self._graphs: dict[tuple[Size, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
-    def can_run(self, count: int, plan: SamplePlan) -> bool:
-        return plan.simple and count <= self._sizes[-1]
+    def size_of(self, batch: Batch, plan: SamplePlan) -> Size | None:
+        """The graph that a batch fits into; None: launch it kernel by kernel."""
+        count = len(batch.rows)
+        if not plan.simple:
+            return None
+        if batch.num_decodes == count:
+            at = bisect_left(self._decodes, count)
+            return (self._decodes[at],) * 2 if at < len(self._decodes) else None
+        for entries, sizes in self._mixed.items():
+            if count < entries:  # one is for padding
+                at = bisect_left(sizes, batch.num_tokens)
+                return (entries, sizes[at]) if at < len(sizes) else None
+        return None
 
     def capture(self) -> None:
         """Record the greedy variants, largest first so that smaller ones reuse its memory."""
         greedy = self._runner.sampler.simple_plan(greedy=True)
-        for size in reversed(self._sizes):
-            self._runner.model.tune(size)
-            self._capture(size, greedy)
+        sizes = [(size, size) for size in self._decodes]
+        sizes += [(entries, size) for entries in self._mixed for size in self._mixed[entries]]
+        for size in sorted(sizes, key=lambda size: size[1], reverse=True):
+            self._runner.model.tune(size[1])
+            for adapters in (False, True)[: 1 + (self._runner.lora is not None)]:
+                self._capture(size, greedy, adapters)
 
     def forget(self) -> None:
         """Each is captured again when it is first needed."""
@@ -58,45 +92,56 @@ class DecodeGraphs:
         self._pool = None
 
     @torch.inference_mode()
-    def run(self, batch: Batch, plan: SamplePlan) -> Tensor:
+    def run(self, batch: Batch, size: Size, plan: SamplePlan) -> Tensor:
         """Upload the batch and replay.
 
-        Returns the tokens, [size] int64 (padded), valid until the next run.
+        Returns the tokens of the sampling entries in order, [entries] int64 (padded), valid until
+        the next run.
         """
-        count = len(batch.rows)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        key = (size, plan.greedy)
+        lora = self._runner.lora
+        adapters = lora is not None and lora.has_adapters(batch)
+        key = (size, plan.greedy, adapters)
         if key not in self._graphs:
-            self._capture(size, plan)
-        self._runner.inputs.upload(batch, size)
+            self._capture(size, plan, adapters)
+        self._runner.inputs.upload(batch, *size)
+        if lora is not None and adapters:
+            lora.upload_step(batch, size[1])
         self._runner.sampler.flush()
         graph, tokens = self._graphs[key]
         graph.replay()
         return tokens
 
     @torch.inference_mode()
-    def _capture(self, size: int, plan: SamplePlan) -> None:
-        # Point every entry at the padding row, so that recording and warming touch no request.
-        inputs, runner = self._runner.inputs, self._runner
-        inputs.rows[:size].fill_(runner.rows.pad_row)
-        inputs.starts[:size].zero_()
-        inputs.query_start[: size + 1].copy_(torch.arange(size + 1, dtype=torch.int32))
+    def _capture(self, size: Size, plan: SamplePlan, adapters: bool) -> None:
+        self._runner.inputs.all_padding(*size)  # recording and warming touch no request
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(size, plan)
+            self._step(size, plan, adapters)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            tokens = self._step(size, plan)
+        # Only of this thread: another may be loading an adapter.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            tokens = self._step(size, plan, adapters)
         self._pool = graph.pool()
-        self._graphs[size, plan.greedy] = (graph, tokens)
+        self._graphs[size, plan.greedy, adapters] = (graph, tokens)
 
-    def _step(self, size: int, plan: SamplePlan) -> Tensor:
+    def _step(self, size: Size, plan: SamplePlan, adapters: bool) -> Tensor:
         runner = self._runner
+        entries, num_tokens = size
+        mixed = num_tokens > entries
         max_kv_len = runner.rows.tokens.shape[1] - 1
-        token_ids, meta = runner.inputs.lay_out(size, size, size, 1, max_kv_len)
+        token_ids, meta = runner.inputs.lay_out(
+            entries, num_tokens, entries, num_tokens if mixed else 1, max_kv_len
+        )
+        if adapters:
+            assert runner.lora is not None
+            meta.lora = runner.lora.graph_step(num_tokens)
         runner.kernels.prepare(meta, runner._num_heads, runner.kv.layers[0][0])
         hidden = runner.model.forward(token_ids, meta, runner.kv.layers)
-        rows = runner.inputs.rows[:size].long()
-        return runner.sample(hidden, rows, meta.kv_len.long(), plan).tokens
+        rows, positions = runner.inputs.rows[:entries], meta.kv_len
+        if mixed:
+            hidden = hidden.index_select(0, runner.inputs.last[:entries])
+            which = runner.inputs.which[:entries]
+            rows, positions = rows.index_select(0, which), positions.index_select(0, which)
+        return runner.sample(hidden, rows.long(), positions.long(), plan).tokens

@@ -4,11 +4,12 @@ CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned me
 step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = max_num_seqs; fixed
 offsets, so that a graph can read the first sections):
 
-    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | updates
+    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | counts [2] | updates
     updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
 
 `last` is, for each sampling entry, the index of its last token in the step's tokens; `which` is
-its entry. The offsets count from the start of the updates.
+its entry. `counts` are the decodes and the entries. The offsets count from the start of the
+updates.
 
 Two pinned buffers alternate. Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and by
 then n has been waited for (the loop is one ahead, never two).
@@ -114,7 +115,8 @@ class CudaInputs:
         self._block_size = block_size
         entries = rows.pad_row
         self._entries = entries
-        self._updates_at = 5 * entries + 1
+        self._counts_at = 5 * entries + 1
+        self._updates_at = self._counts_at + 2
         capacity = self._updates_at + UPDATE_CAPACITY
         self._staging = [_Staging(capacity), _Staging(capacity)]
         self._packed = torch.zeros(capacity, dtype=torch.int32, device=device)
@@ -123,6 +125,7 @@ class CudaInputs:
         self.query_start = self._packed[2 * entries : 3 * entries + 1]
         self.last = self._packed[3 * entries + 1 : 4 * entries + 1]
         self.which = self._packed[4 * entries + 1 : 5 * entries + 1]
+        self.counts = self._packed[self._counts_at : self._updates_at]
         # Outputs of assembly: static, because graphs read them.
         num_tokens = max(max_num_tokens, entries)
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -134,10 +137,12 @@ class CudaInputs:
         )
         self._turn = 0
 
-    def upload(self, batch: Batch, padded: int) -> None:
-        """Copy the batch's numbers and apply its updates.
+    def upload(self, batch: Batch, num_entries: int, num_tokens: int) -> None:
+        """Copy the batch's numbers, padded to this many entries and tokens; apply its updates.
 
-        Entries from the batch's own up to `padded` (decodes only) point at the padding row.
+        Padding entries point at the padding row. Decodes are padded by decodes; behind a mixed
+        batch, which needs an entry to spare, one padding entry has the tokens that are left over
+        and the others none. Padding samples are that entry's.
         """
         from kernels.batch import apply_updates
 
@@ -155,19 +160,26 @@ class CudaInputs:
 
         array[:count] = batch.rows
         array[entries : entries + count] = batch.starts
+        if num_entries > count:
+            array[count:num_entries] = self._rows.pad_row
+            array[entries + count : entries + num_entries] = 0
         query_start = array[2 * entries : 3 * entries + 1]
         query_start[0] = 0
         if batch.num_decodes == count:
-            query_start[1 : padded + 1] = np.arange(1, padded + 1)
+            query_start[1 : num_entries + 1] = np.arange(1, num_entries + 1)
+            counts = num_entries, num_entries
         else:
             query_start[1 : count + 1] = np.cumsum(batch.lengths)
+            query_start[count + 1 : num_entries + 1] = num_tokens
             which = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
-            last_at, which_at = 3 * entries + 1, 4 * entries + 1
-            array[last_at : last_at + len(which)] = query_start[which + 1] - 1
-            array[which_at : which_at + len(which)] = which
-        if padded > count:
-            array[count:padded] = self._rows.pad_row
-            array[entries + count : entries + padded] = 0
+            last = array[3 * entries + 1 : 3 * entries + 1 + num_entries]
+            last[: len(which)] = query_start[which + 1] - 1
+            last[len(which) :] = num_tokens - 1
+            chosen = array[4 * entries + 1 : 4 * entries + 1 + num_entries]
+            chosen[: len(which)] = which
+            chosen[len(which) :] = count  # not read where nothing is padded
+            counts = batch.num_decodes, count
+        array[self._counts_at : self._updates_at] = counts
 
         if num_updates:
             updates = array[self._updates_at : self._updates_at + num_updates]
@@ -194,6 +206,21 @@ class CudaInputs:
                 num_rows,
                 num_blocks,
             )
+
+    def all_padding(self, num_entries: int, num_tokens: int) -> None:
+        """As if a batch of nothing but padding had been uploaded."""
+        decodes = num_entries == num_tokens
+        self.rows[:num_entries].fill_(self._rows.pad_row)
+        self.starts[:num_entries].zero_()
+        if decodes:
+            first = torch.arange(num_entries + 1, dtype=torch.int32)
+        else:
+            first = torch.full((num_entries + 1,), num_tokens, dtype=torch.int32)
+            first[0] = 0
+        self.query_start[: num_entries + 1].copy_(first)
+        self.last[:num_entries].zero_()
+        self.which[:num_entries].zero_()
+        self.counts.fill_(num_entries if decodes else 0)
 
     def lay_out(
         self,
@@ -232,13 +259,14 @@ class CudaInputs:
             num_decodes=num_decodes,
             max_query_len=max_query_len,
             max_kv_len=max_kv_len,
+            counts=self.counts,
         )
         return self.token_ids[:num_tokens], meta
 
     def assemble(self, batch: Batch) -> DeviceStep:
         """Upload and lay out one eager step."""
         count = len(batch.rows)
-        self.upload(batch, count)
+        self.upload(batch, count, batch.num_tokens)
         decodes_only = batch.num_decodes == count
         lengths = batch.lengths
         max_kv_len = max(

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
+from engine.lora.device import LoraDevice
 from engine.models.registry import Model
-from engine.runner.graphs import DecodeGraphs
+from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
@@ -109,6 +110,7 @@ class ModelRunner:
         num_heads: int,
         max_num_batched_tokens: int,
         device: torch.device,
+        lora: LoraDevice | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -116,6 +118,7 @@ class ModelRunner:
         self.rows = rows
         self.kv = kv
         self.device = device
+        self.lora = lora
         self._num_heads = num_heads
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cuda = device.type == "cuda"
@@ -134,7 +137,7 @@ class ModelRunner:
         self._logprobs = [-1] * rows.pad_row
         self._prompt_logprobs = [-1] * rows.pad_row
         self._num_prompt = [0] * rows.pad_row
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     def launch(self, batch: Batch) -> Pending:
         """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns.
@@ -157,6 +160,8 @@ class ModelRunner:
                 -1 if params.prompt_logprobs is None else params.prompt_logprobs
             )
             self._num_prompt[new.row] = new.num_prompt_tokens
+            if self.lora is not None:
+                self.lora.set_row(new.row, new.lora_slot)
 
         count = len(batch.rows)
         decodes_only = batch.num_decodes == count
@@ -166,10 +171,19 @@ class ModelRunner:
             else [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
         )
         plan = self.sampler.plan(sample_rows)
-        if self.graphs is not None and decodes_only and self.graphs.can_run(count, plan):
-            return self._finish(batch, self.graphs.run(batch, plan)[:count], None)
+        entries = (
+            None if decodes_only else [i for i, samples in enumerate(batch.samples) if samples]
+        )
+        size = None
+        if self.graphs is not None and (decodes_only or not self._wants_prompt_logprobs(batch)):
+            size = self.graphs.size_of(batch, plan)
+        if self.graphs is not None and size is not None:
+            tokens = self.graphs.run(batch, size, plan)[: len(sample_rows)]
+            return self._finish(batch, tokens, entries)
 
         step = self.inputs.assemble(batch)
+        if self.lora is not None:
+            step.meta.lora = self.lora.step(batch)
         hidden = self.forward(step)
         prompt_logprobs = [] if decodes_only else self._launch_prompt_logprobs(batch, hidden)
         if not sample_rows:
@@ -179,9 +193,6 @@ class ModelRunner:
         if step.last is not None:
             hidden = hidden.index_select(0, step.last)
         sampled = self.sample(hidden, step.sample_rows, step.sample_positions, plan)
-        entries = (
-            None if decodes_only else [i for i, samples in enumerate(batch.samples) if samples]
-        )
         pending = self._finish(batch, sampled.tokens, entries)
         pending.logprobs = self._launch_logprobs(sampled, sample_rows)
         pending.prompt_logprobs = prompt_logprobs
@@ -254,6 +265,9 @@ class ModelRunner:
             [self._logprobs[row] for row in rows],
         )
 
+    def _wants_prompt_logprobs(self, batch: Batch) -> bool:
+        return any(self._prompt_logprobs[row] >= 0 for row in batch.rows)
+
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
     ) -> list[tuple[int, _HostLogprobs]]:
@@ -286,9 +300,9 @@ class ModelRunner:
         return found
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
-        """Record decode steps of these batch sizes. CUDA only; call once, after warm-up."""
+        """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""
         self.model.tune(self._max_num_batched_tokens)
-        self.graphs = DecodeGraphs(self, sizes)
+        self.graphs = StepGraphs(self, sizes, self._max_num_batched_tokens)
         self.graphs.capture()
 
     @torch.inference_mode()
@@ -305,7 +319,13 @@ class ModelRunner:
             batch.samples.append(True)
             num_tokens -= length
         step = self.inputs.assemble(batch)
+        if self.lora is not None and self._cuda:
+            self._warm_up_adapters(batch)
+            step = self.inputs.assemble(batch)
+            step.meta.lora = self.lora.pretend(batch.num_tokens)
         hidden = self.forward(step)
+        if self.lora is not None:
+            self.lora.forget()
         count = self.rows.pad_row
         plan = self.sampler.simple_plan(greedy=True)
         rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
@@ -313,3 +333,15 @@ class ModelRunner:
         self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), plan)
         decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
         self.forward(self.inputs.assemble(decode))
+
+    def _warm_up_adapters(self, largest: Batch) -> None:
+        """Small steps compile what the largest does not need."""
+        from kernels.lora import warm_up_sizes
+
+        assert self.lora is not None
+        pad = self.rows.pad_row
+        for size in warm_up_sizes(largest.num_tokens):
+            lengths = [min(size, largest.lengths[0])]
+            step = self.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
+            step.meta.lora = self.lora.pretend(lengths[0])
+            self.forward(step)

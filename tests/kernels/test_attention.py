@@ -96,6 +96,30 @@ def test_prefill_ragged(block_size: int, dtype: torch.dtype) -> None:
     check(kv_len, query_len, 8, 2, 64, block_size, 2, dtype, padding=5)
 
 
+def number(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
+def test_graph_with_fewer_entries_than_room() -> None:
+    """In a graph of a mixed step the device alone knows where decodes end and padding begins."""
+    kv_len, query_len, num_decodes = [40, 300, 129, 64, 90], [1, 1, 7, 64, 33], 2
+    k_cache, v_cache, meta = paged(kv_len, query_len, 2, 64, 16, num_decodes, torch.float32)
+    total = sum(query_len)
+    q = random(total + 11, 8, 64)
+    ref = attention(q[:total], k_cache, v_cache, 0.125, meta)
+    meta.counts = torch.tensor([num_decodes, 5], dtype=torch.int32, device=DEVICE)
+    padding = torch.tensor([total + 11] * 4, dtype=torch.int32, device=DEVICE)
+    meta.query_start = torch.cat([meta.query_start, padding])
+    meta.kv_len = torch.cat([meta.kv_len, torch.tensor([11, 0, 0, 0], device=DEVICE).int()])
+    meta.block_table = torch.nn.functional.pad(meta.block_table, (0, 0, 0, 4))
+    meta.num_decodes = 9
+    cuda.prepare(meta, 8, k_cache)
+    for _ in range(2):
+        out = cuda.attention(q, k_cache, v_cache, 0.125, meta).view(q.shape)
+        assert row_error(out[:total], ref) < BOUND[torch.float32]
+        assert not out[total:].any()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_batch_order_does_not_matter(deterministic: bool) -> None:
     """Permuting the entries permutes the output bit by bit."""
@@ -105,7 +129,7 @@ def test_batch_order_does_not_matter(deterministic: bool) -> None:
     order = torch.tensor([3, 0, 5, 1, 4, 2], device=DEVICE)
     outs = []
     for index in (torch.arange(6, device=DEVICE), order):
-        split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, deterministic)
+        split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, number(6), deterministic)
         out = torch.full_like(q, torch.nan)
         attention_decode(q[index], k_cache, v_cache, out, meta.block_table[index], 0.125, split)
         outs.append(out)
@@ -119,7 +143,7 @@ def test_deterministic_rows_ignore_the_rest() -> None:
     q = random(6, 8, 64)
     outs = []
     for count in (1, 6):
-        split = plan(meta.kv_len[:count], 8, k_cache, meta.max_kv_len, deterministic=True)
+        split = plan(meta.kv_len[:count], 8, k_cache, meta.max_kv_len, number(count), True)
         out = torch.empty_like(q[:count])
         attention_decode(q[:count], k_cache, v_cache, out, meta.block_table[:count], 0.125, split)
         outs.append(out[0])
@@ -142,7 +166,8 @@ def test_plan_covers_every_key_once() -> None:
         count = [1, 2, 7, 33][trial % 4]
         lengths = torch.randint(0, [40, 900, 20000][trial % 3], (count,), dtype=torch.int32)
         cache = random(1, 2, 16, 16)
-        split = plan(lengths.to(DEVICE), 4, cache, int(lengths.max()) + 1, trial % 2 == 0)
+        longest = int(lengths.max()) + 1
+        split = plan(lengths.to(DEVICE), 4, cache, longest, number(count), trial % 2 == 0)
         listed = split.items[: int(split.count[0])].tolist()
         assert len(listed) <= len(split.items)
         seen: dict[int, list[tuple[int, int]]] = {}

@@ -87,7 +87,7 @@ def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         batch, layout = steps.next(decodes_only=True)
         want = pair.cpu.assemble(batch)
         count = len(batch.rows)
-        pair.cuda.upload(batch, NUM_ROWS)
+        pair.cuda.upload(batch, NUM_ROWS, NUM_ROWS)
         token_ids, meta = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, 1, MAX_LEN)
         assert token_ids.tolist()[:count] == layout.token_ids
         assert meta.positions.tolist() == layout.positions + [0] * (NUM_ROWS - count)
@@ -97,6 +97,38 @@ def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pair.cuda.rows.tolist()[count:] == [NUM_ROWS] * (NUM_ROWS - count)
         same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
         pair.sampled(steps, want)
+
+
+def test_mixed_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that fill up a graph of a mixed step are someone's, or a padding sample's token
+    lands in a request's row."""
+    pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, 1)
+    mixed = 0
+    for _ in range(12):
+        batch, layout = steps.next()
+        want = pair.cpu.assemble(batch)
+        count = len(batch.rows)
+        if batch.num_decodes == count or count == NUM_ROWS:
+            pair.cuda.assemble(batch)
+            pair.sampled(steps, want)
+            continue
+        mixed += 1
+        size = batch.num_tokens + MAX_LEN // 2
+        pair.cuda.upload(batch, NUM_ROWS, size)
+        token_ids, meta = pair.cuda.lay_out(NUM_ROWS, size, NUM_ROWS, size, MAX_LEN)
+        assert token_ids.tolist()[: batch.num_tokens] == layout.token_ids
+        assert meta.slots.tolist() == layout.slots + [-1] * (size - batch.num_tokens)
+        assert meta.counts is not None and meta.counts.tolist() == [batch.num_decodes, count]
+        num_samples = sum(batch.samples)
+        which = pair.cuda.which[:NUM_ROWS]
+        assert pair.cuda.last[:num_samples].tolist() == want.last.tolist()  # type: ignore[union-attr]
+        assert pair.cuda.rows[which].tolist() == want.sample_rows.tolist() + [NUM_ROWS] * (
+            NUM_ROWS - num_samples
+        )
+        assert meta.kv_len[which].tolist()[:num_samples] == want.sample_positions.tolist()
+        same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
+        pair.sampled(steps, want)
+    assert mixed >= 3
 
 
 def test_updates_beyond_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,330 @@
+"""Manta's HTTP endpoint behind Ray Serve against vLLM's own server and Ray Serve LLM, on one GPU.
+
+    python -m loadtest.versus_http --model FOLDER --name llama-8b --load-script http_load.py \
+        --out loadtest/results
+
+One server after the other, each alone on the device, all under the same streaming load: the
+`dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
+weights are random. Prefix caches are off, outputs greedy, end tokens ignored. First Manta's engine
+runs the same requests offline at each concurrency: what the endpoint could deliver at most.
+
+--load-script is a program that takes --model, --workload, --concurrency, --limit, --procs and
+--label, and prints one JSON line with out_tok_s, ttft_ms_p50, itl_ms_p99, ok and failed. It runs in
+its own folder. --ray-llm-path is put before PYTHONPATH for Ray Serve LLM alone, which wants a Ray
+of the same age as its vLLM.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loadtest import workloads
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
+
+STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
+PEERS = ("vllm", "ray-serve-llm")
+READY_S, STOP_S, LOAD_S = 240, 60, 240
+URL = "http://127.0.0.1:8000"
+
+MANTA = """\
+model: {model}
+served_name: m
+engine:
+  load_format: dummy
+  dtype: bfloat16
+  max_model_len: {max_model_len}
+  max_num_seqs: {max_num_seqs}
+  memory_fraction: {memory_fraction}
+  prefix_caching: false
+replicas: 1
+router:
+  replicas: 4
+http:
+  port: 8000
+"""
+
+RAY_SERVE_LLM = """\
+import os, sys, time
+import ray
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+names = ("VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE", "PYTHONPATH")
+environment = {{name: os.environ.get(name, "") for name in names}}
+ray.init(num_cpus=os.cpu_count(), num_gpus=1, include_dashboard=False, log_to_driver=False,
+         runtime_env={{"env_vars": environment}})
+config = LLMConfig(
+    model_loading_config={{"model_id": "m", "model_source": {model!r}}},
+    deployment_config={{"num_replicas": 1, "max_ongoing_requests": 4096}},
+    engine_kwargs=dict(load_format="dummy", dtype="bfloat16", max_model_len={max_model_len},
+                       max_num_seqs={max_num_seqs}, gpu_memory_utilization={memory_fraction},
+                       enable_prefix_caching=False),
+    log_engine_metrics=False)
+serve.run(build_openai_app({{"llm_configs": [config]}}), blocking=False)
+print("ray", ray.__version__, flush=True)
+try:
+    time.sleep(3600)
+finally:
+    serve.shutdown()
+    ray.shutdown()
+"""
+
+
+def run_offline(model: str) -> None:
+    """In this process: Manta's engine alone, at each number of streams. Prints JSON lines."""
+    from engine import LLM, SamplingParams
+
+    requests = workloads.build("dialogue")
+    for streams, count in STREAMS.items():
+        # One request at a time is what one stream is; otherwise the batch is as large as the load.
+        with LLM(
+            model,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=streams,
+            memory_fraction=MEMORY_FRACTION,
+            prefix_caching=False,
+        ) as llm:
+            prompts = [ids for ids, _ in requests[:count]]
+            params = [
+                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n)
+                for _, n in requests[:count]
+            ]
+            warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)
+            llm.generate(prompts[:4], warm, detokenize=False)
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, detokenize=False)
+            seconds = time.perf_counter() - start
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        rate = round(tokens / seconds, 1)
+        print(json.dumps({"label": "offline", "concurrency": streams, "out_tok_s": rate}))
+        sys.stdout.flush()
+
+
+def command_of(side: str, model: str, folder: Path) -> list[str]:
+    values = {
+        "model": model,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+    }
+    if side == "manta":
+        config = folder / "manta.yaml"
+        config.write_text(MANTA.format(**values))
+        return [sys.executable, "-m", "deployments.cli.main", "serve", str(config)]
+    if side == "ray-serve-llm":
+        script = folder / "ray_serve_llm.py"
+        script.write_text(RAY_SERVE_LLM.format(**values))
+        return [sys.executable, str(script)]
+    options = {
+        "--load-format": "dummy",
+        "--dtype": "bfloat16",
+        "--max-model-len": MAX_MODEL_LEN,
+        "--max-num-seqs": MAX_NUM_SEQS,
+        "--gpu-memory-utilization": MEMORY_FRACTION,
+        "--served-model-name": "m",
+        "--port": 8000,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += [str(word) for option in options.items() for word in option]
+    flags = ["--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    return command + flags
+
+
+@contextmanager
+def server(side: str, model: str, first_path: str) -> Iterator[float]:
+    """A running server; yields the seconds it took to answer. Ends it and what it started."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **os.environ,
+    }
+    if side == "ray-serve-llm" and first_path:
+        environment["PYTHONPATH"] = f"{first_path}:{environment.get('PYTHONPATH', '')}"
+    with tempfile.TemporaryDirectory() as name:
+        log_path = Path(name) / "server.log"
+        with log_path.open("w") as log:
+            start = time.monotonic()
+            process = subprocess.Popen(
+                command_of(side, model, Path(name)),
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                _wait_until_ready(process, side, log_path)
+                yield round(time.monotonic() - start, 1)
+            finally:
+                _stop(process)
+        _wait_until_closed(side)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) -> None:
+    path = "/ready" if side == "manta" else "/v1/models"
+    limit = time.monotonic() + READY_S
+    while time.monotonic() < limit and process.poll() is None:
+        try:
+            urllib.request.urlopen(URL + path, timeout=2).read()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise SystemExit(f"{side} did not start:\n" + "".join(log.read_text()[-4000:]))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGINT to its whole session, which is only what it started; SIGKILL to what remains."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _wait_until_closed(side: str) -> None:
+    """The next server wants the port and the device's memory."""
+    limit = time.monotonic() + STOP_S
+    while time.monotonic() < limit:
+        try:
+            urllib.request.urlopen(URL + "/", timeout=1)
+        except urllib.error.HTTPError:
+            pass
+        except OSError:
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            if free > 0.9 * total:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"{side} still holds the port or the device {STOP_S} s after its end")
+
+
+def load(script: Path, side: str, streams: int, count: int, workload: str) -> dict[str, Any]:
+    command = [sys.executable, script.name, "--model", "m", "--workload", workload]
+    command += ["--concurrency", str(streams), "--limit", str(count), "--label", side]
+    command += ["--procs", "1" if streams == 1 else "8"]
+    done = subprocess.run(
+        command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
+    )
+    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    return line
+
+
+def compare(args: argparse.Namespace) -> None:
+    script = args.load_script.resolve()
+    lines: list[dict[str, Any]] = []
+
+    def keep(line: dict[str, Any]) -> None:
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+
+    offline = subprocess.run(
+        [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    for text in offline.stdout.decode().splitlines():
+        if text.startswith("{"):
+            keep(json.loads(text))
+    for side in ("manta", *args.peers):
+        with server(side, args.model, args.ray_llm_path) as ready:
+            keep({"label": side, "ready_s": ready})
+            load(script, side, 64, 64, "uniform")  # warm
+            for streams, count in STREAMS.items():
+                keep(load(script, side, streams, count, "dialogue"))
+
+    rows = rows_of(args.name, lines, args.peers)
+    document: dict[str, Any] = {
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "device": _device(),
+        "config": {
+            "ours": {"replicas": 1, "routers": 4, "prefix_caching": False},
+            "peers": {side: {"prefix_caching": False, "replicas": 1} for side in args.peers},
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "memory_fraction": MEMORY_FRACTION,
+            "load": "dialogue, 8 client processes (1 at one stream)",
+        },
+        "rows": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = f"versus-http-{document['date']}"
+    (args.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (args.out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for row in rows:
+        print(
+            f"{row['case']:<38} {row['ours']:>10} {row['peer']:>10} {row['unit']:<6}"
+            f" {row['ratio']:>7}"
+        )
+
+
+def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
+    """Cases <label>/<streams>/<peer>: tokens/s, then time to first token and ITL p99 in ms."""
+
+    def find(side: str, streams: int) -> dict[str, Any]:
+        return next(x for x in lines if x["label"] == side and x.get("concurrency") == streams)
+
+    rows = []
+
+    def add(case: str, ours: float | None, peer: float | None, unit: str) -> None:
+        ratio = round(ours / peer, 3) if ours and peer else None
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+
+    for streams in STREAMS:
+        ours = find("manta", streams)
+        case = f"{label}/{streams}"
+        add(f"{case}/engine", ours["out_tok_s"], find("offline", streams)["out_tok_s"], "tok/s")
+        for peer in peers:
+            theirs = find(peer, streams)
+            add(f"{case}/{peer}", ours["out_tok_s"], theirs["out_tok_s"], "tok/s")
+            for name in ("ttft_ms_p50", "itl_ms_p99"):
+                add(f"{case}/{peer}/{name}", ours[name], theirs[name], "ms")
+    return rows
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--load-script", type=Path, help="the load generator; see above")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
+    parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.model = str(Path(args.model).resolve())
+    if args.offline:
+        run_offline(args.model)
+    elif args.load_script is None or not args.load_script.is_file():
+        parser.error("--load-script: no such file; it names the program that makes the load")
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()
