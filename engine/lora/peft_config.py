@@ -228,7 +228,8 @@ class _Reader:
         for key in value:
             try:
                 re.compile(key)
-                simple = len(key) <= 1000 and len(re.findall(r"[*+{]", key)) <= 2
+                repeats = len(re.findall(r"[*+{]", key))
+                simple = len(key) <= 1000 and repeats <= 3 and not re.search(r"\)[*+{]", key)
             except (re.error, RecursionError):
                 simple = False
             if not simple:  # nested repeats could take for ever to match

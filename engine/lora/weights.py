@@ -133,6 +133,10 @@ class LoraReader:
                     "adapter may change",
                     code="adapter_incompatible",
                 )
+            if config.targets is not None and module.rsplit(".", 1)[-1] not in config.targets:
+                raise AdapterError(
+                    f"{path}: tensor {tensor.name}: target_modules of {CONFIG_FILE} do not have it"
+                )
             part, rank = self._layout.parts[number], config.rank_of(module)
             shape = (rank, part.in_features) if side == "A" else (part.out_features, rank)
             if tensor.shape != shape:

@@ -100,7 +100,7 @@ def test_broken_adapter_fails_its_requests_alone() -> None:
     outputs = run(
         core, [make_request(i, adapter=name) for i, name in enumerate(["a", "b", "", "a"])]
     )
-    assert [outputs[i].finish for i in range(4)] == ["error", "stop", "length", "error"]
+    assert [outputs[i].finish for i in range(4)] == ["error", "stop", "stop", "error"]
     assert outputs[0].deltas[-1].error == "adapter_invalid: it is broken"
     reads = store.reads
     assert run(core, [make_request(9, adapter="a")])[9].finish == "error"
@@ -234,7 +234,7 @@ def test_split_batches_collapse_when_adapters_alternate() -> None:
 def test_split_takes_in_order_and_resumes_at_any_end() -> None:
     """Q13 to Q15: taking stops at another adapter, at max_num_seqs and where memory ends; it
     resumes when anyone has ended; nobody is overtaken."""
-    core, runner = make_core(adapters=make_store("ab"), batching="split", max_num_seqs=2)
+    core, _ = make_core(adapters=make_store("ab"), batching="split", max_num_seqs=2)
     for number, (name, tokens) in enumerate([("a", 3), ("a", 6), ("a", 3), ("b", 2), ("a", 2)]):
         core.add(make_request(number, 4, adapter=name, max_tokens=tokens, ignore_eos=True))
     started: list[int] = []
