@@ -157,6 +157,7 @@ async def connect(address: str, folders: Sequence[Path], scenario: Scenario) -> 
         raise ScenarioError("--ray needs Ray: pip install ray") from None
 
     if not ray.is_initialized():
+        _reach(address)
         package = Path(loadtest.__file__).parent
         try:
             ray.init(
@@ -172,6 +173,16 @@ async def connect(address: str, folders: Sequence[Path], scenario: Scenario) -> 
     clients = [RayProcess(spread.remote(), folder, files) for folder in folders]
     await asyncio.gather(*(client.meet() for client in clients))
     return clients
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes. Raises ScenarioError."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise ScenarioError(f"no Ray cluster at {address}: {error.strerror or error}") from None
 
 
 def files_of(scenario: Scenario) -> Iterator[tuple[str, Path]]:

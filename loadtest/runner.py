@@ -198,7 +198,7 @@ def _summary(
         unsent=sum(done.unsent for done in ended),
         cpu_share=max((done.cpu_share for done in ended), default=0.0),
         at_once=frozenset(p.phase.name for p in plans if isinstance(p.phase.arrivals, AtOnce)),
-        faults=began.marks,
+        faults=sorted(began.marks, key=lambda mark: mark.t),
         reasons=["a client process died"] if len(ended) < len(crew) else [],
     )
 
