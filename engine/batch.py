@@ -19,8 +19,7 @@ from engine.sampling_params import SamplingParams
 
 
 class OutOfMemory(Exception):
-    """The device had no memory for a step. Nothing of it has happened that counts, and the device is
-    well."""
+    """The device had no memory for a step. Nothing of it counts, and the device is well."""
 
 
 @dataclass(slots=True)

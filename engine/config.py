@@ -39,8 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: reuse KV blocks of equal prefixes.
     async_scheduling: launch step n+1 before the tokens of n are known to the host.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
-    graph_sizes: numbers of decodes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, then of
-        32 up to max_num_seqs.
+    graph_sizes: numbers of decodes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, then
+        of 32 up to max_num_seqs.
     admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
         when their prompt fits, preempting if it goes wrong).
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
