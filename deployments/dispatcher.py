@@ -191,7 +191,7 @@ class Dispatcher:
             self._card.max_model_len if limit is None else limit,
             len(choices),
             chain(request.token_ids + choices[0].emitted, request.adapter, request.cache_salt),
-            request.adapter,
+            request.adapter.partition("@")[0],  # as replicas call it
         )
         among = None if links is None else [link.replica for link in links]
         now = time.monotonic()

@@ -1,0 +1,283 @@
+"""decide(pools, seen, demand, memory, promise) -> plan: how many replicas each pool should have, and
+why. Pure: no clock, no Ray; the simulator and the live policy call the same function.
+
+Work is counted in replicas: tokens that arrive each second over what a replica of the pool was
+measured to do. A pool needs
+
+    arriving work when a replica started now would be ready / promise.busy + what waits
+
+Up at once: a replica takes `start_seconds` to be ready, so the trend of the last minute is followed
+as far ahead. Down only to what the whole last `calm_seconds` would have needed, so that nothing
+swings. Of two pools the one that does the work at the lower price carries it; the other takes what
+the first cannot do yet, and leaves when it can.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_TREND_SECONDS = 60.0  # of the past that the trend is taken from
+_SAMPLE_SECONDS = 2.0  # the memory keeps no closer samples
+_KV_FULL = 0.85  # share of the KV cache in use beyond which a pool is too small, whatever its speed
+_LEVEL_SECONDS = 20.0  # that the present level is the mean of
+_SLACK = 0.04  # of a replica's time: replicas go only when the rest would still have it to spare
+_DRAIN = 0.65  # of the start-up time: what has gathered until then should be done in so much more
+_RETURN = 0.7  # of what the cheaper pool could carry: below it the dearer one goes
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A kind of replica, as measured. Rates: tokens/s of a busy replica, if it did only that.
+    start_seconds: from the decision to the first answer, a node included. price: of an hour."""
+
+    prompt_rate: float
+    output_rate: float
+    start_seconds: float
+    price: float = 1.0
+    minimum: int = 0
+    maximum: int = 1
+
+    def work(self, prompt_rate: float, output_rate: float) -> float:
+        """Replicas that these tokens/s keep busy."""
+        return prompt_rate / self.prompt_rate + output_rate / self.output_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """ready, starting: replicas. kv_used: share of KV blocks, over those that are ready."""
+
+    ready: int
+    starting: int = 0
+    kv_used: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """now: seconds of any clock. prompt_rate, output_rate: tokens/s that arrive, the output as its
+    requests are expected to have. waiting_tokens: prompt tokens not yet computed. waiting: requests
+    that no replica has taken."""
+
+    now: float
+    prompt_rate: float
+    output_rate: float
+    waiting_tokens: float = 0.0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """ttft: seconds to the first token that users were promised. busy: share of a replica's time
+    that may be planned for. calm_seconds: demand must have been lower for so long before replicas
+    go. idle_seconds: without a request before the last one goes, where the minimum is 0."""
+
+    ttft: float = 2.0
+    busy: float = 0.93
+    calm_seconds: float = 120.0
+    idle_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """samples: (second, prompt rate, output rate), oldest first. busy_at: when there was work.
+    targets: of the last plan. started_at: by pool, when those that are starting now were wanted."""
+
+    samples: tuple[tuple[float, float, float], ...] = ()
+    busy_at: float = -math.inf
+    targets: Mapping[str, int] = field(default_factory=dict)
+    started_at: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """targets, reasons: by pool. memory: for the next call."""
+
+    targets: dict[str, int]
+    reasons: dict[str, str]
+    memory: Memory
+
+
+def decide(
+    pools: Mapping[str, Pool],
+    seen: Mapping[str, Seen],
+    demand: Demand,
+    memory: Memory,
+    promise: Promise,
+) -> Plan:
+    """Call it every second or so. At least one pool."""
+    memory = _remember(memory, demand, promise)
+    names = sorted(pools, key=lambda name: _price(pools[name], demand))
+    main = names[0]
+    targets: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    started = {
+        name: memory.started_at.get(name, demand.now) if seen[name].starting else demand.now
+        for name in names
+    }
+    idle = demand.now - memory.busy_at >= promise.idle_seconds
+    holder = _holder(pools, names, memory, promise)
+    for name in names:
+        pool = pools[name]
+        if idle:
+            count, reason = 0, f"nothing for {promise.idle_seconds:.0f} s"
+        elif holder is not None and name != holder:
+            count, reason = 0, f"{holder} carries it"
+        elif holder is not None or name == main:
+            count, reason = _carry(
+                pool, seen[name], demand, memory, promise, demand.now - started[name]
+            )
+        else:
+            count, reason = _overflow(pools[main], seen[main], pool, seen[name], demand, promise)
+            before = memory.targets.get(name, 0)
+            if count < before and seen[main].starting:
+                count, reason = before, f"until {main} is ready"
+        # A pool that hands over keeps what it has until the other is there.
+        takers = [other for other in names if other != name]
+        have = seen[name].ready + seen[name].starting
+        if count < have and takers and not idle and name != main and holder is None:
+            arrived = seen[main].ready >= targets[main]
+            count = count if arrived else max(count, seen[name].ready)
+        elif count < have and holder not in (None, name) and seen[str(holder)].ready == 0:
+            count, reason = have, f"until {holder} is ready"
+        bounded = min(max(count, pool.minimum), pool.maximum)
+        if bounded > count:
+            reason = f"minimum; {reason}"
+        elif bounded < count:
+            reason = f"maximum, {count} wanted; {reason}"
+        targets[name], reasons[name] = bounded, reason
+    return Plan(targets, reasons, Memory(memory.samples, memory.busy_at, targets, started))
+
+
+def _remember(memory: Memory, demand: Demand, promise: Promise) -> Memory:
+    samples = memory.samples
+    sample = (demand.now, demand.prompt_rate, demand.output_rate)
+    if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
+        return memory
+    kept = max(promise.calm_seconds, _TREND_SECONDS)
+    samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
+    busy = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
+    since = demand.now if busy or memory.busy_at == -math.inf else memory.busy_at
+    return Memory(samples, since, memory.targets, memory.started_at)
+
+
+def _price(pool: Pool, demand: Demand) -> float:
+    """Of a unit of this work."""
+    return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
+
+
+def _holder(
+    pools: Mapping[str, Pool], names: Sequence[str], memory: Memory, promise: Promise
+) -> str | None:
+    """A pool dearer by the token that carries everything for less than one replica of the first
+    costs: a CPU replica at night."""
+    main = pools[names[0]]
+    if main.minimum > 0:
+        return None
+    for name in names[1:]:
+        pool = pools[name]
+        most = max(pool.work(prompt, output) for _, prompt, output in memory.samples)
+        # With one of the first pool there, it must be clearly less, or the two would alternate.
+        share = _RETURN if memory.targets.get(names[0], 0) else 1.0
+        count = max(1, math.ceil(most / promise.busy))
+        affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
+        if count <= affordable and most <= share * affordable * promise.busy:
+            return name
+    return None
+
+
+def _carry(
+    pool: Pool,
+    seen: Seen,
+    demand: Demand,
+    memory: Memory,
+    promise: Promise,
+    started: float,
+) -> tuple[int, str]:
+    """What this pool needs to do everything. started: seconds ago that those were that start."""
+    works = [(when, pool.work(prompt, output)) for when, prompt, output in memory.samples]
+    level, slope = _trend([one for one in works if one[0] > demand.now - _TREND_SECONDS])
+    ahead = level + slope * pool.start_seconds
+    have = seen.ready + seen.starting
+    # What waits, and what gathers until those that start are there: seconds of one replica's work.
+    share = demand.waiting_tokens / max(1.0, demand.prompt_rate)
+    waiting = share * pool.work(demand.prompt_rate, demand.output_rate)
+    until = max(0.0, pool.start_seconds - started)
+    gathered = waiting + until * max(0.0, level - seen.ready)
+    extra = 0.0
+    if gathered > promise.ttft * max(seen.ready, 1):
+        extra = gathered / max(_DRAIN * pool.start_seconds, promise.ttft)
+    needed = max(level, ahead) / promise.busy + extra
+    count = max(math.ceil(needed - 0.05), 1)
+    if seen.kv_used > _KV_FULL:
+        count = max(count, math.ceil(seen.ready * seen.kv_used / _KV_FULL))
+    if count > have:
+        if seen.kv_used > _KV_FULL:
+            return count, f"KV cache {seen.kv_used:.0%} full"
+        if extra > 0.5:
+            return count, f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
+        if ahead > level * 1.05:
+            return count, f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
+        return count, f"work of {level:.1f} replicas"
+    if count < have and extra:
+        return have, f"{demand.waiting_tokens:.0f} prompt tokens wait"
+    if count < have:
+        # The highest level of the calm time, as smooth as the one now.
+        window = max(1, len([one for one in works if one[0] > demand.now - _LEVEL_SECONDS]))
+        levels = [
+            sum(work for _, work in works[at : at + window]) / window
+            for at in range(max(1, len(works) - window + 1))
+        ]
+        calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
+        full_window = works[0][0] <= demand.now - 0.9 * promise.calm_seconds
+        count = max(count, calm, 1) if full_window else have
+        if count < have:
+            return count, f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
+        return have, "the last minutes needed them"
+    return count, f"work of {level:.1f} replicas"
+
+
+def _overflow(
+    main: Pool, seen: Seen, pool: Pool, own: Seen, demand: Demand, promise: Promise
+) -> tuple[int, str]:
+    """What a second pool must take until the first has what it needs."""
+    short = main.work(demand.prompt_rate, demand.output_rate) / promise.busy - seen.ready
+    if (
+        short <= max(0.25, 0.05 * seen.ready)
+        or not seen.starting
+        or pool.start_seconds >= main.start_seconds
+    ):
+        return 0, "not needed"
+    share = pool.work(demand.prompt_rate, demand.output_rate) / max(
+        1e-9, main.work(demand.prompt_rate, demand.output_rate)
+    )
+    return math.ceil(short * share), f"{short:.1f} replicas of the other pool are missing"
+
+
+def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(level at the last sample, slope a second) of work, each as sure as the samples make it.
+
+    The level is a mean, or what the last two samples both exceed: a jump. A slope counts by how far
+    it exceeds its own uncertainty, so that noise is no trend.
+    """
+    last = samples[-1][0]
+    recent = [work for when, work in samples if when > last - _LEVEL_SECONDS]
+    level = sum(recent) / len(recent)
+    jump = min(work for _, work in samples[-2:])
+    if jump > level * 1.25 + 0.1:
+        return jump, 0.0
+    # A step behind us looks like a slope in the long window, and is flat in the short one.
+    short = [one for one in samples if one[0] > last - _LEVEL_SECONDS]
+    return level, min(_slope(samples), _slope(short))
+
+
+def _slope(samples: Sequence[tuple[float, float]]) -> float:
+    """The least that it can be by twice its standard error; 0 if that is none."""
+    count = len(samples)
+    if count < 5:
+        return 0.0
+    mean_t = sum(when for when, _ in samples) / count
+    mean_w = sum(work for _, work in samples) / count
+    spread = sum((when - mean_t) ** 2 for when, _ in samples)
+    slope = sum((when - mean_t) * (work - mean_w) for when, work in samples) / spread
+    errors = sum((work - mean_w - slope * (when - mean_t)) ** 2 for when, work in samples)
+    doubt = 2 * math.sqrt(errors / (count - 2) / spread)
+    return max(0.0, slope - doubt)

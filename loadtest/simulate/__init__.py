@@ -1,0 +1,1 @@
+"""A fleet in events, driving the real routing and scaling functions: docs/routing.md."""

@@ -1,0 +1,152 @@
+"""python -m loadtest.simulate routing|scaling|calibrate
+
+routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
+rows on any machine, but for decision/*. --out FOLDER writes simulate-NAME-DATE.json and .jsonl,
+--pictures FOLDER the pictures of docs/. calibrate: what a step costs on this machine.
+"""
+
+import argparse
+import datetime
+import json
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from loadtest.simulate import calibrate, routing, scaling
+from loadtest.simulate.cluster import Outcome
+from loadtest.simulate.pictures import Line, Panel, svg
+from loadtest.versus_engine import commit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="loadtest.simulate", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=("routing", "scaling", "calibrate"))
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument("--pictures", type=Path, help="folder for SVG files")
+    parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
+    parser.add_argument("--model", help="calibrate: folder; default: the default model")
+    args = parser.parse_args()
+    if args.what == "calibrate":
+        calibrate.main(args.model)
+        return
+    rows: list[routing.Row] = []
+    lines: list[dict[str, Any]] = []
+    pictures: dict[str, str] = {}
+    if args.what == "routing":
+        for found, outcomes in routing.all_rows(args.quick):
+            _show(found)
+            rows += found
+            lines += [_line(found[0].case.rpartition("/")[0], one) for one in outcomes]
+            if found[0].case.startswith(("mixed/64", "gpu/64")):
+                name = found[0].case.rpartition("/")[0]
+                pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
+        decisions = [decision(count) for count in (64, 1000)]
+        _show(decisions)
+        rows += decisions
+    else:
+        for found, runs in scaling.all_rows():
+            _show(found)
+            rows += found
+            lines += [run.line() for run in runs]
+            name = found[0].case.split("/")[0]
+            pictures[f"scaling-{name}"] = scaling.picture(name, runs)
+    if args.out:
+        _write(args.out, args.what, rows, lines)
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        for name, text in pictures.items():
+            (args.pictures / f"{name}.svg").write_text(text)
+
+
+def decision(count: int) -> routing.Row:
+    """Microseconds of one decision of ours; the goal beside it."""
+    from deployments.decision import Work
+    from deployments.fleet import Fleet
+    from deployments.routing import route
+    from engine.messages import EngineStats
+
+    dice, fleet, goal = Random(1), Fleet(), 50.0 if count == 64 else 500.0
+    links = [dice.randbytes(8) for _ in range(32)]
+    for number in range(count):
+        name = f"gpu/{number}"
+        fleet.add(name, "gpu")
+        fleet.set_available(name, True)
+        waiting = dice.randrange(2000)
+        fleet.observe(name, EngineStats(running=number % 50, waiting_tokens=waiting), 0.0)
+        fleet.index.add(links[: number % 9], number)
+    work, best = Work(2100, 200, links=links), 1.0
+    for _ in range(30):
+        began = time.process_time()
+        for _ in range(50):
+            route(work, fleet, dice, 0.0)
+        best = min(best, (time.process_time() - began) / 50)
+    took = round(best * 1e6, 1)
+    return routing.Row(f"decision/{count}", took, goal, "us", round(took / goal, 3), "the goal")
+
+
+def _show(rows: list[routing.Row]) -> None:
+    for row in rows:
+        note = f"  ({row.note})" if row.note else ""
+        print(
+            f"{row.case:<36} {row.ours:>10g} {row.peer:>10g} {row.unit:<8} {row.ratio:>7g}{note}",
+            flush=True,
+        )
+
+
+def _line(case: str, one: Outcome) -> dict[str, Any]:
+    return {
+        "case": case,
+        "policy": one.policy,
+        "requests": len(one.jobs),
+        "ttft_p50_s": round(one.ttft(0.5), 4),
+        "ttft_p99_s": round(one.ttft(0.99), 4),
+        "between_tokens_p99_s": round(one.speed(0.99), 4),
+        "prefix_hit_rate": round(one.hit_rate(), 4),
+        "adapter_loads": one.loads,
+        "without_first_token": one.pending,
+    }
+
+
+def _waits(name: str, outcomes: list[Outcome]) -> str:
+    lines = []
+    for one in outcomes:
+        waits = one.waits()
+        shares = [n / 200 for n in range(201)]
+        points = [
+            (min(100.0, max(0.005, waits[min(len(waits) - 1, int(s * len(waits)))])), s)
+            for s in shares
+        ]
+        lines.append(Line(one.policy, points))
+    panel = Panel("share of requests", "seconds to the first token", lines, log=True, height=260)
+    return svg(f"{name}: time to the first token at 80 % load", [panel])
+
+
+def _write(folder: Path, what: str, rows: list[routing.Row], lines: list[dict[str, Any]]) -> None:
+    date = datetime.date.today().isoformat()
+    document = {
+        "commit": commit(),
+        "date": date,
+        "device": "simulated",
+        "config": {"ours": {"seed": routing.SEED}, "peers": {}},
+        "rows": [
+            {
+                "case": row.case,
+                "ours": row.ours,
+                "peer": row.peer,
+                "unit": row.unit,
+                "ratio": row.ratio,
+                "note": row.note,
+            }
+            for row in rows
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"simulate-{what}-{date}"
+    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+    Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
