@@ -323,7 +323,9 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
         "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(longest),
+        # For a head, a body or a reader that does not move; a stream that is silent may be so. A
+        # little longer than the routers wait, whose refusals are error objects.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
         # A router that ends before it has answered a byte: another one gets the request, if it fits
         # into haproxy's buffer of 16 KiB. Once, because the request may be the cause.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
