@@ -100,7 +100,7 @@ class _Client:
     def _add_adapter(
         self, name: str, folder: str | Path, revision: str, load: bool
     ) -> Future[AdapterInfo]:
-        path = os.path.abspath(folder)
+        path = str(folder) if "://" in str(folder) else os.path.abspath(folder)
         return self._ask(lambda ticket: AddAdapter(ticket, name, path, revision, load))
 
     def _remove_adapter(self, name: str, revision: str) -> Future[AdapterInfo]:

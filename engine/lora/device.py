@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.lora.peft_config import read_peft_config
+from engine.lora.peft_config import stamp
+from engine.lora.remote import fetched, is_remote
 from engine.lora.store import Described, Loaded
 from engine.lora.weights import HostLora, LoraReader, padded
 from kernels.metadata import LoraStep
@@ -209,11 +210,16 @@ class LoraLoader:
         self._device = device
 
     def describe(self, path: str) -> Described:
-        return self._reader.describe(Path(path))
+        if not is_remote(path):
+            return self._reader.describe(Path(path), stamp(Path(path)))
+        with fetched(path, weights=False) as (folder, seen):
+            return self._reader.describe(folder, seen)
 
     def read(self, path: str) -> Loaded:
-        folder = Path(path)
-        return self._reader.read(folder, read_peft_config(folder))
+        if not is_remote(path):
+            return self._reader.read(Path(path), stamp(Path(path)))
+        with fetched(path, weights=True) as (folder, seen):
+            return self._reader.read(folder, seen)
 
     def upload(self, weights: HostLora, slot: int) -> None:
         self._device.upload(weights, slot)

@@ -80,22 +80,24 @@ class LoraReader:
         self._dtype = dtype
         self._max_rank = max_rank
 
-    def describe(self, folder: Path) -> Described:
-        return self._describe(folder, read_peft_config(folder), 0)
+    def describe(self, folder: Path, seen: str) -> Described:
+        """seen: the stamp to give it."""
+        return self._describe(folder, read_peft_config(folder), seen)
 
-    def _describe(self, folder: Path, config: PeftConfig, num_bytes: int) -> Described:
+    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> Described:
         if config.max_rank > self._max_rank:
             raise AdapterError(
                 f"{folder}: rank {config.max_rank} is over max_lora_rank {self._max_rank}",
                 code="adapter_incompatible",
             )
         targets = sorted(config.targets or ())
-        return Described(config.kind, config.max_rank, num_bytes, targets, stamp(folder))
+        return Described(config.kind, config.max_rank, 0, targets, seen)
 
-    def read(self, folder: Path, config: PeftConfig) -> Loaded:
+    def read(self, folder: Path, seen: str) -> Loaded:
         """All of it, checked: names, shapes, ranks, finite numbers."""
         before = stamp(folder)
-        described = self._describe(folder, config, 0)
+        config = read_peft_config(folder)
+        described = self._describe(folder, config, seen)
         path = file_in(folder, WEIGHTS_FILE)
         try:
             stored = read_header(path)

@@ -1,5 +1,6 @@
 """What an adapter's files may hold, and how each fault is told."""
 
+import errno
 import json
 import os
 import pickle
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
-from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name, read_peft_config
+from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name
+from engine.lora.remote import fetched
 from engine.lora.weights import LoraLayout, LoraReader
 from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import edit_tensors, save_adapter
@@ -43,7 +45,7 @@ def configure(folder: Path, **fields: Any) -> None:
 
 
 def read(made: tuple[LoraReader, Path], folder: Path) -> Any:
-    return made[0].read(folder, read_peft_config(folder))
+    return made[0].read(folder, "")
 
 
 def fails(made: tuple[LoraReader, Path], folder: Path, code: str, text: str) -> None:
@@ -124,6 +126,8 @@ def test_broken_files(made: tuple[LoraReader, Path], folder: Path, tmp_path: Pat
     path.unlink()
     os.mkfifo(path)
     fails(made, folder, "adapter_invalid", "not a regular file")
+    path.unlink()
+    path.write_bytes(good)
     for text in ("", "[]", "{", "[" * 100_000, "\0"):
         (folder / CONFIG_FILE).write_text(text)
         fails(made, folder, "adapter_invalid", CONFIG_FILE)
@@ -144,3 +148,49 @@ def test_names(name: str) -> None:
         with pytest.raises(AdapterError):
             check_name(name)
     check_name("A-good.name_1")
+
+
+def test_object_store(folder: Path) -> None:
+    """An adapter at a URL; what is missing or cannot be kept has its own error."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        store.pipe(f"/adapters/a/{name}", (folder / name).read_bytes())
+    with fetched("memory://adapters/a", weights=True) as (copy, first):
+        assert (copy / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+    assert not copy.exists()
+    store.pipe(f"/adapters/a/{WEIGHTS_FILE}", b"other")
+    with fetched("memory://adapters/a", weights=False) as (copy, second):
+        assert second != first and not (copy / WEIGHTS_FILE).exists()
+    for url, code in (
+        ("memory://adapters/b", "adapter_not_found"),
+        (f"file://{folder}", "adapter_not_found"),
+        (f"simplecache::file://{folder}", "adapter_not_found"),
+        ("nonsense://a", "adapter_invalid"),
+    ):
+        with pytest.raises(AdapterError) as caught, fetched(url, weights=True):
+            pass
+        assert caught.value.code == code
+
+
+def test_no_room_for_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F26: 503 for that adapter, and no part of the file is left."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        store.pipe(f"/adapters/full/{name}", (folder / name).read_bytes())
+    places = []
+
+    def full(self: Any, source: str, target: str, **options: Any) -> None:
+        places.append(Path(target))
+        Path(target).write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(store), "get_file", full)
+    with (
+        pytest.raises(AdapterError) as caught,
+        fetched("memory://adapters/full", weights=True),
+    ):
+        pass
+    assert caught.value.code == "storage_full"
+    assert places and not places[0].parent.exists()
