@@ -300,8 +300,8 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        # Three failed looks and the node's edge is replaced: 6 s instead of 30.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        # Some failed looks and the edge of a node is replaced: below 10 s instead of 30.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
         # else on the machine, would take nearly all CPU from the engines that stream.
         "RAY_worker_niceness": "0",
@@ -327,9 +327,10 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         # little longer than the routers wait, whose refusals are error objects.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
         # A router that ends before it has answered a byte: another one gets the request, if it fits
-        # into haproxy's buffer of 16 KiB. Once, because the request may be the cause.
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        "RAY_SERVE_HAPROXY_RETRIES": "1",
+        # into haproxy's buffer of 16 KiB. Three times at most, which is its default: the next try
+        # may go to the dead one again. The second line is an option of its own, for which Serve has
+        # no variable: only what is there as a whole can be sent again.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\n option http-buffer-request",
         # How long a router that is to stop stays reachable; haproxy hears of it within a second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),

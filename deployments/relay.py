@@ -115,11 +115,15 @@ class Relay:
         What is left then moves to other replicas: its connection breaks and the routers' ledgers go
         on elsewhere.
         """
-        self._draining = True
-        self._announce()
+        self.refuse_new()
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline and self.failed is None:
             await asyncio.sleep(0.05)
+
+    def refuse_new(self) -> None:
+        """Routers send nothing new from now on; what runs goes on."""
+        self._draining = True
+        self._announce()
 
     @property
     def in_flight(self) -> int:

@@ -4,12 +4,13 @@ go by the relay."""
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 import ray
+from ray._private.state import state
 
 from deployments.channel import ChannelLimits
 from deployments.relay import Relay
@@ -18,6 +19,8 @@ from deployments.watch import StallLimits
 from engine.config import EngineConfig
 
 logger = logging.getLogger("manta.replica")
+
+_NOTICE_SECONDS = 1.0  # between looks at whether this node is to go
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class EngineReplica:
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
         logger.info("%s", ready.memory_table)
+        self._notice = asyncio.create_task(self._await_notice())
         self._metadata = {
             "host": host,
             "port": self._relay.port,
@@ -83,6 +87,16 @@ class EngineReplica:
             "step_seconds": stats.step_seconds,
         }
 
+    async def _await_notice(self) -> None:
+        """When this node is to be drained (a spot instance's notice, an operator's order): nothing
+        new from then on. Serve starts a replacement at the same time, and ends this replica before
+        the deadline."""
+        node = cast(Any, ray).get_runtime_context().get_node_id()
+        while node not in await asyncio.to_thread(_draining_nodes):
+            await asyncio.sleep(_NOTICE_SECONDS)
+        logger.warning("this node is to be drained: no new requests")
+        self._relay.refuse_new()
+
     def check_health(self) -> None:
         """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
         replica."""
@@ -104,8 +118,18 @@ class EngineReplica:
         """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
         relay = getattr(self, "_relay", None)
         if relay is not None:
+            self._notice.cancel()
             await relay.drain(self._drain_seconds)
             await relay.stop()
+
+
+def _draining_nodes() -> Mapping[str, int]:
+    """Node ids. Empty while the control plane cannot be asked."""
+    try:
+        return cast(Mapping[str, int], state.get_draining_nodes())
+    except Exception as error:
+        logger.debug("draining nodes cannot be asked for: %s", error)
+        return {}
 
 
 def _address(loopback: bool) -> str:

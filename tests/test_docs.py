@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -130,7 +131,10 @@ def test_cluster_file_sets_what_the_application_needs() -> None:
     wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), "folder")
     config = cluster()
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        given = dict(re.findall(r"\b(RAY_\w+)=(\S+)", commands[-1]))
+        words = shlex.split(commands[-1].replace("$'", "'"))  # a shell's $'\\n'
+        given = dict(
+            word.replace("\\n", "\n").split("=", 1) for word in words if word.startswith("RAY_")
+        )
         assert given.pop("RAY_AUTH_MODE") == "token"
         # Files and ports of HAProxy are only chosen where several clusters share one machine.
         own = [k for k, v in wanted.items() if v.startswith("folder") or k.endswith("S_PORT")]

@@ -8,13 +8,14 @@ import time
 import pytest
 
 from deployments.channel import RouterEnd, Submit
+from deployments.dispatcher import DispatchLimits
 from deployments.relay import Relay
 from deployments.watch import StallLimits
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Abort, EngineRequest, Failed, StepFrame
 from engine.sampling_params import SamplingParams
-from tests.deployments.fleet import FAST, PROMPT, Fleet, text, until
+from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text, until
 
 
 def run(coroutine):
@@ -235,6 +236,33 @@ def test_a_real_engine_process_that_is_stuck(how):
         finally:
             os.kill(relay._engine.pid, signal.SIGKILL)
             await relay.stop()
+
+    run(case())
+
+
+def test_a_poisoned_device_ends_its_engine_and_the_requests_move():
+    """F9. A step raises and the device is lost with it: the process goes on with a context that is
+    gone, or nobody hears of its end; real processes, and a router's dispatcher."""
+
+    async def case():
+        async with Fleet(1, limits=DispatchLimits(wait_seconds=5, channel=FAST)) as fleet:
+            lost = Relay(FAST, StallLimits())
+            model = "fake:vocab_size=1000,step_seconds=0.005,fail_step=40"
+            await lost.start(EngineConfig(model=model), "127.0.0.1")
+            fleet.relays["r1"] = lost
+            fleet.publish()
+            await until(lambda: fleet.connected() == 2)
+            entries = [fleet.generate(max_tokens=120, n=2) for _ in range(6)]
+            await until(lambda: lost.in_flight >= 4)
+            await until(lambda: lost.failed is not None)
+            began = time.monotonic()
+            assert lost.failed.code == "engine_error"
+            with pytest.raises(EngineDead):
+                lost.check_health()
+            for tokens in await asyncio.gather(*map(read, entries)):
+                assert tokens == {0: text(len(PROMPT), 120), 1: text(len(PROMPT), 120)}
+            assert fleet.dispatcher.metrics.migrations.values[()] >= 4
+            assert time.monotonic() - began < 2
 
     run(case())
 

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def broken(cluster: Cluster, model: Any) -> Iterator[Broken]:
-    with deployed(cluster, model, limits={"drain_seconds": 2.0, "stall_seconds": 4.0}) as found:
+    with deployed(cluster, model, limits={"drain_seconds": 2.0}) as found:
         yield found
 
 
@@ -163,7 +163,7 @@ def test_f11_an_engine_hangs(broken: Broken, asked: Asked) -> None:
             alive = stopped[0].send(signal.SIGCONT)
         gap = max(one.gap for one in said)
         print(f"engine stopped: longest gap {gap:.1f} s; still there: {alive}")
-        assert 3 < gap < 10, "limits.stall_seconds is 4, health is checked every 2"
+        assert 2 < gap < 8, "no sign of life for 3 s"
         await broken.settled()
 
     run(case())
