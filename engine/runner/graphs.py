@@ -8,6 +8,7 @@ one as of the other. Steps are padded to the next size: padding points at the pa
 key, and its token goes nowhere.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # entries, tokens
 
-# Beyond these the device is busy for longer than the host takes to launch the next step.
+# Entries -> tokens. One entry is for padding, and batches like to be powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
-    16: (32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048),
-    64: (128, 192, 256, 384, 512, 768, 1024, 2048),
-    256: (320, 384, 512, 768, 1024, 2048),
+    16: (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
+    72: (96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048),
+    136: (160, 192, 256, 320, 384, 512, 768, 1024, 2048),
+    264: (288, 320, 352, 384, 448, 512, 640, 768, 1024, 2048),
 }
+_TUNED = (
+    32  # sizes that are multiples of this have their products tuned; it takes time at the start
+)
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -77,14 +82,49 @@ class StepGraphs:
         return None
 
     def capture(self) -> None:
-        """Record the greedy variants, largest first so that smaller ones reuse its memory."""
+        """Record the greedy variants, largest first so that smaller ones reuse its memory.
+
+        A mixed step that keeps the device busy for longer than the host takes to launch it gains
+        nothing from a graph and loses what it is padded with: that size is left out.
+        """
         greedy = self._runner.sampler.simple_plan(greedy=True)
-        sizes = [(size, size) for size in self._decodes]
-        sizes += [(entries, size) for entries in self._mixed for size in self._mixed[entries]]
-        for size in sorted(sizes, key=lambda size: size[1], reverse=True):
-            self._runner.model.tune(size[1])
-            for adapters in (False, True)[: 1 + (self._runner.lora is not None)]:
-                self._capture(size, greedy, adapters)
+        variants = (False, True)[: 1 + (self._runner.lora is not None)]
+        for count in reversed(self._decodes):
+            if count % _TUNED == 0:
+                self._runner.model.tune(count)
+            for adapters in variants:
+                self._capture((count, count), greedy, adapters)
+        for entries, sizes in self._mixed.items():
+            launch = self._launch_seconds((entries, sizes[0]), greedy) if sizes else 0.0
+            for at, num_tokens in enumerate(sizes):
+                self._capture((entries, num_tokens), greedy, adapters=False)
+                if self._device_seconds((entries, num_tokens), greedy) > launch:
+                    del self._graphs[(entries, num_tokens), True, False]
+                    del sizes[at:]
+                    break
+                if len(variants) > 1:
+                    self._capture((entries, num_tokens), greedy, adapters=True)
+
+    @torch.inference_mode()
+    def _launch_seconds(self, size: Size, plan: SamplePlan) -> float:
+        """What launching such a step kernel by kernel costs the host."""
+        self._runner.inputs.all_padding(*size)
+        self._step(size, plan, adapters=False)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._step(size, plan, adapters=False)
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds
+
+    def _device_seconds(self, size: Size, plan: SamplePlan) -> float:
+        """What its graph costs the device, without attention to what is not there yet."""
+        graph, _ = self._graphs[size, plan.greedy, False]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     def forget(self) -> None:
         """Each is captured again when it is first needed."""
