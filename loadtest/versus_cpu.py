@@ -3,7 +3,9 @@
     python -m loadtest.versus_cpu --model FOLDER --rounds 3 --out loadtest/results
 
 Same model, prompts and output lengths, bfloat16 weights, greedy, end tokens ignored. The sides take
-turns in one run, each with all cores while the other idles, and the best round of each counts.
+turns in one run, each with all cores while the others idle, and the best round of each counts. A
+third side is Manta with `quantization: int8`; its rows end in "manta-int8-weights" and are no
+comparison of equals. It is left out where the processor cannot.
 
     single        one prompt at a time, 64 tokens
     batch         32 prompts at once, 64 tokens each; transformers: one static, left-padded batch
@@ -20,10 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kernels.cpu.compiler import has_int8
 from loadtest.versus_engine import commit
 
 PROMPTS = Path(__file__).parent.parent / "tests" / "parity" / "prompts.txt"
 BATCH = 32
+CASES = ("single", "batch", "batch-mixed")
+INT8 = "manta-int8-weights"
 
 
 def lengths(case: str) -> list[int]:
@@ -36,11 +41,13 @@ def lengths(case: str) -> list[int]:
     return [rng.randint(16, 112) for _ in range(BATCH)]
 
 
-def manta(folder: str) -> Callable[[str, list[list[int]]], None]:
+def manta(folder: str, quantization: Any = "none") -> Callable[[str, list[list[int]]], None]:
     """Starts the engine; returns what runs a case."""
     from engine import LLM, SamplingParams
 
-    llm = LLM(folder, device="cpu", dtype="bfloat16", prefix_caching=False)
+    llm = LLM(
+        folder, device="cpu", dtype="bfloat16", quantization=quantization, prefix_caching=False
+    )
 
     def run(case: str, prompts: list[list[int]]) -> None:
         params = [
@@ -101,10 +108,12 @@ def main() -> None:
     tokenizer = Tokenizer.load(args.model)
     texts = PROMPTS.read_text().splitlines()
     sides = {"manta": manta(args.model), "transformers": transformers(args.model)}
+    if has_int8():
+        sides[INT8] = manta(args.model, "int8")
     best: dict[tuple[str, str], float] = {}
     lines: list[dict[str, Any]] = []
     for _ in range(args.rounds):
-        for case in ("single", "batch", "batch-mixed"):
+        for case in CASES:
             counts = lengths(case)
             prompts = [tokenizer.encode(text) for text in texts[: len(counts)]]
             for side, run in sides.items():
@@ -116,16 +125,18 @@ def main() -> None:
                 best[case, side] = max(rate, best.get((case, side), 0.0))
     rows = [
         {
-            "case": f"smollm2-135m/{case}",
-            "ours": best[case, "manta"],
+            "case": f"smollm2-135m/{case}" + ("" if side == "manta" else f"/{side}"),
+            "ours": best[case, side],
             "peer": best[case, "transformers"],
             "unit": "tok/s",
-            "ratio": round(best[case, "manta"] / best[case, "transformers"], 2),
+            "ratio": round(best[case, side] / best[case, "transformers"], 2),
         }
-        for case in ("single", "batch", "batch-mixed")
+        for side in sides
+        if side != "transformers"
+        for case in CASES
     ]
     for row in rows:
-        print(f"{row['case']:<28} {row['ours']:>8} {row['peer']:>8}  {row['ratio']:>5}")
+        print(f"{row['case']:<48} {row['ours']:>8} {row['peer']:>8}  {row['ratio']:>5}")
     if args.out:
         date = datetime.date.today().isoformat()
         document = {
@@ -134,6 +145,7 @@ def main() -> None:
             "device": "2 CPU cores",
             "config": {
                 "ours": {"dtype": "bfloat16", "prefix_caching": False},
+                INT8: {"dtype": "bfloat16", "quantization": "int8", "prefix_caching": False},
                 "peers": {"transformers": {"dtype": "bfloat16", "static batch": BATCH}},
             },
             "rows": rows,

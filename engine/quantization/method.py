@@ -190,19 +190,19 @@ class Int8Cpu(DenseCpu):
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
-        try:
-            able = has_int8()
-        except Unavailable as error:
-            raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error
-        if not able:
+        if not has_int8():
             raise ConfigError(
-                "quantization 'int8' needs a processor with AVX512-VNNI", param="quantization"
+                "quantization 'int8' needs an x86-64 processor with AVX512-VNNI",
+                param="quantization",
             )
 
     def finish(self, state: DenseState) -> Any:
         if not PackedInt8.fits(state.weight):
             return super().finish(state)
-        return PackedState(PackedInt8(state.weight, state.bias))
+        try:
+            return PackedState(PackedInt8(state.weight, state.bias))
+        except Unavailable as error:
+            raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error
 
 
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {

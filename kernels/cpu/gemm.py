@@ -108,9 +108,8 @@ def _tile_int8(writer: Writer, rows: int, width: int) -> None:
         panel = writer.at("%w", writer.mul(k, 8 * size), "i8")
         for line in range(0, 8 * size, 64):
             writer.prefetch(writer.at(panel, 2 * _AHEAD + line, "i8"))
-        weights = [
-            writer.load(writer.at(panel, half * 4 * size, "i8"), integers) for half in (0, 1)
-        ]
+        halves = (panel, writer.at(panel, 4 * size, "i8"))
+        weights = [writer.load(half, integers) for half in halves]
         out = []
         for row in range(rows):
             at = writer.add(writer.mul(k, 4), row * (width + _ROW_END))
@@ -123,9 +122,7 @@ def _tile_int8(writer: Writer, rows: int, width: int) -> None:
     end = writer.at("%w", 2 * size * width, "i8")
     # Of each output: its scale, and what 128 added to every x adds to the sum.
     scales, excess = ([writer.at(end, at + h * size) for h in (0, 1)] for at in (0, 2 * size))
-    start = [
-        (integers, writer.load(excess[half], integers)) for _ in range(rows) for half in (0, 1)
-    ]
+    start = [(integers, writer.load(half, integers)) for _ in range(rows) for half in excess]
     done = writer.loop(0, width // 4, start, four)
     results = []
     for row in range(rows):

@@ -1,0 +1,145 @@
+"""Generated CPU kernels against the reference ones. On a machine that cannot compile: skipped."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import native
+from kernels.cpu.attention import attention_for
+from kernels.cpu.compiler import Unavailable, compile_ir, has_int8, lanes
+from kernels.cpu.gemm import PackedInt8, PackedLinear
+from tests.kernels.layout import lay_out
+from tests.kernels.test_reference import dirty_caches, error, normed
+
+BLOCK = 4
+
+
+def able() -> bool:
+    try:
+        lanes()
+        compile_ir("define void @nothing(ptr %args) {\n  ret void\n}\n")
+    except Unavailable:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not able(), reason="no compiler for this machine")
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+
+
+def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> list[float]:
+    """Errors of every way to call it, against float64."""
+    width, eps = weight.shape[1], 1e-5
+    x, norm = torch.randn(rows, width), torch.rand(width)
+    residual = torch.randn(rows, weight.shape[0])
+    plain = x.double() @ weight.T + bias
+    after = normed(x, norm, eps) @ weight.T + bias
+    pairs = [
+        (linear(x), plain),
+        (linear.add(x, residual.clone()), plain + residual),
+        (linear.after_norm(x, norm, eps), after),
+    ]
+    pairs += [
+        (linear.gated_after_norm(x, norm, eps, gate), reference.GATES[gate](after))
+        for gate in reference.GATES
+    ]
+    return [error(out, want) for out, want in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(dtype: torch.dtype, biased: bool) -> None:
+    """Weights in the wrong lane, rows lost between tiles, gate and up exchanged."""
+    weight = (torch.randn(192, 96) * 0.05).to(dtype)
+    bias = torch.randn(192).to(dtype) if biased else None
+    linear = PackedLinear(weight, bias)
+    added = torch.zeros(192).double() if bias is None else bias.double()
+    for rows in (1, 2, 11, 13, 40):
+        assert max(products(linear, rows, weight.double(), added)) < 2e-6
+
+
+@needs_int8
+def test_int8_products() -> None:
+    """A wrong scale, or sums that wrap around: the error must be that of rounding to 8 bits."""
+    weight = (torch.randn(192, 96) * 0.05).bfloat16()
+    weight[5] *= 50  # an output of its own scale
+    weight[6] = 0
+    bias = torch.randn(192)
+    linear = PackedInt8(weight, bias)
+    for rows in (1, 2, 11, 13, 40):
+        assert max(products(linear, rows, weight.double(), bias.double())) < 4e-2
+    x = torch.zeros(2, 96)
+    x[1] = 1e20
+    assert torch.equal(linear(x)[0], bias)
+    assert linear(x).isfinite().all()
+    # Whole numbers are exact, at the ends of the range too.
+    weight = torch.full((64, 96), 127.0)
+    weight[::2] *= -1
+    assert torch.equal(PackedInt8(weight, None)(-weight[:1]), (-weight[:1]) @ weight.T)
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, pytest.param(PackedInt8, marks=needs_int8)])
+def test_a_row_does_not_depend_on_its_neighbours(kind: type[PackedLinear]) -> None:
+    """A request's text would change with what else is in the batch."""
+    linear = kind((torch.randn(128, 96) * 0.05).bfloat16(), None)
+    x, norm = torch.randn(30, 96) * torch.rand(30, 1), torch.rand(96)
+    whole = linear.after_norm(x, norm, 1e-5)
+    for rows in (1, 7, 13):
+        for at in range(0, 30 - rows, rows):
+            part = linear.after_norm(x[at : at + rows].contiguous(), norm, 1e-5)
+            assert torch.equal(part, whole[at : at + rows])
+
+
+def test_nan_in_nan_out() -> None:
+    """A NaN that is lost would let a broken step pass for a good one."""
+    x = torch.zeros(3, 96)
+    x[1, 5] = torch.nan
+    out = PackedLinear(torch.randn(64, 96).bfloat16(), None)(x)
+    assert out[1].isnan().all() and not out[[0, 2]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 64), (4, 1, 128, 128), (4, 4, 64, 32)], ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], qk_norm: bool) -> None:
+    """Keys of another block or head, the last key missed, what others left in a block read."""
+    heads, kv_heads, dim, rotary = shape
+    rng = random.Random(0)
+    caches = dirty_caches(150, kv_heads, dim, dtype)
+    free = rng.sample(range(150), 150)
+    entries = []
+    for length in (1, 1, 1, 1, 7, 9):
+        total = max(rng.randint(1, 70), length)
+        blocks = [free.pop() for _ in range(-(-total // BLOCK))]
+        for at in range(total - length):
+            row = torch.randn(2, kv_heads, dim).to(dtype)
+            caches[:, blocks[at // BLOCK], :, at % BLOCK] = row
+        entries.append((blocks, total - length, length))
+    meta = lay_out(entries, BLOCK, padding=2)
+    theirs, expected = copy.copy(meta), caches.clone()
+    qkv, cos_sin = (
+        torch.randn(len(meta.slots), (heads + 2 * kv_heads) * dim),
+        torch.randn(80, rotary),
+    )
+    norms = (torch.rand(dim), torch.rand(dim)) if qk_norm else (None, None)
+    assert attention_for(heads, kv_heads, dim, BLOCK, rotary, qk_norm, dtype) is not None
+    q = native.rope_kv_write(qkv, cos_sin, *norms, 1e-5, *caches, heads, meta)
+    want = reference.rope_kv_write(qkv, cos_sin, *norms, 1e-5, *expected, heads, theirs)
+    assert error(q, want) < 1e-6
+    assert torch.equal(caches.isnan(), expected.isnan())
+    assert error(caches.nan_to_num(), expected.nan_to_num()) < 1e-4
+    out = native.attention(q, *caches, 0.1, meta)
+    assert out.isfinite().all()
+    assert error(out[:-2], reference.attention(want, *expected, 0.1, theirs)[:-2]) < 3e-3
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    """A panel or a head that is not full would read and write beside its memory."""
+    assert not PackedLinear.fits(torch.empty(96, 40))
+    assert not PackedLinear.fits(torch.empty(48, 96))
+    assert attention_for(4, 2, 20, 16, 20, False, torch.bfloat16) is None
+    assert attention_for(4, 2, 64, 16, 64, False, torch.float32) is None
