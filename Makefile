@@ -4,7 +4,7 @@
 #   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
 #   ONCE=1                     `make demo` ends after its answer
 #   FAST=1                     `make test` leaves out the slow tests
-#   ARGS="-k router"           extra arguments for pytest
+#   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 PIP_ARGS ?=
@@ -34,12 +34,24 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
+pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)'
+# Two processes with a core each for the folders that compute; the others start servers and clusters
+# and look at the clock, so they have the machine to themselves.
+COMPUTE := tests/engine tests/kernels tests/parity
+pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
+
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null
+ifdef ARGS
+	@$(pytest) $(ARGS)
+else
 	@echo "== Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)' tests/kernels
+	@TRITON_INTERPRET=1 $(pair) tests/kernels
+	@echo "== What computes: $(COMPUTE)"
+	@$(pair) $(COMPUTE)
 	@echo "== Everything else"
-	@$(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)' $(ARGS)
+	@$(pytest) $(COMPUTE:%=--ignore=%)
+endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
