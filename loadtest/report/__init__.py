@@ -100,7 +100,9 @@ def badges(s: Summary) -> list[Cell]:
 
 
 def _struck(s: Summary) -> int:
-    return sum(mark.what.startswith(("kill ", "pause ", "delay ")) for mark in s.faults) or len(s.faults)
+    return sum(mark.what.startswith(("kill ", "pause ", "delay ")) for mark in s.faults) or len(
+        s.faults
+    )
 
 
 def _tiles(s: Summary) -> list[Tile]:
@@ -181,7 +183,8 @@ def _timeline(run: Run) -> str:
         Panel("In flight", [of("", t.in_flight, 3, "step")]),
     ]
     if t.ttft:
-        lines = [Series(f"p{q}", *t.ttft[q], 0 if q == 50 else 1) for q in t.ttft]
+        gap = 10 * (t.edges[1] - t.edges[0])  # in which no request began that got an answer
+        lines = [Series(f"p{q}", *t.ttft[q], 0 if q == 50 else 1, gap=gap) for q in t.ttft]
         panels.append(Panel("Time to first token", lines, Axis(form=duration)))
     if t.errors:
         lines = [

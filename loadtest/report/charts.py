@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import Literal
 
 Format = Callable[[float], str]
@@ -18,7 +19,8 @@ _CHAR = 6.1  # mean width of a character at the 11 px of labels
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in order of x. area: filled to zero. step: holds each value until the next x."""
+    """Points in order of x. area: filled to zero. step: holds each value until the next x.
+    gap: a line is not drawn between points that are further apart."""
 
     label: str
     xs: Sequence[float]
@@ -27,6 +29,7 @@ class Series:
     kind: Kind = "line"
     dash: bool = False
     notes: Sequence[str] = ()  # one a point: shown beside dots
+    gap: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +323,12 @@ class _Plot:
                 for p in ((x, y), (following, y))
             ]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        if series.kind == "line" and series.gap < math.inf:
+            far = [b - a > series.gap for a, b in pairwise(series.xs)]
+            path = "".join(
+                f"{'M' if apart else 'L'}{x:.1f} {y:.1f}{'h0' if apart else ''}"
+                for apart, (x, y) in zip([True, *far], points, strict=True)
+            )
         classes = "line dash" if series.dash else "line"
         text = f"<title>{escape(series.label)}</title>"
         if series.kind == "area":

@@ -260,3 +260,11 @@ def test_charts_take_odd_data() -> None:
     )
     xs, ys = cdf(np.array([2.0, 1.0, 3.0]))
     assert xs == sorted(xs) and xs[-1] == 3.0 and ys[-1] == 1.0 and cdf(np.zeros(0)) == ([], [])
+
+
+def test_a_line_is_broken_where_nothing_was_measured() -> None:
+    """An outage drawn as a latency that rises slowly."""
+    line = Series("p50", [0, 1, 2, 30, 31], [1, 2, 1, 2, 1], gap=10)
+    drawn = line_chart([line], Axis(), Axis(), name="x")
+    path = re.search(r'class="line"[^>]* d="([^"]+)"', drawn)
+    assert path and path[1].count("M") == 2 and path[1].count("L") == 3
