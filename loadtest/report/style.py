@@ -59,7 +59,7 @@ svg .tick,svg .axis,svg .key{fill:var(--soft)}
 svg .panel{font-size:12.5px;font-weight:600}
 svg .middle,svg .mark text{text-anchor:middle}svg .right{text-anchor:end}
 svg .grid{stroke:var(--grid);stroke-width:1}
-svg .line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}
+svg .line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
 svg .dash{stroke-dasharray:5 4;stroke-width:1.5}
 svg .area{fill:var(--c);fill-opacity:.22;stroke:var(--c);stroke-width:1.2;stroke-opacity:.7}
 svg .dot{fill:var(--c);stroke:var(--card);stroke-width:1.5}
