@@ -20,8 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: hub revision; None = the default branch.
     device: "auto" takes CUDA where there is one.
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
-    quantization: "int8" rounds weights to 8 bits with a scale an output, and activations row by
-        row: half the memory and about twice the speed, for a small loss of accuracy. CPUs with
+    quantization: "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits
+        with a scale a token: half the memory to read, for a small loss of accuracy. CPUs with
         AVX512-VNNI only.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).

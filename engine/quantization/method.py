@@ -185,7 +185,7 @@ class DenseCpu(Dense):
 
 
 class Int8Cpu(DenseCpu):
-    """Weights rounded to 8 bits with a scale an output; activations are rounded row by row as they
+    """Weights rounded to 8 bits with a scale an output, activations to 16 bits row by row as they
     come. Loaded as the checkpoint has them. Matrices of odd sizes stay as they are."""
 
     def __init__(self, kernels: Kernels) -> None:

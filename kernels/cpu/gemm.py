@@ -112,24 +112,31 @@ def _tile_int8(writer: Writer, rows: int, width: int) -> None:
         weights = [writer.load(half, integers) for half in halves]
         out = []
         for row in range(rows):
-            at = writer.add(writer.mul(k, 4), row * (width + _ROW_END))
-            x = writer.spread(writer.load(writer.at("%x", at, "i8"), "i32"), "i32")
-            for half in (0, 1):
-                given = [(integers, sums[2 * row + half]), (integers, x), (integers, weights[half])]
-                out.append(writer.call(integers, "llvm.x86.avx512.vpdpbusd.512", given))
+            for byte in (0, 1):
+                at = writer.add(writer.mul(k, 4), row * (2 * width + _ROW_END) + byte * width)
+                x = writer.spread(writer.load(writer.at("%x", at, "i8"), "i32"), "i32")
+                for half in (0, 1):
+                    given = [sums[4 * row + 2 * byte + half], x, weights[half]]
+                    name = "llvm.x86.avx512.vpdpbusd.512"
+                    out.append(writer.call(integers, name, [(integers, value) for value in given]))
         return out
 
     end = writer.at("%w", 2 * size * width, "i8")
-    # Of each output: its scale, and what 128 added to every x adds to the sum.
+    # Of each output: its scale, and what 128 added to every upper byte adds to the sum.
     scales, excess = ([writer.at(end, at + h * size) for h in (0, 1)] for at in (0, 2 * size))
-    start = [(integers, writer.load(half, integers)) for _ in range(rows) for half in excess]
-    done = writer.loop(0, width // 4, start, four)
+    zero = (integers, "zeroinitializer")
+    start = [(integers, writer.load(half, integers)) for half in excess] + [zero, zero]
+    done = writer.loop(0, width // 4, start * rows, four)
     results = []
     for row in range(rows):
-        at = row * (width + _ROW_END) + width
+        at = row * (2 * width + _ROW_END) + 2 * width
         x_scale = writer.spread(writer.load(writer.at("%x", at, "i8"), "float"))
         for half in (0, 1):
-            value = writer.op(f"sitofp {integers} {done[2 * row + half]} to {kind}")
+            upper, lower = (
+                writer.op(f"sitofp {integers} {done[4 * row + 2 * byte + half]} to {kind}")
+                for byte in (0, 1)
+            )
+            value = writer.fma(upper, writer.all(256.0), lower)
             scale = writer.binary("fmul", writer.load(scales[half]), x_scale)
             bias = writer.load(writer.at("%bias", half * size))
             results.append(writer.fma(value, scale, bias))
@@ -202,13 +209,14 @@ def _norm(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) 
 
 
 def _quantise(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """Each row in 8 bits, 128 added, and its scale behind it; into this thread's scratch."""
+    """Each row in 16 bits: the upper bytes, 128 added, the lower bytes, and the scale; into this
+    thread's scratch. (In 8 bits alone a large value takes the precision of all others.)"""
     size, kind = writer.lanes, writer.vector
     scratch = writer.at(writer.argument(_SCRATCH, "ptr"), offset, "i8")
 
     def row(index: Value) -> list[Value]:
         source = writer.at(x, writer.mul(index, width))
-        target = writer.at(scratch, writer.mul(index, width + _ROW_END), "i8")
+        target = writer.at(scratch, writer.mul(index, 2 * width + _ROW_END), "i8")
 
         def most(column: Value, best: Value) -> list[Value]:
             value = writer.load(writer.at(source, column))
@@ -217,17 +225,20 @@ def _quantise(writer: Writer, width: int, x: Value, num_rows: Value, offset: Val
 
         (best,) = writer.loop(0, width, [(kind, writer.all(1e-30))], most, step=size)
         top = writer.largest(best)
-        inverse = writer.spread(writer.op(f"fdiv float {constant(127.0)}, {top}"))
-        scale = writer.op(f"fdiv float {top}, {constant(127.0)}")
-        writer.store(scale, writer.at(target, width, "i8"), "float")
+        inverse = writer.spread(writer.op(f"fdiv float {constant(32767.0)}, {top}"))
+        scale = writer.op(f"fdiv float {top}, {constant(32767.0)}")
+        writer.store(scale, writer.at(target, 2 * width, "i8"), "float")
 
         def write(column: Value) -> list[Value]:
             value = writer.load(writer.at(source, column))
             # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
-            value = writer.fma(value, inverse, writer.all(12582912.0 + 128.0))
+            value = writer.fma(value, inverse, writer.all(12582912.0 + 32768.0))
             bits = writer.op(f"bitcast {kind} {value} to {writer.integers}")
-            narrow = writer.op(f"trunc {writer.integers} {bits} to <{size} x i8>")
-            writer.store(narrow, writer.at(target, column, "i8"), f"<{size} x i8>")
+            upper = writer.op(f"lshr {writer.integers} {bits}, {writer.whole(8)}")
+            for byte, part in enumerate((upper, bits)):
+                narrow = writer.op(f"trunc {writer.integers} {part} to <{size} x i8>")
+                place = writer.at(writer.at(target, byte * width, "i8"), column, "i8")
+                writer.store(narrow, place, f"<{size} x i8>")
             return []
 
         writer.loop(0, width, [], write, step=size)
@@ -261,7 +272,7 @@ def _driver(
     if norm:
         x = _norm(writer, width, x, num_rows, offset)
     if int8:
-        x_bytes, w_bytes = width + _ROW_END, 2 * size * (width + 8)
+        x_bytes, w_bytes = 2 * width + _ROW_END, 2 * size * (width + 8)
         x = _quantise(
             writer, width, x, num_rows, writer.add(offset, writer.mul(num_rows, 4 * width))
         )
@@ -322,13 +333,13 @@ def _driver(
 
 def scratch_bytes(width: int, int8: bool) -> int:
     """That a thread needs for each row: normed, and quantised."""
-    return 4 * width + (width + _ROW_END if int8 else 0)
+    return 4 * width + (2 * width + _ROW_END if int8 else 0)
 
 
 @lru_cache(maxsize=32)
 def _functions(width: int, dtype: str) -> dict[str, Function]:
     size = lanes()
-    most = _ROWS[size]
+    most = _ROWS[size] // (2 if dtype == "i8" else 1)
     parts: list[tuple[Writer, str]] = []
     for rows in range(1, most + 1):
         writer = Writer(size)
@@ -431,8 +442,9 @@ class PackedLinear:
 
 
 class PackedInt8(PackedLinear):
-    """A weight rounded to 8 bits with a scale an output; each row of x is rounded when it comes,
-    with a scale of its own. Needs `has_int8()`."""
+    """A weight rounded to 8 bits with a scale an output; each row of x is rounded to 16 bits when
+    it comes, with a scale of its own, and its two bytes are multiplied apart. Needs
+    `has_int8()`."""
 
     def _kind(self, weight: Tensor) -> str:
         return "i8"

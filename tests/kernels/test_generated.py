@@ -71,15 +71,16 @@ def test_int8_products() -> None:
     bias = torch.randn(192)
     linear = PackedInt8(weight, bias)
     for rows in (1, 2, 11, 13, 40):
-        assert max(products(linear, rows, weight.double(), bias.double())) < 4e-2
+        assert max(products(linear, rows, weight.double(), bias.double())) < 3e-2
     x = torch.zeros(2, 96)
     x[1] = 1e20
     assert torch.equal(linear(x)[0], bias)
     assert linear(x).isfinite().all()
-    # Whole numbers are exact, at the ends of the range too.
+    # The ends of the range: sums must not wrap around.
     weight = torch.full((64, 96), 127.0)
     weight[::2] *= -1
-    assert torch.equal(PackedInt8(weight, None)(-weight[:1]), (-weight[:1]) @ weight.T)
+    for x in (weight[:1], -weight[:1]):
+        assert error(PackedInt8(weight, None)(x), x @ weight.T) < 1e-6
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, pytest.param(PackedInt8, marks=needs_int8)])
