@@ -22,6 +22,7 @@ MADE_BY = {
     "http": "streams through Ray Serve, against the same engine offline",
     "versus-cpu": "`python -m loadtest.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m loadtest.versus_engine`: Manta's engine against vLLM's, offline",
+    "versus-http": "`python -m loadtest.versus_http`: Manta's server against another",
     "versus-lora": "`python -m loadtest.versus_lora`: many adapters, against none or a peer",
     "versus-tools": "`python -m loadtest.versus_tools`: the load tester against two others",
 }
