@@ -19,7 +19,10 @@ IMAGES = Path(__file__).parents[1] / "docs" / "img"
 
 # What made the files whose names begin so; the longest that fits.
 MADE_BY = {
+    "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
+    "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "http": "streams through Ray Serve, against the same engine offline",
+    "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
     "versus-cpu": "`python -m loadtest.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m loadtest.versus_engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m loadtest.versus_http`: Manta's server against another",
@@ -53,7 +56,9 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those that compare two sides."""
+        """Those that compare two sides in a picture of ours; simulations have their own."""
+        if self.name.startswith("simulate"):
+            return []
         rows = self.document.get("rows", [])
         return [row for row in rows if row.get("ours") and row.get("peer") and "unit" in row]
 

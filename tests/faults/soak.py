@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.models import resolve_model
+from loadtest.versus_engine import commit
 from tests.deployments.serve_cluster import ray_and_serve
 from tests.faults.cluster import Broken, deployed
 from tests.faults.load import Load, Run, kill_under_load
@@ -136,6 +137,9 @@ def main() -> int:
     ):
         run, report = asyncio.run(soak(broken, options))
     report = {
+        "commit": commit(),
+        "date": f"{now:%Y-%m-%d}",
+        "device": f"{os.cpu_count()} CPU cores",
         "when": now.isoformat(timespec="seconds"),
         "model": "default, float32",
         "replicas": options.replicas,
