@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -93,7 +93,8 @@ class Dispatcher:
     def generate(self, request: GenerationRequest) -> Entry:
         try:
             if len(self._entries) >= self._limits.in_flight:
-                raise Overloaded(f"this router has {len(self._entries)} requests in flight already")
+                message = f"this router has {len(self._entries)} requests in flight already"
+                raise Overloaded(message, retry_after=self._gate.seconds())
             now = self._gate.check(request)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
@@ -181,7 +182,7 @@ class Dispatcher:
         self.metrics.queue.observe(time.monotonic() - entry.arrived)
         self._place([choice for choice in entry.choices if not choice.done], links)
 
-    def _place(self, choices: list[Choice], links: Iterable[Link] | None = None) -> None:
+    def _place(self, choices: list[Choice], links: list[Link] | None = None) -> None:
         """Send choices of one entry to a replica, one of `links` if given, or let them wait."""
         request = choices[0].entry.request
         tokens = len(request.token_ids) + len(choices[0].emitted)
@@ -193,7 +194,8 @@ class Dispatcher:
             chain(request.token_ids + choices[0].emitted, request.adapter, request.cache_salt),
             request.adapter.partition("@")[0],  # as replicas call it
         )
-        among = None if links is None else [link.replica for link in links]
+        everywhere = links is None or len(links) == len(self._links)
+        among = None if everywhere else [link.replica for link in links or ()]
         now = time.monotonic()
         decision = route(work, self._fleet, self._random, now, among=among, avoid=choices[0].place)
         if decision is None:

@@ -56,6 +56,10 @@ class Gate:
         """Their work."""
         return int(self._queue.tokens)
 
+    def seconds(self) -> float:
+        """How long they will take to go."""
+        return self._queue.tokens / self._capacity_at(time.monotonic()).rate
+
     # -- in
 
     def admit(self, key: str) -> None:

@@ -9,8 +9,9 @@ _RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
 _SETTLED = 0.02  # seconds after which a frame knows of a choice that was sent; or two steps
 
 _SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
-_AHEAD_SECONDS = 2.0  # of prompts that it has waiting; and at least so many tokens
-_AHEAD_TOKENS = 4096
+_AHEAD_SECONDS = 2.0  # of prompts that it has waiting; and at least so many steps
+_AHEAD_STEPS = 2
+_STEP_TOKENS = 2048
 
 
 class Rate:
@@ -33,10 +34,15 @@ class Rate:
 
 class Intake:
     """One replica as the router's queue sees it: its last frame, what was sent since, and how fast
-    it works when it has all the work that it can take."""
+    it works when it has all the work that it can take.
 
-    def __init__(self) -> None:
+    step_tokens: that it computes in a step at most; 0 is unknown.
+    """
+
+    def __init__(self, step_tokens: int = 0) -> None:
         self.stats = EngineStats()
+        self._ahead = _AHEAD_STEPS * (step_tokens or _STEP_TOKENS)
+        self._room: int | None = None  # until something changes
         self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
         self._booked_tokens = 0
         self._ours: set[int] = set()  # choices there that are this router's
@@ -48,6 +54,7 @@ class Intake:
 
     def book(self, choice: int, prompt_tokens: int, now: float) -> None:
         """A choice was sent. It counts until it begins, or a frame has it among the waiting."""
+        self._room = None
         self._booked[choice] = (now, prompt_tokens)
         self._ours.add(choice)
         self._unbegun.add(choice)
@@ -60,6 +67,7 @@ class Intake:
 
     def begun(self, choice: int) -> None:
         """Its first tokens have come."""
+        self._room = None
         self._unbegun.discard(choice)
         self._settle(choice)
 
@@ -70,6 +78,7 @@ class Intake:
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """A frame has come."""
+        self._room = None
         last, self.stats = self.stats, stats
         seconds, self._seen = now - self._seen, now
         if stats.step > last.step and seconds > 0:
@@ -91,6 +100,7 @@ class Intake:
 
     def lost(self) -> None:
         """The connection is gone, and what was there with it. Its rates stay."""
+        self._room = None
         self.stats = EngineStats()
         self._booked.clear()
         self._booked_tokens = 0
@@ -109,9 +119,14 @@ class Intake:
         next frame what is left of them; of those that wait beyond the rows it sends its share, too,
         and so each gets its turn.
         """
+        if self._room is None:
+            self._room = self._count_room()
+        return self._room
+
+    def _count_room(self) -> int:
         stats = self.stats
         tokens = stats.waiting_tokens + self._booked_tokens
-        if tokens > max(_AHEAD_TOKENS, (self._prompts.measured or 0.0) * _AHEAD_SECONDS):
+        if tokens > max(self._ahead, (self._prompts.measured or 0.0) * _AHEAD_SECONDS):
             return 0
         waiting = stats.waiting + len(self._booked)
         routers = max(1, stats.routers)

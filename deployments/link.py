@@ -72,7 +72,7 @@ class Link:
         self.endpoint = endpoint
         self.connection: RouterEnd | None = None  # an open one
         self.stats = EngineStats()
-        self.intake = Intake()
+        self.intake = Intake(endpoint.step_tokens)
         self.choices: dict[int, Choice] = {}
         self.retired = False  # Serve no longer counts it: send nothing new
         self._limits = limits

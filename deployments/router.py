@@ -139,6 +139,8 @@ class Router:
             "pid": os.getpid(),
             "tasks": len(asyncio.all_tasks()),
             "in_flight": state.in_flight,
+            "queued": state.queued,
+            "queued_tokens": state.queued_tokens,
             "held": {
                 **self._dispatcher.held(),
                 "http": self._http.in_flight,

@@ -77,7 +77,7 @@ class Router:
 
     def __init__(self, limits: AdmissionLimits, replica: Replica, seed: int = 1) -> None:
         self.queue: Queue[Request] = Queue(limits, Random(seed).random)
-        self.intake = Intake()
+        self.intake = Intake(replica.budget)
         self.estimate = OutputEstimate()
         self.tickets: dict[int, Ticket[Request]] = {}
         self._replica = replica

@@ -314,7 +314,7 @@ def frame(**more) -> EngineStats:
 
 
 def intake(**more) -> Intake:
-    one = Intake()
+    one = Intake(step_tokens=2048)
     one.observe(frame(**more), 100.0)
     return one
 
