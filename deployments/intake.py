@@ -36,12 +36,12 @@ class Intake:
     """One replica as the router's queue sees it: its last frame, what was sent since, and how fast
     it works when it has all the work that it can take.
 
-    step_tokens: that it computes in a step at most; 0 is unknown.
+    step_tokens: that it computes in a step at most; 0 is unknown, and learnt from what it does.
     """
 
     def __init__(self, step_tokens: int = 0) -> None:
         self.stats = EngineStats()
-        self._ahead = _AHEAD_STEPS * (step_tokens or _STEP_TOKENS)
+        self._step_tokens = step_tokens or _STEP_TOKENS
         self._room: int | None = None  # until something changes
         self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
         self._booked_tokens = 0
@@ -83,6 +83,7 @@ class Intake:
         seconds, self._seen = now - self._seen, now
         if stats.step > last.step and seconds > 0:
             computed = stats.prompt_tokens - last.prompt_tokens
+            self._step_tokens = max(self._step_tokens, computed // (stats.step - last.step))
             if last.waiting_tokens:
                 self._prompts.observe(computed, seconds)
             if last.waiting or 0 < last.rows <= last.running:
@@ -126,7 +127,9 @@ class Intake:
     def _count_room(self) -> int:
         stats = self.stats
         tokens = stats.waiting_tokens + self._booked_tokens
-        if tokens > max(self._ahead, (self._prompts.measured or 0.0) * _AHEAD_SECONDS):
+        if tokens > max(
+            _AHEAD_STEPS * self._step_tokens, (self._prompts.measured or 0.0) * _AHEAD_SECONDS
+        ):
             return 0
         waiting = stats.waiting + len(self._booked)
         routers = max(1, stats.routers)
