@@ -79,8 +79,8 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     revision: str
-    kind: str  # "lora", "prefix_tuning" or "prompt_tuning"
-    rank: int  # the largest; of a tuned prompt: its virtual tokens
+    kind: str  # "lora"
+    rank: int  # the largest
     num_bytes: int  # on the device
     targets: list[str]  # the linear layers it changes, e.g. "q_proj"
 

@@ -51,16 +51,16 @@ def _shrink_kernel(
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
+    entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
+    rank = tl.load(entry)
+    a = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 1).to(tl.int64) * 16
     if PDL:
         gdc_wait()  # by all programs, or a kernel could end before the one before it
         gdc_launch_dependents()
     if slot < 0:
         return
-    entry = table + slot * table_stride + (first_part + part) * 4
-    rank = tl.load(entry)
     if rank_block * BLOCK_R >= rank:
         return
-    a = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 1).to(tl.int64) * 16
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
@@ -86,6 +86,7 @@ def _delta(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] of B times the sum over the splits; stride: between splits."""
+    rank = tl.multiple_of(rank, 16)  # or B would be read two bytes at a time
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
@@ -138,16 +139,18 @@ def _expand_kernel(
     before = tl.where(part == 0, 0, tl.where(part == 1, BLOCKS0, BLOCKS0 + BLOCKS1))
     size = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
     offset = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    if N0 % 16 == 0 and N1 % 16 == 0:
+        offset = tl.multiple_of(offset, 16)
+    entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
+    rank = tl.load(entry)
+    b = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 2).to(tl.int64) * 16
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if slot < 0:
         return
-    entry = table + slot * table_stride + (first_part + part) * 4
-    rank = tl.load(entry)
     if rank == 0:
         return
-    b = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 2).to(tl.int64) * 16
     row = tl.arange(0, BLOCK_M)
     valid = row < count
     column = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -334,7 +337,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         BLOCK_M=step.block_m,
         BLOCK_N=block_n,
         BLOCK_R=_rank_block(step.max_rank),
-        num_warps=4,
+        num_warps=4 if step.block_m <= 32 else 8,
         num_stages=1,  # nearly always one pass over the ranks
         **pdl(x.device),
     )
@@ -367,7 +370,7 @@ def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, ga
         BLOCK_M=step.block_m,
         BLOCK_N=block_n,
         BLOCK_R=_rank_block(step.max_rank),
-        num_warps=4,
+        num_warps=4 if step.block_m <= 32 else 8,
         num_stages=1,  # nearly always one pass over the ranks
         **pdl(x.device),
     )

@@ -8,6 +8,11 @@ one of N adapters drawn zipf, as many slots as adapters. A side starts once for 
 and then runs without and with adapters in the same process; `kept` is the best output tokens/s with
 them over the best without. Both sides read the same files and get the same adapter for the same
 request.
+
+    python -m loadtest.versus_lora --model FOLDER --name llama-8b --sides loads
+
+measures one of 64 streams, of ours alone: its times between tokens while 32 adapters are added,
+read and copied to the device, against the times while nothing is.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,7 @@ from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION,
 RANK = 16
 TURNS = 2  # without and with adapters, in one process
 WORKLOAD = "dialogue"
+STREAMS, STREAM_TOKENS, LOADED = 64, 1024, 32  # of the measurement while adapters load
 
 
 def make_adapters(model: Path, out: Path, count: int) -> None:
@@ -157,6 +164,60 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
             _report("vllm", count, label, requests, counts, seconds)
 
 
+def run_loads(model: str, adapters: Path, count: int) -> None:
+    """One process; prints the percentiles of the times between tokens, quiet and while loading."""
+    from engine import LLM, SamplingParams
+
+    prompts = [ids for ids, _ in workloads.build(WORKLOAD)][:STREAMS]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=STREAM_TOKENS)
+    with LLM(
+        model,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        memory_fraction=MEMORY_FRACTION,
+        prefix_caching=False,
+        max_loras=8,
+        max_lora_rank=RANK,
+        lora_host_bytes=16 << 30,
+    ) as llm:
+        llm.generate(prompts, params, detokenize=False)
+
+        def load() -> None:
+            """Add each, and use it once, so that it goes to the device and others leave it."""
+            one = SamplingParams(temperature=0.0, max_tokens=1)
+            for number in range(count):
+                llm.add_adapter(f"a{number}", adapters / f"a{number}")
+                llm.generate([prompts[0][:8]], one, adapter=f"a{number}", detokenize=False)
+
+        gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
+        for _ in range(TURNS):
+            for label, times in gaps.items():
+                handles = [llm.start_request(ids, params, detokenize=False) for ids in prompts]
+                loader = threading.Thread(target=load)
+                last = 0.0
+                for number, _ in enumerate(handles[0]):
+                    now = time.perf_counter()
+                    if number == 16 and label == "loading":
+                        loader.start()
+                    if number > 16:
+                        times.append(now - last)
+                    last = now
+                if label == "loading":
+                    loader.join()
+                    for name in range(count):
+                        llm.remove_adapter(f"a{name}")
+                for handle in handles:
+                    handle.sync()
+                    handle.release()
+        ms = {
+            f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
+            for label, times in gaps.items()
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        _print(side="loads", adapters=count, loads=llm.stats().adapter_loads, **ms)
+
+
 def _report(
     side: str,
     adapters: int,
@@ -252,7 +313,9 @@ def main() -> None:
     parser.add_argument("--name", default="model", help="label of the cases")
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 16, 64], help="adapters")
     parser.add_argument("--runs", type=int, default=1, help="alternating starts of each side")
-    parser.add_argument("--sides", nargs="+", choices=["manta", "vllm"], default=["manta", "vllm"])
+    parser.add_argument(
+        "--sides", nargs="+", choices=["manta", "vllm", "loads"], default=["manta", "vllm"]
+    )
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
     parser.add_argument("--side", choices=["manta", "vllm"], help="run one side only, here")
     parser.add_argument("--adapters", type=Path, help="for --side: where they are")
@@ -261,6 +324,10 @@ def main() -> None:
         run_manta(args.model, args.adapters, args.counts[0])
     elif args.side == "vllm":
         run_vllm(args.model, args.adapters, args.counts[0])
+    elif args.sides == ["loads"]:
+        with tempfile.TemporaryDirectory() as folder:
+            make_adapters(Path(args.model), Path(folder), LOADED)
+            run_loads(args.model, Path(folder), LOADED)
     else:
         compare(args.model, args.name, args.counts, args.runs, args.out, args.sides)
 

@@ -15,8 +15,8 @@ class FakeLoader:
 
     def describe(self, path: str) -> Described:
         config = read_peft_config(Path(path))
-        rank = config.max_rank or config.virtual_tokens
-        return Described(config.kind, rank, 1, list(config.targets or ()), stamp(Path(path)))
+        targets = list(config.targets or ())
+        return Described(config.kind, config.max_rank, 1, targets, stamp(Path(path)))
 
     def read(self, path: str) -> Loaded:
         described = self.describe(path)

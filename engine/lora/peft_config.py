@@ -18,7 +18,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")  # safe in a path, a URL and a log line
-KINDS = {"LORA": "lora", "PREFIX_TUNING": "prefix_tuning", "PROMPT_TUNING": "prompt_tuning"}
+KINDS = {"LORA": "lora"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class PeftConfig:
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
     targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
     everywhere: all modules of these names are adapted: none may be missing.
-    virtual_tokens: of a tuned prompt.
     """
 
     kind: str
@@ -41,7 +40,6 @@ class PeftConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     targets: tuple[str, ...] | None = None
     everywhere: bool = False
-    virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
         """module: its full name in the model, e.g. model.layers.0.self_attn.q_proj."""
@@ -145,8 +143,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     # Others begin by changing the model's own weights, so the adapter alone would be wrong.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "corda_config": (None, {}),
-    "encoder_reparameterization_type": (None, "MLP"),
-    "prefix_projection": (None, False),
 }
 _REFUSED_TARGETS = ("embed_tokens", "lm_head")
 
@@ -171,8 +167,6 @@ class _Reader:
             if value not in supported:
                 raise self._error(field, f"{str(value)[:80]!r} is not supported")
         base = str(fields.get("base_model_name_or_path") or "")
-        if kind != "lora":
-            return PeftConfig(kind, base, virtual_tokens=self._int("num_virtual_tokens"))
         return PeftConfig(
             kind,
             base,

@@ -181,6 +181,7 @@ def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> No
         size = sum(file.stat().st_size for file in (tmp_path / name).iterdir())
         assert size < 5 << 20
         add(core, name, tmp_path / name)
+    for name in TEXTS:
         for adapter in ("", *TEXTS):
             wanted[len(wanted) + 1] = (adapter, name)
             submit(core, len(wanted), prompts[name], adapter)
