@@ -21,6 +21,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
+from deployments import autoscaling
 from deployments.admission import AdmissionLimits
 from deployments.channel import ChannelLimits
 from deployments.config import (
@@ -101,7 +102,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         )
         engine = _deployment(EngineReplica).options(
             name=deployment_name(name),
-            num_replicas=pool.replicas,
+            **autoscaling.replica_options(name, pool, config),
             ray_actor_options=_actor_options(pool),
             max_ongoing_requests=100,
             health_check_period_s=_HEALTH_PERIOD,
@@ -245,11 +246,30 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
     counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
     args = counted.model_dump(exclude_defaults=True)
     args["pools"] = {
-        name: pool.model_copy(update={"replicas": 1}).model_dump()
+        name: pool.model_copy(update={"replicas": 1, "max_replicas": None}).model_dump()
         for name, pool in resolved.items()
     }
-    counts = {deployment_name(name): pool.replicas for name, pool in resolved.items()}
-    counts["router"] = config.router.replicas
+    deployments: list[dict[str, Any]] = []
+    for name, pool in resolved.items():
+        options = (
+            {"autoscaling_config": autoscaling.limits(pool)}
+            if autoscaling.scales(pool)
+            else {"num_replicas": pool.replicas}
+        )
+        deployments.append({"name": deployment_name(name), **options})
+    policy: dict[str, Any] = {}
+    routers = config.router.replicas
+    if any(autoscaling.scales(pool) for pool in resolved.values()):
+        # One policy for all pools, and the routers' reports for it: Serve collects only what is
+        # autoscaled, so they are, between one number and the same.
+        policy["autoscaling_policy"] = {
+            "policy_function": "deployments.autoscaling:PoolsPolicy",
+            "policy_kwargs": autoscaling.policy_arguments(config, resolved),
+        }
+        router_counts = {"autoscaling_config": autoscaling.counts(routers, routers)}
+        deployments.append({"name": "router", **router_counts})
+    else:
+        deployments.append({"name": "router", "num_replicas": routers})
     return {
         "proxy_location": "EveryNode",
         "http_options": {
@@ -263,9 +283,8 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
                 "route_prefix": config.route_prefix,
                 "import_path": "deployments.app:build",
                 "args": {"config": args},
-                "deployments": [
-                    {"name": name, "num_replicas": count} for name, count in counts.items()
-                ],
+                "deployments": deployments,
+                **policy,
             }
         ],
     }

@@ -68,6 +68,34 @@ class PoolConfig(_Section):
     replicas: int = Field(
         1, ge=0, le=4096, description="Engine replicas. 1: the least that serves."
     )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="With it the pool scales between min_replicas and this. Default: it has "
+        "`replicas`, always.",
+    )
+    min_replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Where max_replicas is set. 0: the pool may go, if nothing is asked or another "
+        "pool carries all; the first request then waits for a start.",
+    )
+    price: float | None = Field(
+        None,
+        gt=0,
+        le=10_000,
+        description="Of a replica's hour, in any unit: which pool carries the work, and which the "
+        "overflow. Default: 1 for gpu, 0.1 for cpu.",
+    )
+    start_seconds: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="From the decision to a replica's first answer, until it was measured: how far "
+        "ahead to look.",
+    )
     num_cpus: float | None = Field(
         None,
         ge=0,
@@ -92,6 +120,37 @@ class PoolConfig(_Section):
     engine: EngineOptions = Field(
         default_factory=dict,
         description="EngineConfig fields that differ from `engine` in this pool.",
+    )
+
+
+class ScalingConfig(_Section):
+    """Autoscaling of the pools that have max_replicas. See docs/routing.md."""
+
+    ttft: float = Field(
+        2.0,
+        gt=0,
+        le=600,
+        description="Seconds to the first token that users were promised. What waits longer makes "
+        "replicas come.",
+    )
+    busy: float = Field(
+        0.93,
+        gt=0.1,
+        le=1,
+        description="Share of a replica's time that is planned for. The rest is for chance: "
+        "less is quicker, more is cheaper.",
+    )
+    calm_seconds: float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="Replicas go only when the rest would have carried the most of so long.",
+    )
+    idle_seconds: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Without a request before the last replica goes, where the minimum is 0.",
     )
 
 
@@ -300,6 +359,7 @@ class MantaConfig(_Section):
     pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from deployments.admission import AdmissionLimits
+from deployments.autoscaling import Rates
 from deployments.backend import BackendState, GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits, Submit
 from deployments.decision import Work
@@ -62,6 +63,7 @@ class Dispatcher:
         self._name = name
         self._links: dict[str, Link] = {}
         self._fleet = Fleet()
+        self._rates = Rates(time.monotonic())
         self._closing: set[Link] = set()  # retired, with choices left
         self._entries: set[Entry] = set()
         self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
@@ -167,6 +169,29 @@ class Dispatcher:
         """The text of /metrics."""
         state = self.state()
         return render(self.metrics, state, self._card.id)
+
+    def autoscaling_stats(self) -> dict[str, int | float]:
+        """What arrives here and what waits here, for autoscaling.py: tokens/s since the last call,
+        of prompts those that no cache had, of outputs as many as requests had so far."""
+        metrics = self.metrics
+        ended = sum(metrics.output_size.counts)
+        output = metrics.output_size.sum / ended if ended else 128.0
+        rates = self._rates.update(
+            time.monotonic(),
+            prompt=sum(metrics.prompt_tokens.values.values())
+            - sum(metrics.cached_tokens.values.values()),
+            requests=sum(metrics.prompt_size.counts),
+        )
+        stats: dict[str, int | float] = {
+            "prompt_rate": rates["prompt"],
+            "output_rate": rates["requests"] * output,
+            "queued": self._gate.choices + len(self._waiting),
+            "queued_tokens": self._gate.tokens,
+        }
+        for pool, (prompt_rate, output_rate) in self._fleet.rates().items():
+            stats[f"{pool}_prompt_rate"] = prompt_rate
+            stats[f"{pool}_output_rate"] = output_rate
+        return stats
 
     def close(self) -> None:
         """Fail what is in flight and leave the replicas."""

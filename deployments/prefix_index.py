@@ -18,7 +18,7 @@ from engine.prefix_hash import extend_hashes, root_hash
 STRIDE = 64  # tokens a link: four blocks; finer costs memory and finds 32 tokens more on average
 LINK_BYTES = 8  # a collision costs a wrong guess, nothing more
 ECHOED = 64  # links of a request that the other routers hear of
-_LIMIT = 2**18  # (link, holder) pairs: about 60 MB, 16 million tokens
+_LIMIT = 2**19  # (link, holder) pairs: 33 million tokens
 
 
 def chain(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:

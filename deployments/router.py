@@ -114,6 +114,10 @@ class Router:
         }
         self._dispatcher.set_replicas(everything)
 
+    def record_autoscaling_stats(self) -> dict[str, int | float]:
+        """Serve's hook: the signals of the autoscaling policy."""
+        return self._dispatcher.autoscaling_stats() if hasattr(self, "_dispatcher") else {}
+
     # -- handle calls: plain dicts, so that callers need nothing of ours
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""decide(pools, seen, demand, memory, promise) -> plan: how many replicas each pool should have, and
+"""decide(pools, seen, demand, memory, promise) -> plan: how many replicas each pool should have and
 why. Pure: no clock, no Ray; the simulator and the live policy call the same function.
 
 Work is counted in replicas: tokens that arrive each second over what a replica of the pool was
@@ -152,7 +152,7 @@ def _remember(memory: Memory, demand: Demand, promise: Promise) -> Memory:
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
         return memory
-    kept = max(promise.calm_seconds, _TREND_SECONDS)
+    kept = max(promise.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
     busy = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
     since = demand.now if busy or memory.busy_at == -math.inf else memory.busy_at
@@ -212,8 +212,10 @@ def _carry(
     if count > have:
         if seen.kv_used > _KV_FULL:
             return count, f"KV cache {seen.kv_used:.0%} full"
-        if extra > 0.5:
+        if extra > 0.5 and demand.waiting_tokens:
             return count, f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
+        if extra > 0.5:
+            return count, f"work of {level:.1f} replicas for the {seen.ready} that are ready"
         if ahead > level * 1.05:
             return count, f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
         return count, f"work of {level:.1f} replicas"
@@ -227,7 +229,7 @@ def _carry(
             for at in range(max(1, len(works) - window + 1))
         ]
         calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
-        full_window = works[0][0] <= demand.now - 0.9 * promise.calm_seconds
+        full_window = works[0][0] <= demand.now - promise.calm_seconds
         count = max(count, calm, 1) if full_window else have
         if count < have:
             return count, f"{count} carry the most of the last {promise.calm_seconds:.0f} s"

@@ -60,6 +60,11 @@ class StepModel:
         if self._frames % _REFIT == 0 or self._frames in (1, 2, 4, 8):
             self._solve()
 
+    @property
+    def measured(self) -> bool:
+        """It is more than its prior."""
+        return self._frames >= _REFIT
+
     def _add(self, s: float, o: float, p: float, seconds: float, weight: float) -> None:
         weight /= seconds * seconds  # errors count relative to the time
         m, v = self._matrix, self._vector

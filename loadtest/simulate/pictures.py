@@ -64,7 +64,7 @@ def _panel(panel: Panel, top: int) -> list[str]:
     for share in (0.0, 0.5, 1.0):
         y = place_y(share * high_y)
         out.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e5e8"/>'
+            f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#e3e5e8"/>'
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * high_y:g}</text>'
         )
     for x in _ticks(low_x, high_x, panel.log):
@@ -83,7 +83,8 @@ def _panel(panel: Panel, top: int) -> list[str]:
             last = spot.split(",")[1]
             path.append(spot)
         out.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{" ".join(path)}"/>'
+            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" '
+            f'points="{" ".join(path)}"/>'
             f'<rect x="{at:.0f}" y="{top + 6}" width="10" height="10" fill="{colour}"/>'
             f'<text x="{at + 14:.0f}" y="{top + 15}">{line.label}</text>'
         )

@@ -1,0 +1,263 @@
+"""Serve's autoscaling policies over scaling.decide: what Serve reports becomes Demand and Seen, the
+plan becomes Serve's decision. The controller calls them ten times a second, so they do little.
+
+`PoolsPolicy` decides for all pools of the application together, from what the routers report; Serve
+takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
+`serve.run` has; it knows only what the pool's own engines report, so it neither wakes a pool from
+zero by itself nor weighs one pool against another.
+
+Serve ships these classes by value: all state is in the instance.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from deployments.config import MantaConfig, PoolConfig
+from deployments.scaling import Demand, Memory, Plan, Pool, Promise, Seen, decide
+
+logger = logging.getLogger("ray.serve")
+
+ENGINE_PREFIX = "engine-"  # of the deployments of pools
+ROUTER = "router"
+_SMOOTHING = 0.3  # weight of the newest start-up time
+_KEY = "manta/scaling/"
+
+
+_RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}  # tokens/s, until measured
+_PRICES = {"gpu": 1.0, "cpu": 0.1}
+_REPORT_SECONDS = 1.0  # between two reports of a replica
+_LOOK_BACK_SECONDS = 2.0  # that Serve takes their mean over
+
+
+def scales(pool: PoolConfig) -> bool:
+    return pool.max_replicas is not None
+
+
+def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
+    """Of PoolsPolicy, for the pools that scale."""
+    return {
+        "pools": {
+            name: {
+                "prompt_rate": _RATES[name][0],
+                "output_rate": _RATES[name][1],
+                "start_seconds": pool.start_seconds,
+                "price": pool.price or _PRICES[name],
+                "minimum": pool.min_replicas,
+                "maximum": pool.max_replicas,
+            }
+            for name, pool in pools.items()
+            if scales(pool)
+        },
+        "promise": config.scaling.model_dump(),
+    }
+
+
+def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
+    """Serve's options of a pool's deployment: a fixed count, or limits and PoolPolicy."""
+    if not scales(pool):
+        return {"num_replicas": pool.replicas}
+    arguments = policy_arguments(config, {name: pool})
+    policy = {
+        "policy_function": "deployments.autoscaling:PoolPolicy",
+        "policy_kwargs": {
+            "name": name,
+            "pool": arguments["pools"][name],
+            "promise": arguments["promise"],
+        },
+    }
+    return {"autoscaling_config": {**limits(pool), "policy": policy}}
+
+
+def limits(pool: PoolConfig) -> dict[str, Any]:
+    """Serve's autoscaling_config without a policy. Its own delays are off: the policy has its."""
+    assert pool.max_replicas is not None
+    return {
+        **counts(pool.min_replicas, pool.max_replicas),
+        "initial_replicas": min(max(pool.replicas, pool.min_replicas), pool.max_replicas),
+    }
+
+
+def counts(least: int, most: int) -> dict[str, Any]:
+    return {
+        "min_replicas": least,
+        "max_replicas": most,
+        "metrics_interval_s": _REPORT_SECONDS,
+        "look_back_period_s": _LOOK_BACK_SECONDS,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+    }
+
+
+class Context(Protocol):
+    """What is used of ray.serve's AutoscalingContext."""
+
+    deployment_name: str
+    app_name: str | None
+    current_num_replicas: int
+    target_num_replicas: int
+    current_time: float | None
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+
+    @property
+    def total_queued_requests(self) -> float | None: ...
+
+
+class PoolsPolicy:
+    """pools: fields of scaling.Pool by pool; promise: fields of scaling.Promise."""
+
+    def __init__(self, pools: Mapping[str, Mapping[str, Any]], promise: Mapping[str, Any]) -> None:
+        self._pools = {name: Pool(**fields) for name, fields in pools.items()}
+        self._promise = Promise(**promise)
+        self._memory = Memory()
+        self._started: dict[str, tuple[float, int]] = {}  # when more were wanted, how many
+        self._told: dict[str, int] = {}
+
+    def __call__(
+        self, contexts: Mapping[Any, Context]
+    ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        by_name = {context.deployment_name: (id, context) for id, context in contexts.items()}
+        engines = {
+            name: by_name[ENGINE_PREFIX + name][1]
+            for name in self._pools
+            if ENGINE_PREFIX + name in by_name
+        }
+        decisions = {id: context.target_num_replicas for id, context in contexts.items()}
+        if not engines:
+            return decisions, {}
+        router = by_name[ROUTER][1] if ROUTER in by_name else None
+        plan = self.plan(engines, router)
+        states: dict[Any, dict[str, Any]] = {}
+        for name, target in plan.targets.items():
+            id = by_name[ENGINE_PREFIX + name][0]
+            decisions[id] = target
+            states[id] = {"target": target, "reason": plan.reasons[name]}
+        return decisions, states
+
+    def plan(self, engines: Mapping[str, Context], router: Context | None) -> Plan:
+        """Decide, and tell if it is news. engines: by pool."""
+        any_context = next(iter(engines.values()))
+        now = any_context.current_time or time.time()
+        pools = {name: self._measured(name, router) for name in engines}
+        seen = {name: self._seen(name, context, now) for name, context in engines.items()}
+        plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
+        self._memory = plan.memory
+        if plan.targets != self._told:
+            self._told = dict(plan.targets)
+            _tell(any_context.app_name or "", plan, now)
+        return plan
+
+    def _measured(self, name: str, router: Context | None) -> Pool:
+        """With the rates that the routers have measured, once they have."""
+        pool = self._pools[name]
+        prompt = _mean(_values(router, f"{ENGINE_PREFIX}{name}_prompt_rate"))
+        output = _mean(_values(router, f"{ENGINE_PREFIX}{name}_output_rate"))
+        if prompt > 0 and output > 0:
+            fields = {field: getattr(pool, field) for field in Pool.__dataclass_fields__}
+            pool = Pool(**{**fields, "prompt_rate": prompt, "output_rate": output})
+            self._pools[name] = pool
+        return pool
+
+    def _seen(self, name: str, context: Context, now: float) -> Seen:
+        ready = context.current_num_replicas
+        starting = max(0, context.target_num_replicas - ready)
+        began = self._started.get(name)
+        if starting and (began is None or began[1] != context.target_num_replicas):
+            self._started[name] = (now, context.target_num_replicas)
+        elif not starting and began is not None:
+            # All that were wanted are there: so long does it take here, a node included.
+            del self._started[name]
+            if ready >= began[1]:
+                pool = self._pools[name]
+                fields = {field: getattr(pool, field) for field in Pool.__dataclass_fields__}
+                took = pool.start_seconds + _SMOOTHING * (now - began[0] - pool.start_seconds)
+                self._pools[name] = Pool(**{**fields, "start_seconds": took})
+        return Seen(ready, starting, _mean(_values(context, "kv_usage")))
+
+
+class PoolPolicy:
+    """The same for one deployment, whose pool it is given."""
+
+    def __init__(self, name: str, pool: Mapping[str, Any], promise: Mapping[str, Any]) -> None:
+        self._name = name
+        self._policy = PoolsPolicy({name: pool}, promise)
+
+    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+        plan = self._policy.plan({self._name: context}, None)
+        return plan.targets[self._name], {"reason": plan.reasons[self._name]}
+
+
+def _demand(engines: Mapping[str, Context], router: Context | None, now: float) -> Demand:
+    """Arrivals from the routers; without them, what the engines compute."""
+    source: Iterable[Context | None] = engines.values() if router is None else (router,)
+    prompt = output = 0.0
+    for context in source:
+        prompt += sum(_values(context, "prompt_rate"))
+        output += sum(_values(context, "output_rate"))
+    waiting_tokens = sum(_values(router, "queued_tokens"))
+    for context in engines.values():
+        waiting_tokens += sum(_values(context, "waiting_tokens"))
+    waiting = sum(_values(router, "queued"))
+    waiting += sum(context.total_queued_requests or 0.0 for context in engines.values())
+    return Demand(now, prompt, output, waiting_tokens, round(waiting))
+
+
+def _values(context: Context | None, metric: str) -> list[float]:
+    """Of each replica."""
+    metrics = context.aggregated_metrics if context is not None else None
+    return list(metrics.get(metric, {}).values()) if metrics else []
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if value > 0]
+    return sum(known) / len(known) if known else 0.0
+
+
+# -- told to people
+
+
+def _tell(app: str, plan: Plan, now: float) -> None:
+    """To the controller's log, and for `scaling_decisions`."""
+    from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
+
+    for name, target in plan.targets.items():
+        logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
+    if _internal_kv_initialized():
+        record = {"time": now, "targets": plan.targets, "reasons": plan.reasons}
+        _internal_kv_put(_KEY + app, json.dumps(record).encode(), overwrite=True)
+
+
+def scaling_decisions(app: str) -> dict[str, Any] | None:
+    """The last decision: {"time", "targets", "reasons"}, by pool; None if there was none. Needs a
+    connection to Ray."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    record = _internal_kv_get(_KEY + app)
+    return json.loads(record) if record else None
+
+
+# -- reported by routers and engines
+
+
+class Rates:
+    """Tokens/s from counters, between one call and the next."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._last: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
+
+    def update(self, now: float, **counters: float) -> dict[str, float]:
+        """The rates by name; the last ones if it was asked a moment ago."""
+        if now - self._at >= 0.2:
+            self._rates = {
+                name: max(0.0, (value - self._last.get(name, value)) / (now - self._at))
+                for name, value in counters.items()
+            }
+            self._last = counters
+            self._at = now
+        return {name: self._rates.get(name, 0.0) for name in counters}
