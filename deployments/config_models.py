@@ -175,7 +175,8 @@ class RouterConfig(_Section):
         30.0,
         ge=0,
         le=3600,
-        description="How long a request waits when no replica is ready, then 503 no_replica. 30 "
+        description="How long a request waits at most, for a replica to be ready (then 503 "
+        "no_replica) or to have room (503 overloaded). 30 "
         "s: a replaced replica of a small model is back by then, and clients' own limits are "
         "longer.",
     )
