@@ -18,7 +18,9 @@ from torch import Tensor
 from kernels.metadata import LoraLinear, LoraStep
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-UNIT = 16  # of ranks, and of offsets into a slab
+# Of ranks, and of offsets into a slab. Kernels say so where they read a rank (multiple_of), or the
+# compiler would read the matrices two bytes at a time.
+UNIT = 16
 MAX_PARTS = 3  # of a linear layer
 
 
@@ -52,7 +54,7 @@ def _shrink_kernel(
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
     entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
-    rank = tl.load(entry)
+    rank = tl.multiple_of(tl.load(entry), 16)
     a = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 1).to(tl.int64) * 16
     if PDL:
         gdc_wait()  # by all programs, or a kernel could end before the one before it
@@ -86,7 +88,6 @@ def _delta(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] of B times the sum over the splits; stride: between splits."""
-    rank = tl.multiple_of(rank, 16)  # or B would be read two bytes at a time
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
@@ -142,7 +143,7 @@ def _expand_kernel(
     if N0 % 16 == 0 and N1 % 16 == 0:
         offset = tl.multiple_of(offset, 16)
     entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
-    rank = tl.load(entry)
+    rank = tl.multiple_of(tl.load(entry), 16)
     b = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 2).to(tl.int64) * 16
     if PDL:
         gdc_wait()
@@ -213,13 +214,13 @@ def _expand_gated_kernel(
         home = slab + slot.to(tl.int64) * slot_stride
         stride = (num_tokens * 2).to(tl.int64) * MAX_RANK
         position = (first + row).to(tl.int64)
-        rank = tl.load(entry)
+        rank = tl.multiple_of(tl.load(entry), 16)
         if rank > 0:
             gate += _delta(
                 partial, home + tl.load(entry + 2).to(tl.int64) * 16, position, valid, column,
                 inside, rank, stride, SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
             )  # fmt: skip
-        rank = tl.load(entry + 4)
+        rank = tl.multiple_of(tl.load(entry + 4), 16)
         if rank > 0:
             up += _delta(
                 partial, home + tl.load(entry + 6).to(tl.int64) * 16, position + num_tokens, valid,

@@ -254,6 +254,20 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
 
 
+@pytest.mark.slow
+def test_adapters_are_read_wide(launches: Launches) -> None:
+    """A rank that the compiler does not know to be a multiple of 16 makes it read B two bytes at a
+    time, which costs more than everything else."""
+    step = LoraStep(
+        int32(64), int32(5, 3), tile_rows(64), bf16(2, 1024), int32(2, 7, 4), torch.empty(1), 16
+    )
+    lora_add(bf16(64, 6144), bf16(64, 4096), LoraLinear(0, 4096, (4096, 1024, 1024)), step)
+    lora_gated(bf16(64, 28672), bf16(64, 4096), LoraLinear(4, 4096, (14336,) * 2), step, "silu")
+    for name, compiled in launches.seen:
+        assert "ld.global.b16" not in compiled.asm["ptx"], name
+        assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg" in compiled.asm["ptx"], name
+
+
 def test_no_kernel_is_left_out(launches: Launches) -> None:
     """A new kernel that nothing above launches."""
     launches.compile = False
