@@ -65,7 +65,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
         ray.init(address=cluster.address, log_to_driver=False)
         port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        # One port, one machine: only the head node can have the proxy.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         model = tiny_model(tmp_path / "tiny")
         router = {"replicas": 1, "num_cpus": 2}
         where = Cluster(cluster.address, port)
