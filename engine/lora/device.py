@@ -143,6 +143,11 @@ class LoraDevice:
         slots[: batch.num_tokens] = np.repeat(self._row_slots[batch.rows], batch.lengths)
         self._upload(slots)
 
+    def all_padding(self, num_tokens: int) -> None:
+        """As if a step of nothing but padding had been uploaded: what an earlier one left there
+        may point beyond the end of this one."""
+        self._upload(np.full(num_tokens, -1, dtype=np.int16))
+
     def graph_step(self, num_tokens: int) -> LoraStep:
         """What such a graph is captured with: the place that `upload_step` writes."""
         return self._view(num_tokens)

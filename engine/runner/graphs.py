@@ -154,6 +154,9 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, size: Size, plan: SamplePlan, adapters: bool) -> None:
         self._runner.inputs.all_padding(*size)  # recording and warming touch no request
+        if adapters:
+            assert self._runner.lora is not None
+            self._runner.lora.all_padding(size[1])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

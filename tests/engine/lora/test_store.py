@@ -83,6 +83,7 @@ def test_added_again_unchanged() -> None:
 
 
 def test_removed() -> None:
+    """Bug: a removed adapter keeps its memory, or another revision is removed in its place."""
     store = make_store("a")
     assert load(store, "a")
     for revision, found in (("0", False), ("", True), ("", False)):
@@ -158,6 +159,7 @@ def test_an_aborted_wait_leaves_nothing() -> None:
 
 
 def test_unknown_and_disabled() -> None:
+    """Bug: a request for an adapter that is not there is answered by the model itself."""
     core, _ = make_core(adapters=AdapterStore.disabled())
     assert (
         run(core, [make_request(1, adapter="a")])[1]
