@@ -122,6 +122,12 @@ class PoolConfig(_Section):
         description="EngineConfig fields that differ from `engine` in this pool.",
     )
 
+    @model_validator(mode="after")
+    def _limits(self) -> "PoolConfig":
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is above max_replicas")
+        return self
+
 
 class ScalingConfig(_Section):
     """Autoscaling of the pools that have max_replicas. See docs/routing.md."""

@@ -26,7 +26,7 @@ from engine.messages import EngineStats
 Column = NDArray[np.float64]
 
 FIXED, TOKEN, DECODE = range(3)  # rows of Fleet.terms
-HARM = 0.02  # what a second of each running stream counts against a second of the new request
+HARM = 0.1  # what a second of each running stream counts against a second of the new request
 _SETTLE = 0.02  # seconds that a request may take to show in a replica's figures, and two steps
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
 _STEP_TOKENS = 2048  # of a step, for a replica that does not tell

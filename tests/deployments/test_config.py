@@ -85,6 +85,11 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
         ("replicas: 0", 0, "nothing would ever answer"),
         ("replicas: 2\npools: {cpu: {}}", 0, "replicas and pools are both set"),
         ("pools: {cpu: {replicas: 0}}", 0, "nothing would ever answer"),
+        (
+            "pools:\n  cpu: {min_replicas: 3, max_replicas: 2}",
+            2,
+            "min_replicas is above max_replicas",
+        ),
         ("router:\n  silence_seconds: 1", 1, "heartbeat_seconds"),
         ("replicas: -1", 1, "replicas"),
         ("replicas: 1.5", 1, "replicas"),

@@ -1,0 +1,156 @@
+"""The simulator: what it models holds, and what it shows about routing and scaling stays so."""
+
+import xml.etree.ElementTree as ElementTree
+from random import Random
+
+from deployments.steps import Cost
+from loadtest.simulate import calibrate, scaling
+from loadtest.simulate.cluster import run
+from loadtest.simulate.pictures import Line, Panel, svg
+from loadtest.simulate.policies import Manta, PrefixTree, RoundRobin, TwoChoices
+from loadtest.simulate.replica import Job, SimReplica, Speed
+from loadtest.simulate.routing import adapters, compare, make_case
+from loadtest.simulate.workload import Mix, ideal_hits, jobs
+
+SPEED = Speed("gpu", 0.01, 0.001, 0.0001, 10_000, 4, 100, slots=2, adapter_seconds=0.5)
+
+
+def serve(*work: Job, speed: Speed = SPEED):
+    return run([speed], RoundRobin(), list(work), routers=1)
+
+
+def test_a_request_takes_its_steps():
+    """A step that costs nothing, or a prompt that is computed at once whatever its length."""
+    job = Job(0.0, prompt=250, output=3)
+    serve(job)
+    chunks = 3 * 0.01 + 250 * 0.0001 + 0.001  # 100, 100 and 50 tokens; the last one samples
+    assert abs(job.first - 0.0005 - chunks) < 1e-9
+    other = Job(0.0, prompt=50, output=3)
+    long = serve(other, Job(5.0, 10, 1))
+    assert abs(other.end - other.first - 2 * 0.011) < 1e-9
+    assert long.pending == 0
+
+
+def test_an_arrival_ends_a_stretch_of_equal_steps():
+    """Someone who waits for the end of another's answer, in a simulator that skips steps."""
+    first, second = Job(0.0, 10, 100), Job(0.5, 10, 2)
+    serve(first, second)
+    assert second.first - second.arrival < 0.04
+    assert first.end < 0 < second.first  # it ended when all had a first token
+
+
+def test_rows_and_memory_make_requests_wait():
+    """A replica without limits, where queues never form."""
+    work = [Job(0.0, 10, 50) for _ in range(5)]
+    serve(*work)
+    assert max(job.first for job in work) > 50 * 0.01
+    big = [Job(0.0, 5000, 100), Job(0.0, 5000, 100)]
+    serve(*big)
+    assert big[1].first > big[0].end
+
+
+def test_prefixes_and_adapters_are_kept_and_pushed_out():
+    """Hits that nothing can evict; adapters that are loaded for each request, or never."""
+    new = [Random(n).randbytes(8) for n in range(40)]
+    one, again = Job(0.0, 650, 2, new[:10]), Job(1.0, 650, 2, new[:10])
+    flood = [Job(2.0 + n / 10, 6000, 1, [bytes([n, m]) * 4 for m in range(90)]) for n in range(4)]
+    last = Job(9.0, 650, 2, new[:10])
+    serve(one, again, *flood, last)
+    assert (one.cached, again.cached) == (0, 640) and last.cached < 640
+    order = ["a", "b", "a", "c", "a", "b"]
+    work = [Job(float(n), 10, 2, adapter=name) for n, name in enumerate(order)]
+    result = serve(*work)
+    assert result.loads == 4  # a, b, c, and b again
+    assert work[0].first > 0.5 > work[2].first - 2.0
+
+
+def test_workloads_are_seeded_and_as_asked():
+    """Two policies that did not see the same requests; a rate that is not the rate."""
+    mix = Mix(0.4, 0.3, groups=8, adapters=10, adapted=0.5, burst=2.0)
+    work = jobs(mix, 50, 100, 2, 1)
+    again = jobs(mix, 50, 100, 2, 1)
+    assert [(j.arrival, j.prompt, j.links) for j in work] == [
+        (j.arrival, j.prompt, j.links) for j in again
+    ]
+    assert 0.9 * 5000 < len(work) < 1.1 * 5000
+    assert 0.4 < sum(bool(job.adapter) for job in work) / len(work) < 0.6
+    assert 0 < ideal_hits(work) < sum(job.prompt for job in work)
+    assert all(len(job.links) == (job.prompt - 1) // 64 for job in work)
+
+
+def test_routing_beats_the_others_where_speeds_differ():
+    """Slow replicas that get as much as fast ones; prefixes that are computed again."""
+    rows, outcomes = compare(make_case("mixed", 4, 12.0))
+    found = {row.case.rpartition("/")[2]: row for row in rows}
+    assert found["p99_ttft"].ratio <= 0.5, found
+    assert found["prefix_hit_rate"].peer - found["prefix_hit_rate"].ours <= 0.03, found
+    assert outcomes[0].pending == 0
+
+
+def test_adapters_stay_in_few_places():
+    """Every replica loading every adapter in turn."""
+    rows, _ = adapters(2.0, seconds=40.0)
+    loads, late = rows
+    assert loads.ratio < 0.5 and late.ratio < 1.1
+
+
+def test_policies_of_others_do_what_they_say():
+    """Peers that are weaker than they are."""
+    replicas = [SimReplica(index, SPEED, 1) for index in range(4)]
+    turns = RoundRobin()
+    turns.start(replicas, 1, Random(0))
+    assert len({turns.choose(Job(0, 10, 1), 0) for _ in range(4)}) == 4
+    two = TwoChoices()
+    two.start(replicas, 1, Random(0))
+    for _ in range(400):
+        two.choose(Job(0, 10, 1), 0)
+    assert max(two.in_flight) - min(two.in_flight) < 6
+    tree = PrefixTree("tree", 0.5, (64, 1.5))
+    tree.start(replicas, 1, Random(0))
+    links = [Random(n).randbytes(8) for n in range(4)]
+    places = {tree.choose(Job(0, 260, 1, links), 0) for _ in range(20)}
+    assert len(places) == 1
+    for _ in range(100):
+        places.add(tree.choose(Job(0, 260, 1, links), 0))
+    assert len(places) > 1  # too uneven: load decides
+
+
+def test_scaling_keeps_its_promises():
+    """A policy that pays for promises with replicas, or swings. Goals: 95 %, 1.15 times."""
+    for case in ("flash", "quiet"):
+        rows, runs = scaling.compare(case)
+        kept, cost, turns = rows
+        assert kept.ours >= 0.95 and cost.ratio <= 1.15, rows
+        assert turns.ours <= turns.peer + 4, runs[0].reasons
+    zero = [gpus for now, _, gpus, _, _ in runs[0].at if 900 < now < 2300]
+    assert not any(zero), "a CPU replica carries the trickle"
+    ElementTree.fromstring(scaling.picture(case, runs))
+
+
+def test_pictures_are_xml():
+    """A file that no browser shows."""
+    line = Line("one", [(0.01, 0.0), (1.0, 0.5), (100.0, 1.0)], steps=True)
+    ElementTree.fromstring(svg("t", [Panel("p", "x", [line], log=True), Panel("q", "y", [line])]))
+
+
+def test_calibration_finds_a_replica_again():
+    """A fit that does not fit what it was made from."""
+    true = Cost(0.02, 0.004, 0.0008)
+    speed = Speed("cpu", *true, 50_000, 32, 512)
+    work = calibrate._jobs(1, 60)
+    replica, frames, now, at = SimReplica(0, speed, 1), [], 0.0, 0
+    while at < len(work) or replica.running or replica.waiting:
+        while at < len(work) and work[at].arrival <= now:
+            replica.submit(work[at])
+            at += 1
+        end = replica.begin(now)
+        if not replica.busy:
+            now = work[at].arrival
+            frames.append((now, replica.stats()))
+            continue
+        now = end
+        replica.finish(now)
+        frames.append((now, replica.stats()))
+    observed = calibrate.Observed(frames, [0.1], work, 50_000)
+    errors = sorted(calibrate.stretch_errors(observed, calibrate.fit(observed)))
+    assert errors[len(errors) // 2] < 0.1
