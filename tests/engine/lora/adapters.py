@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+
+pytest.importorskip("peft")
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

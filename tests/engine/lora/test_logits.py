@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -15,7 +14,11 @@ from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.lora.adapters import save_adapter
-from tests.engine.lora.train import TEXTS, text_of, train
+
+pytest.importorskip("peft")
+from peft import PeftModel  # noqa: E402
+
+from tests.engine.lora.train import TEXTS, text_of, train  # noqa: E402
 from tests.fakes import collect
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -164,6 +167,47 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
                     check(outputs[number], given, model)
             if folder is not None:
                 model.unload()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(tmp_path: Path) -> None:
+    """Slots, step metadata and graphs: adapters of different ranks and base rows decode together in
+    graphs, and prompts beside them, as peft says; then adapters take turns in two slots."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    theirs = save_checkpoint(tmp_path / "base", "qwen3", **sizes)
+    ranks = {"a": 8, "b": 40, "c": 16, "d": 64}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        save_adapter(theirs, tmp_path / name, seed, r=rank, lora_alpha=rank)
+    for slots in (4, 2):
+        fields: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 128}
+        core = engine(tmp_path / "base", device="cuda", max_loras=slots, **fields)
+        for name in ranks:
+            add(core, name, tmp_path / name)
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 40, 1)]
+        plan = [(name, prompt) for prompt in prompts for name in ("", *ranks)]
+        for number, (name, prompt) in enumerate(plan):
+            # log-probabilities keep a step out of the graphs: half of the requests have none
+            score = {} if number % 2 else {"prompt_logprobs": None, "logprobs": None}
+            submit(core, number, prompt, name, max_tokens=12, **score)
+        outputs = run(core)
+        assert core.stats().adapter_loads >= 4
+        with torch.no_grad():
+            for name in ("", *ranks):
+                model = PeftModel.from_pretrained(theirs, tmp_path / name) if name else theirs
+                for number, (other, prompt) in enumerate(plan):
+                    if other != name:
+                        continue
+                    if number % 2:
+                        check(outputs[number], prompt, model, atol=2e-2)
+                        continue
+                    ids = prompt + outputs[number].tokens
+                    best = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                    chosen = scores(model, ids)[len(prompt) - 1 :]
+                    lost = best[len(prompt) - 1 : -1].max(-1).values - chosen
+                    assert lost.max() < 5e-2, "a token that is not the likeliest"
+                if name:
+                    model.unload()
 
 
 @pytest.mark.slow
