@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 pytest.importorskip("peft")
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft import LoraConfig, get_peft_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -16,9 +16,9 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.engine.lora.adapters import save_adapter
 
 pytest.importorskip("peft")
-from peft import PeftModel  # noqa: E402
+from peft import PeftModel
 
-from tests.engine.lora.train import TEXTS, text_of, train  # noqa: E402
+from tests.engine.lora.train import TEXTS, text_of, train
 from tests.fakes import collect
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
