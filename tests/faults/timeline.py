@@ -47,6 +47,7 @@ def picture(run: Run, title: str) -> str:
         for kill in run.kills
     ]
     svg = timeline(panels, name=title, end=run.seconds, width=WIDTH, marks=marks)
-    begin = svg.index(">") + 1  # of the svg element
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)  # a file of its own
+    begin = svg.index(">") + 1
     looks = f"<style>{CSS}svg{{background:var(--card);font-family:sans-serif}}</style>"
     return f"{svg[:begin]}<title>{title}</title>{looks}{svg[begin:]}\n"
