@@ -1,5 +1,6 @@
 """F8: the device has no memory for a step. Nobody fails for it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,37 @@ def test_the_real_runner_on_the_cpu(default_model: Path, monkeypatch: Any) -> No
     monkeypatch.setattr(runner.model, "forward", short)
     assert say() == wanted
     assert core.stats().out_of_memory == 3 and core.stats().total_blocks == 70
+
+
+@pytest.mark.gpu
+def test_a_real_shortage_on_the_device(tmp_path: Path) -> None:
+    """Bug: what CUDA does when memory runs out is not what the other tests pretend: graphs that
+    know old addresses, a cache that is not given back, a text that differs."""
+    model = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 128_000, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", dtype="bfloat16", load_format="dummy",
+        num_blocks=4096, max_num_seqs=16, max_model_len=8192, max_num_batched_tokens=8192,
+        deterministic=True,
+    )  # fmt: skip
+    core, _ = factory.build(config)
+
+    def say() -> dict[int, list[int]]:
+        common = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+        requests = [make_request(i, 2000, seed=i, prompt_logprobs=1, **common) for i in range(8)]
+        return {id: output.tokens for id, output in run(core, requests).items()}
+
+    wanted = say()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(
+        free - 2**30, dtype=torch.uint8, device="cuda"
+    )  # 8192 x 128,000 logits: 2 GiB
+    assert say() == wanted
+    assert 1 <= core.stats().out_of_memory < 20
+    del hog
