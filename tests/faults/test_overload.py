@@ -44,9 +44,22 @@ async def ask(app: Api, seen: list[Seen]) -> None:
     seen.append(Seen(began, time.monotonic() - began, reply))
 
 
-async def offer(app: Api, rate: float, seconds: float, dice: random.Random) -> list[Seen]:
+@dataclass
+class Phase:
+    seen: list[Seen]
+    steps: int  # of the engine
+
+    def good(self, slo: float) -> float:
+        """Answers a step that came whole and in time. By the step, because load, router and engine
+        share a core here, which a busy machine shares with others."""
+        return sum(s.reply.status == 200 and s.seconds <= slo for s in self.seen) / self.steps
+
+
+async def offer(one: Fleet, app: Api, rate: float, seconds: float, dice: random.Random) -> Phase:
     """So many requests a second, whatever becomes of them."""
     seen: list[Seen] = []
+    core = one.engines["r0"].core
+    before = core.stats().step
     async with asyncio.TaskGroup() as group:
         due = time.monotonic()
         end = due + seconds
@@ -54,15 +67,7 @@ async def offer(app: Api, rate: float, seconds: float, dice: random.Random) -> l
             group.create_task(ask(app, seen))
             due += dice.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-    return seen
-
-
-def good(seen: list[Seen], begin: float, end: float, slo: float) -> float:
-    """Answers a second that came whole and in time."""
-    return sum(
-        one.reply.status == 200 and one.seconds <= slo and begin <= one.began + one.seconds < end
-        for one in seen
-    ) / (end - begin)
+    return Phase(seen, core.stats().step - before)
 
 
 async def test_f22_ten_times_the_load():
@@ -74,21 +79,18 @@ async def test_f22_ten_times_the_load():
     async with fleet(admission=limits) as one:
         one.engines["r0"].pace = PACE
         app = build_asgi(one.dispatcher)
-        began = time.monotonic()
-        fitting = await offer(app, 1.2 * CAPACITY, 4, dice)
-        best = good(fitting, began + 1, began + 4, slo)
-        began = time.monotonic()
-        flood = await offer(app, 10 * CAPACITY, 6, dice)
-        held = good(flood, began + 1, began + 6, slo)
-        after = await offer(app, 0.5 * CAPACITY, 3, dice)
-        refused = [seen for seen in flood if seen.reply.status != 200]
+        fitting = await offer(one, app, 1.5 * CAPACITY, 4, dice)
+        flood = await offer(one, app, 10 * CAPACITY, 6, dice)
+        after = (await offer(one, app, 0.5 * CAPACITY, 3, dice)).seen
+        best, held = fitting.good(slo), flood.good(slo)
+        refused = [seen for seen in flood.seen if seen.reply.status != 200]
         late = sorted(seen.seconds for seen in refused)
         p99 = late[int(0.99 * len(late))]
         print(
-            f"{len(flood)} requests, {len(refused)} refused, p99 {1e3 * p99:.1f} ms; "
-            f"good answers {held:.1f}/s of {best:.1f}/s"
+            f"{len(flood.seen)} requests, {len(refused)} refused, p99 {1e3 * p99:.1f} ms; "
+            f"good answers a step {held:.3f} of {best:.3f}, of {ROWS / OUTPUT} at most"
         )
-        assert len(refused) > 0.7 * len(flood)
+        assert len(refused) > 0.7 * len(flood.seen)
         assert p99 <= 0.05
         for seen in refused:
             assert seen.reply.status == 503
