@@ -18,7 +18,7 @@ from engine.prefix_hash import extend_hashes, root_hash
 STRIDE = 64  # tokens a link: four blocks; finer costs memory and finds 32 tokens more on average
 LINK_BYTES = 8  # a collision costs a wrong guess, nothing more
 ECHOED = 64  # links of a request that the other routers hear of
-_LIMIT = 2**19  # (link, holder) pairs: 33 million tokens
+_LIMIT = 2**19  # (link, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
 def chain(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
@@ -101,5 +101,6 @@ class PrefixIndex:
                     self._holders[link] = known ^ bit
 
     def forget(self, holder: int) -> None:
-        """The replica is gone. A walk over everything: about 40 ms when the index is full."""
-        self.remove(list(self._holders), holder)
+        """The replica is gone, or its cache. A walk over everything: tens of ms when full."""
+        bit = 1 << holder
+        self.remove([link for link, known in self._holders.items() if known & bit], holder)
