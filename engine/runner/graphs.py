@@ -120,6 +120,7 @@ class StepGraphs:
     def _device_seconds(self, size: Size, plan: SamplePlan) -> float:
         """What its graph costs the device, without attention to what is not there yet."""
         graph, _ = self._graphs[size, plan.greedy, False]
+        graph.replay()  # the first one uploads it
         torch.cuda.synchronize()
         start = time.perf_counter()
         graph.replay()
