@@ -28,6 +28,7 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, RemoveAdapte
 logger = logging.getLogger("manta.engine")
 
 RETRY_SECONDS = 10.0  # how long a failed read is remembered
+READ_AHEAD = 4  # reads under way, beyond which none is begun for a request that is not first
 
 T = TypeVar("T")
 
@@ -161,6 +162,7 @@ class AdapterStore:
         self._clock = 0
         self.loads = 0  # uploads
         self.reads = 0
+        self._reading = 0  # under way
         self.host_bytes = 0
 
     # ---- names ---------------------------------------------------------------------------------
@@ -244,9 +246,11 @@ class AdapterStore:
     # ---- requests ------------------------------------------------------------------------------
 
     def claim(self, adapter: Adapter) -> None:
-        """A request was accepted: bring its adapter into host memory while the request waits."""
+        """A request was accepted: bring its adapter into host memory while the request waits, if
+        that drives out no other and is not far ahead of its turn."""
         adapter.users += 1
-        if adapter.error is None:
+        room = self.host_bytes < self._host_budget and self._reading < READ_AHEAD
+        if adapter.error is None and room:
             self._read(adapter)
 
     def ask(self, adapter: Adapter) -> bool:
@@ -347,6 +351,7 @@ class AdapterStore:
     def _read(self, adapter: Adapter) -> None:
         if adapter.weights is None and not adapter.reading:
             adapter.reading = True
+            self._reading += 1
             self.reads += 1
             path, stamp = adapter.path, adapter.stamp
 
@@ -364,6 +369,7 @@ class AdapterStore:
 
     def _was_read(self, adapter: Adapter, result: Loaded | AdapterError) -> None:
         adapter.reading = False
+        self._reading -= 1
         if isinstance(result, Loaded) and adapter.digest not in ("", result.digest):
             result = AdapterError(
                 f"the files of adapter {adapter.info.name} hold something else than when it was "

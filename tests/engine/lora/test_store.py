@@ -259,3 +259,16 @@ def test_split_takes_in_order_and_resumes_at_any_end() -> None:
         core.step()
     assert len(core.scheduler.running) == 2, "a third would not fit at its full length"
     run(core)
+
+
+def test_a_long_queue_does_not_read_everything() -> None:
+    """Bug: requests for more adapters than host memory holds drive out what is next in line."""
+    disk = Inline(hold=True)
+    store = make_store("abcdefgh", host_bytes=3, disk=disk)
+    for name in "abcdefgh":
+        store.claim(store.find(name))
+    assert store.reads == 4
+    disk.release()
+    store.poll()
+    store.claim(store.find("h"))
+    assert store.reads == 4 and store.host_bytes == 3
