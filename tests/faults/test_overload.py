@@ -98,7 +98,7 @@ async def test_f22_ten_times_the_load():
             assert 1 <= int(seen.reply.header("retry-after") or 0) <= 60
         assert held >= 0.9 * best
         assert all(seen.reply.status == 200 for seen in after[-10:])
-        assert max(seen.seconds for seen in after[-10:]) < 1.5
+        assert max(seen.seconds for seen in after[-10:]) < slo
         assert one.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
 
 
