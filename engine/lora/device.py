@@ -40,6 +40,7 @@ class LoraDevice:
         self._device = device
         self._slots = slots
         self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
+        self._used = False  # any row has ever had an adapter
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
         self._cuda = device.type == "cuda"
         shape = (slots, slot_elements) if self._cuda else (0, 0)  # the CPU uses host memory
@@ -113,16 +114,21 @@ class LoraDevice:
     def set_row(self, row: int, slot: int) -> None:
         """The request that takes this row uses this slot; -1 = none."""
         self._row_slots[row] = slot
+        self._used |= slot >= 0
 
-    def has_adapters(self, batch: Batch) -> bool:
-        return bool((self._row_slots[batch.rows] >= 0).any())
+    def slots_of(self, batch: Batch) -> "np.ndarray[Any, np.dtype[np.int16]] | None":
+        """The slot of each token, -1 = none; None if none has any."""
+        if not self._used:
+            return None
+        slots = self._row_slots[batch.rows]
+        if slots.max() < 0:
+            return None
+        return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
     def step(self, batch: Batch) -> LoraStep | None:
         """Of an eager step; None if none of its tokens has an adapter."""
-        if not self.has_adapters(batch):
-            return None
-        slots = np.repeat(self._row_slots[batch.rows], batch.lengths)
-        return self.lay_out(slots)
+        slots = self.slots_of(batch)
+        return None if slots is None else self.lay_out(slots)
 
     def lay_out(self, slots: "np.ndarray[Any, np.dtype[np.int16]]") -> LoraStep:
         """slots: of each token of an eager step; -1 = none."""
@@ -137,11 +143,11 @@ class LoraDevice:
         ]
         return self._make(torch.empty(0), torch.empty(0), 0, segments)
 
-    def upload_step(self, batch: Batch, num_tokens: int) -> None:
-        """The metadata that a graph of num_tokens reads; tokens behind the batch's have none."""
-        slots = np.full(num_tokens, -1, dtype=np.int16)
-        slots[: batch.num_tokens] = np.repeat(self._row_slots[batch.rows], batch.lengths)
-        self._upload(slots)
+    def upload_step(self, slots: "np.ndarray[Any, np.dtype[np.int16]]", num_tokens: int) -> None:
+        """What a graph of num_tokens reads. slots: of the batch's tokens, which come first."""
+        padded_slots = np.full(num_tokens, -1, dtype=np.int16)
+        padded_slots[: len(slots)] = slots
+        self._upload(padded_slots)
 
     def all_padding(self, num_tokens: int) -> None:
         """As if a step of nothing but padding had been uploaded: what an earlier one left there

@@ -140,13 +140,13 @@ class StepGraphs:
         the next run.
         """
         lora = self._runner.lora
-        adapters = lora is not None and lora.has_adapters(batch)
-        key = (size, plan.greedy, adapters)
+        slots = None if lora is None else lora.slots_of(batch)
+        key = (size, plan.greedy, slots is not None)
         if key not in self._graphs:
-            self._capture(size, plan, adapters)
+            self._capture(size, plan, adapters=slots is not None)
         self._runner.inputs.upload(batch, *size)
-        if lora is not None and adapters:
-            lora.upload_step(batch, size[1])
+        if lora is not None and slots is not None:
+            lora.upload_step(slots, size[1])
         self._runner.sampler.flush()
         graph, tokens = self._graphs[key]
         graph.replay()
