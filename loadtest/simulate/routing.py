@@ -172,7 +172,7 @@ def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:
 CASES = (
     ("mixed", 4, 60.0),
     ("mixed", 64, 9.0),
-    ("mixed", 1000, 2.4),
+    ("mixed", 1000, 4.5),
     ("slow", 64, 9.0),
     ("gpu", 64, 9.0),
 )
