@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,8 +52,8 @@ _COMMON = {
 }
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster as RayCluster
@@ -67,7 +66,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         port = free_port()
         # One port, one machine: only the head node can have the proxy.
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        model = tiny_model(tmp_path / "tiny")
+        model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
         router = {"replicas": 1, "num_cpus": 2}
         where = Cluster(cluster.address, port)
         with deployed(where, model, replicas=3, routers=1, pools=POOLS, router=router) as broken:
