@@ -23,6 +23,7 @@ CPU = Pool(prompt_rate=900, output_rate=250, start_seconds=10, price=0.04, minim
 PROMISE = Promise()
 FIRST = 0.25  # seconds to the first token with no queue
 PROMPT, OUTPUT = 500, 200  # tokens of a request, computed ones
+_POINTS = 240  # of a line in a picture
 LATENCY = 5.0  # seconds of a request, for policies that count those in flight
 
 Shape = Callable[[float], float]  # second -> GPU replicas' worth of work
@@ -298,15 +299,20 @@ def all_rows() -> Iterator[tuple[list[Row], list[Run]]]:
 
 def picture(case: str, runs: list[Run]) -> str:
     """Load and replicas, then requests that wait, over time."""
-    load = [(now / 60, work) for now, work, _, _, _ in runs[0].at]
+    every = max(1, len(runs[0].at) // _POINTS)
+    load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
     counts = [Line("work", load, colour=2)]
     waits = []
     for number, run in enumerate(runs):
         colour = (0, 1, 3)[number]
-        points = [(now / 60, float(gpus)) for now, _, gpus, _, _ in run.at]
+        points = [(now / 60, float(gpus)) for now, _, gpus, _, _ in run.at[::every]]
         counts.append(Line(run.policy, points, steps=True, colour=colour))
         waits.append(
-            Line(run.policy, [(now / 60, wait) for now, _, _, _, wait in run.at], colour=colour)
+            Line(
+                run.policy,
+                [(now / 60, wait) for now, _, _, _, wait in run.at[::every]],
+                colour=colour,
+            )
         )
     panels = [
         Panel("GPU replicas ready", "minutes", counts, height=230),
