@@ -129,9 +129,10 @@ class Driver:
 
     def _check_starvation(self, preempted: bool) -> None:
         """The first of the queue gets in at the latest a few steps after all have ended who ran
-        when it became the first, or come before it."""
+        when it became the first, or come before it; those who wait for adapters may do so."""
         head = self.scheduler.waiting[0] if self.scheduler.waiting else None
-        if head is not self._head or preempted or self._searching:
+        waits = bool(self.scheduler.parked)
+        if head is not self._head or preempted or self._searching or waits:
             self._head = head
             self._blockers = {r.id for r in self.scheduler.running.values()}
             self._patience = 4
