@@ -48,6 +48,8 @@ engine:
   max_num_seqs: {max_num_seqs}
   memory_fraction: {memory_fraction}
   prefix_caching: false
+limits:
+  queue_seconds: 120
 replicas: 1
 router:
   replicas: 4

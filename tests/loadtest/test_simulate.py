@@ -7,7 +7,7 @@ from deployments.steps import Cost
 from loadtest.simulate import calibrate, scaling
 from loadtest.simulate.cluster import run
 from loadtest.simulate.pictures import Line, Panel, svg
-from loadtest.simulate.policies import Manta, PrefixTree, RoundRobin, TwoChoices
+from loadtest.simulate.policies import PrefixTree, RoundRobin, TwoChoices
 from loadtest.simulate.replica import Job, SimReplica, Speed
 from loadtest.simulate.routing import adapters, compare, make_case
 from loadtest.simulate.workload import Mix, ideal_hits, jobs
