@@ -12,6 +12,9 @@ runs the same requests offline at each concurrency: what the endpoint could deli
 --label, and prints one JSON line with out_tok_s, ttft_ms_p50, itl_ms_p99, ok and failed. It runs in
 its own folder. --ray-llm-path is put before PYTHONPATH for Ray Serve LLM alone, which wants a Ray
 of the same age as its vLLM.
+
+Each line is kept as soon as it is there. --resume takes up the day's lines in --out and runs only
+the sides that are not whole, so that the comparison fits where a command may not run for long.
 """
 
 import argparse
@@ -232,21 +235,28 @@ def load(script: Path, side: str, streams: int, count: int, workload: str) -> di
 
 def compare(args: argparse.Namespace) -> None:
     script = args.load_script.resolve()
-    lines: list[dict[str, Any]] = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    today = datetime.date.today().isoformat()
+    raw = args.out / f"versus-http-{today}.jsonl"
+    lines = whole_sides(raw.read_text() if args.resume and raw.exists() else "")
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    there = {line["label"] for line in lines}
 
     def keep(line: dict[str, Any]) -> None:
         lines.append(line)
         print(json.dumps(line), flush=True)
+        with raw.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
-    offline = subprocess.run(
-        [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    for text in offline.stdout.decode().splitlines():
-        if text.startswith("{"):
-            keep(json.loads(text))
+    if "offline" not in there:
+        command = [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model]
+        offline = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        for text in offline.stdout.decode().splitlines():
+            if text.startswith("{"):
+                keep(json.loads(text))
     for side in ("manta", *args.peers):
+        if side in there:
+            continue
         with server(side, args.model, args.ray_llm_path) as ready:
             keep({"label": side, "ready_s": ready})
             load(script, side, 64, 64, "uniform")  # warm
@@ -256,7 +266,7 @@ def compare(args: argparse.Namespace) -> None:
     rows = rows_of(args.name, lines, args.peers)
     document: dict[str, Any] = {
         "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        "date": today,
         "device": _device(),
         "config": {
             "ours": {"replicas": 1, "routers": 4, "prefix_caching": False},
@@ -268,15 +278,22 @@ def compare(args: argparse.Namespace) -> None:
         },
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = f"versus-http-{document['date']}"
-    (args.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (args.out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
         print(
             f"{row['case']:<38} {row['ours']:>10} {row['peer']:>10} {row['unit']:<6}"
             f" {row['ratio']:>7}"
         )
+
+
+def whole_sides(text: str) -> list[dict[str, Any]]:
+    """Of an earlier run's raw lines, those of the sides that saw every load."""
+    lines = [json.loads(line) for line in text.splitlines()]
+
+    def whole(side: str) -> bool:
+        return {x.get("concurrency") for x in lines if x["label"] == side} >= STREAMS.keys()
+
+    return [line for line in lines if whole(line["label"])]
 
 
 def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
@@ -317,6 +334,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve())
