@@ -98,10 +98,10 @@ class _Client:
         self._live().send(Control(what))
 
     def _add_adapter(
-        self, name: str, folder: str | Path, revision: str, load: bool
+        self, name: str, folder: str | Path, revision: str, load: bool, digest: str = ""
     ) -> Future[AdapterInfo]:
         path = str(folder) if "://" in str(folder) else os.path.abspath(folder)
-        return self._ask(lambda ticket: AddAdapter(ticket, name, path, revision, load))
+        return self._ask(lambda ticket: AddAdapter(ticket, name, path, revision, load, digest))
 
     def _remove_adapter(self, name: str, revision: str) -> Future[AdapterInfo]:
         return self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
@@ -266,14 +266,20 @@ class EngineClient(_Client):
             self._fd = -1
 
     async def add_adapter(
-        self, name: str, folder: str | Path, *, revision: str = "", load: bool = True
+        self,
+        name: str,
+        folder: str | Path,
+        *,
+        revision: str = "",
+        load: bool = True,
+        digest: str = "",
     ) -> AdapterInfo:
         """Make a PEFT adapter known to the engine, or replace the one of that name: requests that
         were submitted before finish on the old weights. See `AddAdapter`.
 
         Raises AdapterError (nothing has changed then), EngineDead.
         """
-        return await asyncio.wrap_future(self._add_adapter(name, folder, revision, load))
+        return await asyncio.wrap_future(self._add_adapter(name, folder, revision, load, digest))
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
         """Forget it; accepted requests finish on it. Raises AdapterError, EngineDead."""

@@ -16,8 +16,9 @@ import msgspec
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import AdapterError, ConfigError
+from engine.lora.adapter import Adapter
 from engine.lora.fake import FakeLoader
-from engine.lora.store import Adapter, AdapterStore
+from engine.lora.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
     AddAdapter,

@@ -57,6 +57,8 @@ class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
 
     revision: names this state of the files; "" = a hash of what they hold.
     load: False reads the configuration only, and the weights when a request first needs them.
+    digest: the hash that the files must have ("" = any): weights that are something else are
+        refused with adapter_changed, now or when they are read.
     """
 
     ticket: int  # the answer's
@@ -64,6 +66,7 @@ class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
     path: str
     revision: str = ""
     load: bool = True
+    digest: str = ""
 
 
 class RemoveAdapter(msgspec.Struct, array_like=True, tag="remove_adapter"):

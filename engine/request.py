@@ -17,7 +17,7 @@ from typing import Any
 from engine.batch import TokenLogprobs
 from engine.core_config import CoreConfig
 from engine.errors import InvalidRequest
-from engine.lora.store import Adapter
+from engine.lora.adapter import Adapter
 from engine.messages import EngineRequest
 from engine.prefix_hash import root_hash
 

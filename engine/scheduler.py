@@ -29,7 +29,8 @@ from engine.core_config import CoreConfig
 from engine.decode_group import DecodeGroup
 from engine.errors import AdapterError
 from engine.flight import Counters, Draft, Flight, Release
-from engine.lora.store import Adapter, AdapterStore
+from engine.lora.adapter import Adapter
+from engine.lora.store import AdapterStore
 from engine.messages import Delta
 from engine.request import Phase, Request
 

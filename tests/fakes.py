@@ -12,7 +12,8 @@ import numpy as np
 from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
 from engine.core import CoreConfig, EngineCore
 from engine.errors import AdapterError
-from engine.lora.store import AdapterStore, Described, Loaded
+from engine.lora.adapter import Described, Loaded
+from engine.lora.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.lora.adapter import Described, Loaded
 from engine.lora.peft_config import stamp
 from engine.lora.remote import fetched, is_remote
-from engine.lora.store import Described, Loaded
 from engine.lora.weights import HostLora, LoraReader, padded
 from kernels.metadata import LoraStep
 
@@ -214,7 +214,7 @@ def make_tiles(slots: "np.ndarray[Any, Any]", block: int) -> "np.ndarray[Any, An
 
 
 class LoraLoader:
-    """`engine.lora.store.Loader` of a model on its device."""
+    """`engine.lora.adapter.Loader` of a model on its device."""
 
     def __init__(self, reader: LoraReader, device: LoraDevice) -> None:
         self._reader = reader

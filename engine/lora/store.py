@@ -2,28 +2,25 @@
 
     disk or object store --read (thread)--> host memory --upload (thread)--> device slot
 
-Host memory and slots are LRU: host memory with a byte budget, slots by number. All methods belong
-to the step loop's thread; what the threads have done is taken over by `poll`, so a load never
-stalls a step, and only the requests that need that adapter wait.
-
-A slot is pinned by every row that may still run on it, and what is pinned is not replaced. When all
-are pinned and an adapter waits, the slot with the fewest rows is promised to it: nobody new gets in
-there, and when its last row ends the slot changes hands. So no adapter starves.
+Host memory (host.py) and slots (slots.py) are LRU: host memory with a byte budget, slots by number.
+All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
+a load never stalls a step, and only the requests that need that adapter wait.
 """
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from engine.errors import AdapterError
+from engine.lora.adapter import Adapter, Described, Loaded, Loader, NoLoader, changed, info_of
+from engine.lora.host import HostMemory
 from engine.lora.names import AdapterNames
 from engine.lora.peft_config import check_name
-from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, RemoveAdapter
+from engine.lora.slots import DeviceSlots, Slot
+from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 
 logger = logging.getLogger("manta.engine")
 
@@ -31,104 +28,6 @@ RETRY_SECONDS = 10.0  # how long a failed read is remembered
 READ_AHEAD = 4  # reads under way, beyond which none is begun for a request that is not first
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What a look at the files says. stamp: changes when they do; "" if nobody can tell."""
-
-    kind: str
-    rank: int
-    num_bytes: int
-    targets: list[str]
-    stamp: str
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An adapter in host memory. digest: of the bytes that were read."""
-
-    described: Described
-    digest: str
-    host_bytes: int
-    weights: Any
-
-
-class Loader(Protocol):
-    """Reads and moves adapters. Called from the store's threads; raises AdapterError."""
-
-    def describe(self, path: str) -> Described:
-        """Configuration only."""
-        ...
-
-    def read(self, path: str) -> Loaded: ...
-
-    def upload(self, weights: Any, slot: int) -> None:
-        """Into a slot that no step uses. Returns when the copy is done."""
-        ...
-
-
-class NoLoader:
-    """Of an engine that takes no adapters: never called."""
-
-    def describe(self, path: str) -> Described:
-        raise NotImplementedError
-
-    def read(self, path: str) -> Loaded:
-        raise NotImplementedError
-
-    def upload(self, weights: Any, slot: int) -> None:
-        raise NotImplementedError
-
-
-class Adapter:
-    """One revision of one adapter."""
-
-    __slots__ = (
-        "digest",
-        "error",
-        "failed_at",
-        "host_bytes",
-        "info",
-        "path",
-        "reading",
-        "retired",
-        "slot",
-        "stamp",
-        "started",
-        "users",
-        "weights",
-    )
-
-    def __init__(self, info: AdapterInfo, path: str, stamp: str) -> None:
-        self.info = info
-        self.path = path
-        self.stamp = stamp
-        self.digest = ""
-        self.weights: Any = None  # in host memory
-        self.host_bytes = 0
-        self.reading = False
-        self.error: AdapterError | None = None
-        self.failed_at = 0.0
-        self.slot: _Slot | None = None
-        self.users = 0  # accepted requests that have not ended
-        self.started = 0  # of these, those that have begun: they need these very weights again
-        self.retired = False  # replaced or removed
-
-    @property
-    def key(self) -> str:
-        """In the keys of the prefix cache."""
-        return f"{self.info.name}@{self.info.revision}"
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    index: int
-    adapter: Adapter | None = None
-    ready: bool = False
-    pins: int = 0
-    promised: Adapter | None = None
-    used: int = 0  # when, in asks
 
 
 class AdapterStore:
@@ -148,22 +47,19 @@ class AdapterStore:
         device: Executor | None = None,
     ) -> None:
         self._loader = loader
-        self._host_budget = host_bytes
         self._disk = disk or ThreadPoolExecutor(1, "adapter-reads")  # one: answers keep their order
         self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
         self._names: AdapterNames[Adapter] = AdapterNames()
-        self._slots = [_Slot(index) for index in range(max_loras)]
-        self._host: OrderedDict[Adapter, None] = OrderedDict()  # in host memory, oldest use first
+        self._slots = DeviceSlots(max_loras)
+        self._host = HostMemory(host_bytes)
         self._wanted: dict[Adapter, None] = {}  # wait for a slot, in the order of asking
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._news: list[Adapter] = []
         self._answers: list[AdapterAnswer] = []
         self._wake: Callable[[], None] = lambda: None
-        self._clock = 0
         self.loads = 0  # uploads
         self.reads = 0
         self._reading = 0  # under way
-        self.host_bytes = 0
 
     # ---- names ---------------------------------------------------------------------------------
 
@@ -186,23 +82,21 @@ class AdapterStore:
             return
         loaded = result if isinstance(result, Loaded) else None
         described = result.described if isinstance(result, Loaded) else result
-        digest = loaded.digest if loaded is not None else described.stamp
-        info = AdapterInfo(
-            message.name,
-            message.revision or digest,
-            described.kind,
-            described.rank,
-            described.num_bytes,
-            described.targets,
-        )
+        if loaded is not None and message.digest not in ("", loaded.digest):
+            error = changed(message.name)
+            self._answers.append(AdapterAnswer(message.ticket, None, error.code, error.message))
+            return
+        digest = loaded.digest if loaded is not None else message.digest or described.stamp
+        info = info_of(message.name, message.revision or digest, described)
         before = self._names.get(info.name)
-        if before is not None and _same(before, info, described, digest):
+        if before is not None and before.is_same(info, described, digest):
+            before.path, before.stamp, before.error = message.path, described.stamp, None
             if loaded is not None and before.weights is None:
-                before.error = None
                 self._keep(before, loaded)
             self._answers.append(AdapterAnswer(message.ticket, before.info))
             return
         adapter = Adapter(info, message.path, described.stamp)
+        adapter.digest = message.digest
         self._names.put(info.name, info.revision, adapter)
         if before is not None:
             self._retire(before)
@@ -249,7 +143,7 @@ class AdapterStore:
         """A request was accepted: bring its adapter into host memory while the request waits, if
         that drives out no other and is not far ahead of its turn."""
         adapter.users += 1
-        room = self.host_bytes < self._host_budget and self._reading < READ_AHEAD
+        room = self._host.has_room and self._reading < READ_AHEAD
         if adapter.error is None and room:
             self._read(adapter)
 
@@ -272,9 +166,8 @@ class AdapterStore:
             return False
         if slot.ready:
             self._wanted.pop(adapter, None)
-            self._touch(slot)
-            if adapter.weights is not None:
-                self._host.move_to_end(adapter)
+            self._slots.touch(slot)
+            self._host.touch(adapter)
         return slot.ready
 
     def pin(self, adapter: Adapter, *, first: bool) -> int:
@@ -305,7 +198,7 @@ class AdapterStore:
             self._unpromise(adapter)
             self._drop_unused(adapter)
         if not adapter.started:
-            self._evict()
+            self._host.evict(self._wanted)
 
     # ---- what has come -------------------------------------------------------------------------
 
@@ -353,127 +246,68 @@ class AdapterStore:
             adapter.reading = True
             self._reading += 1
             self.reads += 1
-            path, stamp = adapter.path, adapter.stamp
-
-            def work() -> Loaded:
-                loaded = self._loader.read(path)
-                if loaded.described.stamp != stamp:
-                    raise AdapterError(
-                        f"the files of adapter {adapter.info.name} have changed since it was "
-                        "added; add it again",
-                        code="adapter_changed",
-                    )
-                return loaded
-
-            self._run(self._disk, work, lambda result: self._was_read(adapter, result))
+            path = adapter.path
+            self._run(
+                self._disk,
+                lambda: self._loader.read(path),
+                lambda result: self._was_read(adapter, result),
+            )
 
     def _was_read(self, adapter: Adapter, result: Loaded | AdapterError) -> None:
         adapter.reading = False
         self._reading -= 1
-        if isinstance(result, Loaded) and adapter.digest not in ("", result.digest):
-            result = AdapterError(
-                f"the files of adapter {adapter.info.name} hold something else than when it was "
-                "added; add it again",
-                code="adapter_changed",
+        if isinstance(result, Loaded):
+            # The digest tells for sure. Before the first read nobody has it.
+            before, now = (
+                (adapter.digest, result.digest)
+                if adapter.digest
+                else (adapter.stamp, result.described.stamp)
             )
+            if before != now:
+                result = changed(adapter.info.name)
         if isinstance(result, AdapterError):
             adapter.error, adapter.failed_at = result, time.monotonic()
             self._wanted.pop(adapter, None)
             self._unpromise(adapter)
             self._news.append(adapter)
             return
-        self._keep(adapter, result)
+        if adapter.weights is None:  # else it was added again meanwhile
+            self._keep(adapter, result)
         if adapter in self._wanted:
             self._advance(adapter)
+        self._drop_unused(adapter)
 
     def _keep(self, adapter: Adapter, loaded: Loaded) -> None:
-        adapter.weights, adapter.digest = loaded.weights, loaded.digest
-        adapter.host_bytes = loaded.host_bytes
-        described, info = loaded.described, adapter.info
-        adapter.info = AdapterInfo(
-            info.name,
-            info.revision,
-            described.kind,
-            described.rank,
-            described.num_bytes,
-            described.targets,
-        )
-        self.host_bytes += loaded.host_bytes
-        self._host[adapter] = None
-        self._evict()
-
-    def _evict(self) -> None:
-        """Host memory back to its budget. The newest stays, or nothing could ever be uploaded."""
-        newest = next(reversed(self._host), None)
-        for adapter in list(self._host):
-            if self.host_bytes <= self._host_budget:
-                return
-            uploading = adapter.slot is not None and not adapter.slot.ready
-            if adapter is newest or adapter.started or uploading or adapter in self._wanted:
-                continue
-            if not (adapter.retired and adapter.users):  # such could not be read again
-                self._forget_weights(adapter)
-
-    def _forget_weights(self, adapter: Adapter) -> None:
-        if adapter.weights is not None:
-            self.host_bytes -= adapter.host_bytes
-            adapter.weights = None
-            del self._host[adapter]
+        self._host.keep(adapter, loaded)
+        adapter.info = info_of(adapter.info.name, adapter.info.revision, loaded.described)
+        self._host.evict(self._wanted)
 
     def _advance(self, adapter: Adapter) -> None:
         """The next thing to do for one that waits for a slot."""
         if adapter.weights is None:
             self._read(adapter)
             return
-        slot = self._free_slot(adapter)
+        slot = self._slots.free(adapter)
         if slot is not None:
             self._upload(adapter, slot)
-        elif not any(slot.promised is adapter for slot in self._slots):
-            self._promise(adapter)
-
-    def _free_slot(self, adapter: Adapter) -> _Slot | None:
-        """One that nobody runs on: empty, promised to this one, or the least recently used."""
-        free = [
-            slot
-            for slot in self._slots
-            if not slot.pins
-            and (slot.ready or slot.adapter is None)
-            and slot.promised in (None, adapter)
-        ]
-        return min(free, key=lambda s: (s.adapter is not None, s.used), default=None)
-
-    def _promise(self, adapter: Adapter) -> None:
-        """Half of the slots at most are promised, so that the others keep their requests going."""
-        open_slots = [slot for slot in self._slots if slot.promised is None and slot.ready]
-        if len(self._slots) - len(open_slots) < max(1, len(self._slots) // 2):
-            victim = min(open_slots, key=lambda s: (s.pins, s.used), default=None)
-            if victim is not None:
-                victim.promised = adapter
+        else:
+            self._slots.promise(adapter)
 
     def _unpromise(self, adapter: Adapter) -> None:
-        for slot in self._slots:
-            if slot.promised is adapter:
-                slot.promised = None
-                if slot.adapter is not None:
-                    self._news.append(slot.adapter)
+        self._news += self._slots.unpromise(adapter)
 
     def _slot_changed(self) -> None:
         """Slots that are free go to those they are promised to. All others who wait shall ask
         again, in the order of service, so that nobody takes a slot from one who comes before."""
-        for slot in self._slots:
-            if slot.promised is not None and not slot.pins:
-                self._advance(slot.promised)
+        for adapter in self._slots.due():
+            self._advance(adapter)
         self._news += self._wanted
 
-    def _upload(self, adapter: Adapter, slot: _Slot) -> None:
-        assert adapter.slot is None and not slot.pins
+    def _upload(self, adapter: Adapter, slot: Slot) -> None:
         del self._wanted[adapter]
         self._unpromise(adapter)
-        if slot.adapter is not None:
-            slot.adapter.slot = None
-        slot.adapter, slot.ready, adapter.slot = adapter, False, slot
-        self._touch(slot)
-        self._host.move_to_end(adapter)
+        self._slots.give(slot, adapter)
+        self._host.touch(adapter)
         self.loads += 1
         weights = adapter.weights
         self._run(
@@ -482,20 +316,15 @@ class AdapterStore:
             lambda error: self._uploaded(adapter, slot, error),
         )
 
-    def _uploaded(self, adapter: Adapter, slot: _Slot, error: AdapterError | None) -> None:
+    def _uploaded(self, adapter: Adapter, slot: Slot, error: AdapterError | None) -> None:
         slot.ready = True
         if error is not None:
-            slot.adapter = adapter.slot = None
-            slot.ready = False
+            self._slots.take(slot)
             adapter.error, adapter.failed_at = error, time.monotonic()
         self._news.append(adapter)
         self._drop_unused(adapter)
-        self._evict()
+        self._host.evict(self._wanted)
         self._slot_changed()
-
-    def _touch(self, slot: _Slot) -> None:
-        self._clock += 1
-        slot.used = self._clock
 
     def _retire(self, adapter: Adapter) -> None:
         adapter.retired = True
@@ -510,8 +339,8 @@ class AdapterStore:
         if slot is not None:
             if slot.pins or not slot.ready:
                 return  # called again when it is
-            slot.adapter, slot.ready, adapter.slot = None, False, None
-        self._forget_weights(adapter)
+            self._slots.take(slot)
+        self._host.forget(adapter)
         if slot is not None:
             self._slot_changed()
 
@@ -520,24 +349,16 @@ class AdapterStore:
     @property
     def resident(self) -> list[str]:
         """Names of the adapters on the device, the last used first."""
-        slots = [s for s in self._slots if s.adapter is not None and s.ready]
-        slots.sort(key=lambda s: -s.used)
-        return [s.adapter.info.name for s in slots if s.adapter is not None]
+        return self._slots.resident
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the adapters in host memory."""
+        return self._host.num_bytes
 
     def check_integrity(self, pins: dict[int, int], users: dict[Adapter, int]) -> None:
         """pins: slot index -> rows that use it; users: adapter -> requests that have not ended."""
-        for slot in self._slots:
-            assert slot.pins == pins.get(slot.index, 0), f"slot {slot.index}: pins are lost"
-            assert slot.adapter is None or slot.adapter.slot is slot
-            assert slot.adapter is not None or not (slot.ready or slot.pins)
+        self._slots.check_integrity(pins)
+        self._host.check_integrity()
         for adapter, count in users.items():
             assert adapter.users == count, f"adapter {adapter.key}: users are lost"
-        assert self.host_bytes == sum(adapter.host_bytes for adapter in self._host)
-
-
-def _same(adapter: Adapter, info: AdapterInfo, described: Described, digest: str) -> bool:
-    """Whether what is added is known already: of one revision, and of equal bytes as far as they
-    were read."""
-    if adapter.info.revision != info.revision:
-        return False
-    return adapter.digest == digest if adapter.digest else adapter.stamp == described.stamp

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError, ConfigError
+from engine.lora.adapter import Described, Loaded
 from engine.lora.peft_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -24,7 +25,6 @@ from engine.lora.peft_config import (
     read_peft_config,
     stamp,
 )
-from engine.lora.store import Described, Loaded
 from engine.quantization.method import LinearSpec, Part
 from engine.weights.index import StoredTensor, read_header
 from kernels.metadata import LoraLinear

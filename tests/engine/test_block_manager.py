@@ -4,7 +4,7 @@ import pytest
 
 from engine import block_manager as module
 from engine.block_manager import BlockManager
-from engine.lora.store import Adapter
+from engine.lora.adapter import Adapter
 from engine.messages import AdapterInfo
 from engine.prefix_hash import extend_hashes, root_hash
 from engine.request import Request
