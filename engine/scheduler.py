@@ -17,7 +17,6 @@ lets the first of them in. Order of service is (priority, arrival).
 """
 
 import time
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Container, Iterable
 from dataclasses import replace
@@ -32,6 +31,7 @@ from engine.flight import Counters, Draft, Flight, Release
 from engine.lora.adapter import Adapter
 from engine.lora.store import AdapterStore
 from engine.messages import Delta
+from engine.queue import Queue
 from engine.request import Phase, Request
 
 
@@ -46,14 +46,12 @@ class Scheduler:
         self.step = 0  # the last one scheduled
         self.done_step = 0  # the last one whose result is here
         self.requests: dict[int, Request] = {}  # all that have not ended
-        self.waiting: list[Request] = []  # in the order of service
-        self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
+        self.queue = Queue()
         self.running: dict[int, Request] = {}  # by id; those that have a row
         self.filling: list[Request] = []  # phase FILLING
         self.decoding = DecodeGroup(config.block_size)
         self.flights: deque[Flight] = deque()
         self.releases: list[Release] = []
-        self.waiting_tokens = 0
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         self._failed: list[Delta] = []  # requests whose adapter cannot be had
         self._split = config.batching == "split"
@@ -107,10 +105,7 @@ class Scheduler:
     def take_loaded(self) -> None:
         """Requests whose adapter has come, or will not, line up again."""
         for adapter in self._adapters.poll():
-            for request in self.parked.pop(adapter, ()):
-                request.phase = Phase.WAITING
-                insort(self.waiting, request)
-                self._retry_admission = True
+            self._retry_admission |= self.queue.unpark(adapter)
 
     def take_failed(self) -> list[Delta]:
         """The ends of requests that `schedule` had to give up; once."""
@@ -119,7 +114,8 @@ class Scheduler:
 
     def can_run(self) -> bool:
         """Somebody runs or may start: not all wait for their adapters."""
-        return bool(self.running or (self.waiting and not (self._split and self.parked)))
+        queue = self.queue
+        return bool(self.running or (queue.waiting and not (self._split and queue.parked)))
 
     def requeue(self, *, trusted: bool) -> None:
         """All running requests back to the queue, and the steps in flight forgotten: their results
@@ -167,7 +163,7 @@ class Scheduler:
         self._grow_decodes(draft)
         if self.filling:
             self._fill(draft)
-        if self.waiting and not draft.preempted:
+        if self.queue.waiting and not draft.preempted:
             self._admit(draft)
         if not (self.decoding or draft.sampling or draft.silent):
             return None
@@ -266,10 +262,11 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         """Waiting requests, in order, while there are tokens, rows and memory for the first."""
         memory = None
-        while self.waiting and self._free_rows and self._budget(draft) > 0:
-            request = self.waiting[0]
+        waiting = self.queue.waiting
+        while waiting and self._free_rows and self._budget(draft) > 0:
+            request = waiting[0]
             if self._only is not None:
-                request = next((r for r in self.waiting if r in self._only), request)
+                request = next((r for r in waiting if r in self._only), request)
                 if request not in self._only:
                     return
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
@@ -290,7 +287,7 @@ class Scheduler:
     def _joins(self, request: Request) -> bool:
         """Batching "split": only who has the adapter of those who run, and nobody overtakes."""
         other = next(iter(self.running.values()), None)
-        return not self.parked and (other is None or other.adapter is request.adapter)
+        return not self.queue.parked and (other is None or other.adapter is request.adapter)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
         """Its adapter is on the device. If not, the request steps aside until it is, and ends if
@@ -301,9 +298,7 @@ class Scheduler:
         except AdapterError as error:
             self._failed += self.fail([request], f"{error.code}: {error.message}")
             return False
-        self.waiting.remove(request)
-        request.phase = Phase.PARKED
-        self.parked.setdefault(adapter, []).append(request)
+        self.queue.park(adapter, request)
         return False
 
     def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
@@ -326,8 +321,7 @@ class Scheduler:
         # What runs alone fits, whatever a careful policy makes of its rounding.
         if not self._policy(memory, footprint) and self.running:
             return False
-        self.waiting.remove(request)
-        self.waiting_tokens -= request.queued_tokens
+        self.queue.take(request)
         self.blocks.share(cached)
         request.blocks = cached
         request.num_computed = len(cached) * size
@@ -541,12 +535,7 @@ class Scheduler:
     # ---- ends ----------------------------------------------------------------------------------
 
     def _enqueue(self, request: Request) -> None:
-        request.phase = Phase.WAITING
-        request.queued_tokens = len(request.token_ids)
-        self.waiting_tokens += request.queued_tokens
-        insort(self.waiting, request)
-        if self.waiting[0] is request:
-            self._retry_admission = True
+        self._retry_admission |= self.queue.put(request)
 
     def _end(self, request: Request) -> None:
         """Take it out of wherever it is. Its row and blocks follow when no step uses them."""
@@ -555,13 +544,10 @@ class Scheduler:
         elif request.phase is Phase.FILLING:
             self.filling.remove(request)
         elif request.phase is Phase.WAITING:
-            at = bisect_left(self.waiting, request)
-            assert self.waiting[at] is request
-            del self.waiting[at]
-            self.waiting_tokens -= request.queued_tokens
+            self.queue.take(request)
             self._retry_admission = True
         elif request.phase is Phase.PARKED:
-            self._unpark(request)
+            self._retry_admission |= self.queue.drop_parked(request)
         request.phase = Phase.ENDED
         del self.requests[request.id]
         self.counters.finished += 1
@@ -571,15 +557,6 @@ class Scheduler:
             self._release(request)
         if request.adapter is not None:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
-
-    def _unpark(self, request: Request) -> None:
-        assert request.adapter is not None
-        others = self.parked[request.adapter]
-        others.remove(request)
-        if not others:
-            del self.parked[request.adapter]
-            self._retry_admission = True
-        self.waiting_tokens -= request.queued_tokens
 
     def _distrust(self, request: Request) -> None:
         """Its keys may be wrong: nobody shall find them."""
@@ -621,7 +598,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Known tokens not yet computed, of waiting and running requests."""
-        return self.waiting_tokens + sum(r.remaining for r in self.filling if r.remaining > 1)
+        return self.queue.num_tokens + sum(r.remaining for r in self.filling if r.remaining > 1)
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""
@@ -637,14 +614,11 @@ class Scheduler:
             assert (request.row >= 0) != queued
             assert (request.slot >= 0) == (request.phase is Phase.DECODING)
         assert phases[Phase.ENDED] == 0
-        assert phases[Phase.WAITING] == len(self.waiting)
-        assert self.waiting == sorted(self.waiting)
         assert phases[Phase.FILLING] == len(self.filling)
         assert phases[Phase.DECODING] == len(self.decoding)
-        parked = [request for requests in self.parked.values() for request in requests]
-        assert phases[Phase.PARKED] == len(parked)
-        assert len(self.running) + len(self.waiting) + len(parked) == len(self.requests)
-        assert self.waiting_tokens == sum(r.queued_tokens for r in self.waiting + parked)
+        assert phases[Phase.WAITING] + phases[Phase.PARKED] == len(self.queue)
+        assert len(self.running) + len(self.queue) == len(self.requests)
+        self.queue.check_integrity()
         pins = Counter(r.lora_slot for r in self.running.values())
         pins.update(r.lora_slot for r in self.releases)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)

@@ -123,15 +123,15 @@ class Driver:
             request = by_row[row]
             for block in request.blocks[: -(-(start + length) // size)]:
                 assert self._owner[block] == self._scopes[request.id], "blocks leak across tenants"
-        if fresh and self.scheduler.waiting and not self._searching:
+        if fresh and self.scheduler.queue.waiting and not self._searching:
             started = max(by_row[row].order for row in fresh)
-            assert started < self.scheduler.waiting[0].order, "somebody was passed over"
+            assert started < self.scheduler.queue.waiting[0].order, "somebody was passed over"
 
     def _check_starvation(self, preempted: bool) -> None:
         """The first of the queue gets in at the latest a few steps after all have ended who ran
         when it became the first, or come before it; those who wait for adapters may do so."""
-        head = self.scheduler.waiting[0] if self.scheduler.waiting else None
-        waits = bool(self.scheduler.parked)
+        head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
+        waits = bool(self.scheduler.queue.parked)
         if head is not self._head or preempted or self._searching or waits:
             self._head = head
             self._blockers = {r.id for r in self.scheduler.running.values()}

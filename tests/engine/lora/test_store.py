@@ -129,7 +129,7 @@ def test_only_the_request_that_needs_it_waits() -> None:
     core.add(make_request(1, adapter="a", max_tokens=2))
     core.add(make_request(2, max_tokens=20))
     outputs = collect(core.step() + core.step())
-    assert not core.scheduler.waiting and core.stats().waiting == 1
+    assert not core.scheduler.queue.waiting and core.stats().waiting == 1
     while core.has_work():
         collect(core.step(), outputs)
     assert outputs.keys() == {2} and runner.num_steps < 25

@@ -1,0 +1,64 @@
+"""Queue: the requests without a row, in line or waiting for their adapters."""
+
+from bisect import bisect_left, insort
+
+from engine.lora.adapter import Adapter
+from engine.request import Phase, Request
+
+
+class Queue:
+    """Order of service is (priority, arrival). num_tokens: known tokens of all that are here."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []  # in the order of service
+        self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + sum(map(len, self.parked.values()))
+
+    def put(self, request: Request) -> bool:
+        """A new request, or a preempted one. Returns whether it is the first in line."""
+        request.phase = Phase.WAITING
+        request.queued_tokens = len(request.token_ids)
+        self.num_tokens += request.queued_tokens
+        insort(self.waiting, request)
+        return self.waiting[0] is request
+
+    def take(self, request: Request) -> None:
+        """It leaves the line, to start or because it has ended."""
+        at = bisect_left(self.waiting, request)
+        assert self.waiting[at] is request
+        del self.waiting[at]
+        self.num_tokens -= request.queued_tokens
+
+    def park(self, adapter: Adapter, request: Request) -> None:
+        """It steps aside until its adapter is on the device."""
+        self.waiting.remove(request)
+        request.phase = Phase.PARKED
+        self.parked.setdefault(adapter, []).append(request)
+
+    def unpark(self, adapter: Adapter) -> bool:
+        """Who waits for this adapter lines up again. Returns whether anybody does."""
+        requests = self.parked.pop(adapter, [])
+        for request in requests:
+            request.phase = Phase.WAITING
+            insort(self.waiting, request)
+        return bool(requests)
+
+    def drop_parked(self, request: Request) -> bool:
+        """It has ended. Returns whether it was the last to wait for its adapter."""
+        assert request.adapter is not None
+        others = self.parked[request.adapter]
+        others.remove(request)
+        self.num_tokens -= request.queued_tokens
+        if not others:
+            del self.parked[request.adapter]
+        return not others
+
+    def check_integrity(self) -> None:
+        parked = [request for requests in self.parked.values() for request in requests]
+        assert all(r.phase is Phase.WAITING for r in self.waiting)
+        assert all(r.phase is Phase.PARKED for r in parked)
+        assert self.waiting == sorted(self.waiting)
+        assert self.num_tokens == sum(r.queued_tokens for r in self.waiting + parked)
