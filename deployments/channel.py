@@ -6,7 +6,8 @@ speaks first:
     replica -> router   Hello(version, nonce)
     router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
     replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
-    then                router: Submit | Abort | Beat          replica: StepFrame | Failed
+    then                router: Submit | Abort | Beat | AddAdapter | AdapterVersion
+                        replica: StepFrame | Failed | AdapterAnswer
 
 Whoever cannot prove the secret, is slow to do so, sends a frame above the cap or something that
 does not decode is cut off. Each side says something at least every `heartbeat` seconds and gives up
@@ -29,9 +30,17 @@ from typing import Any, cast
 
 import msgspec
 
-from engine.messages import Abort, EngineRequest, EngineStats, Failed, StepFrame
+from engine.messages import (
+    Abort,
+    AdapterAnswer,
+    AddAdapter,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    StepFrame,
+)
 
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
 _MAX_HANDSHAKE_FRAME = 1024  # bytes: all that a stranger can make us hold
@@ -63,12 +72,26 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
     request_id and trace (a W3C traceparent) are for the replica's logs and spans. links: of the
     prompt's chain (prefix_index.py), joined; the replica passes them on to its other routers.
+    adapter_path, adapter_version: of the record of request.adapter, which is "name@revision";
+    version 0: it has begun, and goes on with that revision though there may be a newer one.
     """
 
     request: EngineRequest
     request_id: str = ""
     trace: str = ""
     links: bytes = b""
+    adapter_path: str = ""
+    adapter_version: int = 0
+
+
+class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
+    """An adapter's name means this revision from now on, "" is none: requests of older versions
+    that have not begun are refused, and other revisions forgotten. Answered by an AdapterAnswer."""
+
+    ticket: int
+    name: str
+    version: int
+    revision: str = ""
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
@@ -76,8 +99,11 @@ class Beat(msgspec.Struct, array_like=True, tag="beat"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_from_router = msgspec.msgpack.Decoder(Proof | Submit | Abort | Beat)
-_from_replica = msgspec.msgpack.Decoder(Hello | Welcome | StepFrame | Failed)
+_from_router = msgspec.msgpack.Decoder(Proof | Submit | Abort | Beat | AddAdapter | AdapterVersion)
+_from_replica = msgspec.msgpack.Decoder(Hello | Welcome | StepFrame | Failed | AdapterAnswer)
+
+FromRouter = Submit | Abort | AddAdapter | AdapterVersion
+FromReplica = StepFrame | Failed | AdapterAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +260,7 @@ class Connection(asyncio.Protocol):
 
 
 class ReplicaEnd(Connection):
-    """The listening end. on_message gets Submit and Abort; stats() is what a heartbeat carries."""
+    """The listening end. on_message gets what a router says; stats() is for a heartbeat."""
 
     def __init__(
         self,
@@ -242,7 +268,7 @@ class ReplicaEnd(Connection):
         limits: ChannelLimits,
         *,
         on_open: Callable[["ReplicaEnd"], None],
-        on_message: Callable[["ReplicaEnd", Submit | Abort], None],
+        on_message: Callable[["ReplicaEnd", FromRouter], None],
         on_close: Callable[["ReplicaEnd", str], None],
         stats: Callable[[], EngineStats],
     ) -> None:
@@ -265,7 +291,7 @@ class ReplicaEnd(Connection):
 
     def _receive(self, message: Any) -> None:
         if self.open:
-            if isinstance(message, Submit | Abort):
+            if isinstance(message, FromRouter):
                 self._on_message(self, message)
             elif isinstance(message, Proof):
                 self.close("a second handshake")
@@ -286,7 +312,7 @@ class ReplicaEnd(Connection):
 
 
 class RouterEnd(Connection):
-    """The connecting end. on_frame gets StepFrame and Failed."""
+    """The connecting end. on_frame gets what a replica says."""
 
     def __init__(
         self,
@@ -295,7 +321,7 @@ class RouterEnd(Connection):
         name: str,
         *,
         on_open: Callable[["RouterEnd"], None],
-        on_frame: Callable[["RouterEnd", StepFrame | Failed], None],
+        on_frame: Callable[["RouterEnd", FromReplica], None],
         on_close: Callable[["RouterEnd", str], None],
     ) -> None:
         super().__init__(secret, limits, _from_replica, on_close)
@@ -306,7 +332,7 @@ class RouterEnd(Connection):
 
     def _receive(self, message: Any) -> None:
         if self.open:
-            if isinstance(message, StepFrame | Failed):
+            if isinstance(message, FromReplica):
                 self._on_frame(self, message)
             else:
                 self.close("a second handshake")

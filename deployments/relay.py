@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from deployments.channel import ChannelLimits, ReplicaEnd, Submit
+from deployments.adapters_replica import Held, ReplicaAdapters
+from deployments.channel import AdapterVersion, ChannelLimits, FromRouter, ReplicaEnd
+from deployments.steps import Cost, StepModel
 from deployments.watch import StallLimits, Watch
 from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.errors import EngineDead, MantaError
+from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (
     Abort,
+    AdapterInfo,
+    AddAdapter,
     Delta,
     EngineRequest,
     EngineStats,
@@ -57,6 +61,12 @@ class Engine(Protocol):
     def submit(self, request: EngineRequest) -> None: ...
 
     def abort(self, ids: list[int]) -> None: ...
+    async def add_adapter(
+        self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
+    ) -> AdapterInfo: ...
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo: ...
+
 
     async def close(self) -> None: ...
 
@@ -80,6 +90,7 @@ class Relay:
         self.port = 0
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
+        self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
         self._server: asyncio.Server | None = None
         self._strangers: set[ReplicaEnd] = set()
         self._routers: dict[int, ReplicaEnd] = {}
@@ -109,6 +120,7 @@ class Relay:
             connection.close("the replica has stopped")
         await self._engine.close()
 
+        self._adapters.close()
     async def drain(self, seconds: float) -> None:
         """Tell the routers to send nothing new, and let what runs end, for so long at most.
 
@@ -233,13 +245,16 @@ class Relay:
         logger.info("router %s is connected from %s", connection.router, connection.peer)
         connection.send(StepFrame(self.stats, []))
 
-    def _received(self, connection: ReplicaEnd, message: Submit | Abort) -> None:
+    def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
             return  # the router has been told, and moves its requests
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
-            self._tell(self._engine.abort, [id for id in ids if id in connection.live])
+            self._tell(self._engine.abort, self._adapters.take_back(connection, ids))
+            return
+        if isinstance(message, AddAdapter | AdapterVersion):
+            self._adapters.order(connection, message)
             return
         request = message.request
         id = base | request.id
@@ -275,5 +290,18 @@ class Relay:
 
     def _announce(self) -> None:
         self.stats.draining = True
+        if message.adapter_path:
+            held = Held(connection, request, message.adapter_path, message.adapter_version)
+            self._adapters.submit(held)
+        else:
+            self._start(request)
+
+    def _start(self, request: EngineRequest) -> None:
         for router in list(self._routers.values()):
             router.send(StepFrame(self.stats, []))
+    def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
+        connection.live.discard(id)
+        text = f"{error.code}: {error.message}"
+        delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
+        connection.send(StepFrame(self.stats, [delta]))
+

@@ -1,0 +1,125 @@
+"""The book of adapters: what all routers of an application share, and what outlives each of them.
+
+A record a name, in the cluster's key-value store. There is no lock and no leader: who writes last
+is right, and a record's `version` tells which of two is newer.
+"""
+
+import secrets
+from typing import Any, Protocol
+
+import msgspec
+
+_PREFIX = "manta/adapters/"
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adapter's name means.
+
+    path: of its folder, or the URL of an object store. revision: hash of its files; "" until a
+        replica has read them.
+    version: grows whenever the name changes its meaning: nanoseconds of the time of the change.
+    source: "config", "folder" (the watched one) or "api". stamp: of the files in the watched
+        folder, which tells that they were replaced.
+    kind, rank, num_bytes, targets: as AdapterInfo, once they were read.
+    removed: it was taken away by hand though configuration or folder still have it.
+    """
+
+    name: str
+    path: str
+    revision: str = ""
+    version: int = 0
+    source: str = "api"
+    stamp: str = ""
+    kind: str = ""
+    rank: int = 0
+    num_bytes: int = 0
+    targets: list[str] = []
+    removed: bool = False
+
+    @property
+    def key(self) -> str:
+        """What a request carries, so that it goes on elsewhere with the same weights."""
+        return f"{self.name}@{self.revision}"
+
+
+class Book(Protocol):
+    """Blocking; called from threads. Raises OSError if the store cannot be had."""
+
+    def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
+        """All records and a mark of this state; None if it is still the one of mark `since`. b"" is
+        of none."""
+        ...
+
+    def put(self, record: AdapterRecord) -> None: ...
+
+    def delete(self, name: str) -> None: ...
+
+
+class LocalBook:
+    """Of a router that has no others."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, AdapterRecord] = {}
+        self._mark = 1
+
+    def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
+        mark = b"%d" % self._mark
+        return None if mark == since else (mark, dict(self._records))
+
+    def put(self, record: AdapterRecord) -> None:
+        self._records[record.name] = record
+        self._mark += 1
+
+    def delete(self, name: str) -> None:
+        self._records.pop(name, None)
+        self._mark += 1
+
+
+class RayBook:
+    """In Ray's own key-value store, which lives as long as the cluster: replicas and routers come
+    and go, and so may Serve's controller."""
+
+    def __init__(self, app: str) -> None:
+        self._folder = f"{_PREFIX}{app}/name/"
+        self._mark = f"{_PREFIX}{app}/mark"
+
+    def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
+        # The mark first: a change while the records are read makes the next look find another one.
+        mark: bytes = _store("get", self._mark) or b"none"
+        if mark == since:
+            return None
+        records: dict[str, AdapterRecord] = {}
+        for key in _store("list", self._folder):
+            raw = _store("get", key)
+            if raw is not None:
+                record = msgspec.msgpack.decode(raw, type=AdapterRecord)
+                records[record.name] = record
+        return mark, records
+
+    def put(self, record: AdapterRecord) -> None:
+        _store("put", self._folder + record.name, msgspec.msgpack.encode(record))
+        _store("put", self._mark, secrets.token_bytes(8))
+
+    def delete(self, name: str) -> None:
+        _store("del", self._folder + name)
+        _store("put", self._mark, secrets.token_bytes(8))
+
+
+def forget_app(app: str) -> None:
+    """The application is gone, and what was added to it by hand with it. Raises OSError."""
+    _store("del", f"{_PREFIX}{app}/", del_by_prefix=True)
+
+
+def _store(what: str, *arguments: Any, **options: Any) -> Any:
+    from ray.exceptions import RayError
+    from ray.experimental import internal_kv
+
+    try:
+        return getattr(internal_kv, f"_internal_kv_{what}")(*arguments, **options)
+    except RayError as error:
+        raise OSError(f"Ray's store does not answer: {type(error).__name__}") from error
+
+
+def newer(before: AdapterRecord | None, now: int) -> int:
+    """The version of what follows `before`. now: nanoseconds; clocks of two machines may differ."""
+    return max(now, 0 if before is None else before.version + 1)
