@@ -50,7 +50,9 @@ class Book(Protocol):
         of none."""
         ...
 
-    def put(self, record: AdapterRecord) -> None: ...
+    def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
+        """fresh: only if the name has no record. Whether it was written."""
+        ...
 
     def delete(self, name: str) -> None: ...
 
@@ -66,9 +68,12 @@ class LocalBook:
         mark = b"%d" % self._mark
         return None if mark == since else (mark, dict(self._records))
 
-    def put(self, record: AdapterRecord) -> None:
+    def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
+        if fresh and record.name in self._records:
+            return False
         self._records[record.name] = record
         self._mark += 1
+        return True
 
     def delete(self, name: str) -> None:
         self._records.pop(name, None)
@@ -96,9 +101,13 @@ class RayBook:
                 records[record.name] = record
         return mark, records
 
-    def put(self, record: AdapterRecord) -> None:
-        _store("put", self._folder + record.name, msgspec.msgpack.encode(record))
+    def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
+        value = msgspec.msgpack.encode(record)
+        existed = _store("put", self._folder + record.name, value, overwrite=not fresh)
+        if fresh and existed:
+            return False
         _store("put", self._mark, secrets.token_bytes(8))
+        return True
 
     def delete(self, name: str) -> None:
         _store("del", self._folder + name)

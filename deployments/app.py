@@ -22,6 +22,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from deployments import autoscaling
+from deployments.adapters import AdapterSettings
 from deployments.admission import AdmissionLimits
 from deployments.channel import ChannelLimits
 from deployments.config import (
@@ -113,7 +114,10 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     http = config.http
-    keys = read_api_keys(http.api_keys_file) if http.api_keys_file else ()
+    keys, admin_keys = (
+        read_api_keys(file, f"http.{name}") if (file := getattr(http, name)) else ()
+        for name in ("api_keys_file", "admin_keys_file")
+    )
     router = _deployment(serve.ingress()(Router)).options(
         name="router",
         num_replicas=config.router.replicas,
@@ -142,6 +146,13 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             api_key_digests=tuple(digest(key) for key in keys),
             body_bytes=config.limits.body_bytes,
             strict=http.strict,
+            admin_key_digests=tuple(digest(key) for key in admin_keys),
+            adapters=AdapterSettings(
+                model=config.name(),
+                paths=config.adapters.paths,
+                roots=tuple(config.adapters.roots),
+                watch=config.adapters.watch,
+            ),
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
         ),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deployments.adapters_book import AdapterRecord
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ class GenerationRequest:
     seed: int  # resolved
     cache_salt: str = ""
     adapter: str = ""  # "name@revision", so that it goes on elsewhere with the same weights
+    adapter_path: str = ""  # where its files are
+    adapter_version: int = 0  # of its record
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     key: str = ""  # whose it is: what waits is served in turn by key
@@ -90,8 +93,27 @@ class BackendState:
     queued_tokens: int = 0  # their work
 
 
+class AdapterDirectory(Protocol):
+    """The adapters of a base model; see `deployments.adapters.Adapters`."""
+
+    records: dict[str, AdapterRecord]
+
+    async def refresh(self) -> None: ...
+
+    async def pin(self, name: str) -> AdapterRecord: ...
+
+    async def add(self, name: str, path: str = "") -> AdapterRecord: ...
+
+    async def remove(self, name: str) -> AdapterRecord: ...
+
+
 class Backend(Protocol):
-    def models(self) -> Mapping[str, ModelCard]: ...
+    @property
+    def adapters(self) -> AdapterDirectory: ...
+
+    def models(self) -> Mapping[str, ModelCard]:
+        """By the name that requests use: the model, and its adapters by their bare names."""
+        ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments import yaml_lines
+from deployments.adapters_config import make_absolute
 from deployments.config_models import (
     HttpConfig,
     LimitsConfig,
@@ -86,9 +87,9 @@ def default_config() -> MantaConfig:
     return load_config(path) if path else parse_config()
 
 
-def read_api_keys(path: str | Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; # begins a comment line. Raises ConfigError: missing, empty,
-    readable by others."""
+def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[str, ...]:
+    """The keys in a file, one a line; # begins a comment line. Raises ConfigError (about param):
+    missing, empty, readable by others."""
     path = Path(path).expanduser()
     try:
         mode = path.stat().st_mode
@@ -96,15 +97,13 @@ def read_api_keys(path: str | Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
-            param="http.api_keys_file",
+            param=param,
         ) from None
     if mode & 0o077:
-        raise ConfigError(
-            f"{path}: other users may read it; chmod 600 {path}", param="http.api_keys_file"
-        )
+        raise ConfigError(f"{path}: other users may read it; chmod 600 {path}", param=param)
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{path}: no key in it", param="http.api_keys_file")
+        raise ConfigError(f"{path}: no key in it", param=param)
     return keys
 
 
@@ -119,8 +118,9 @@ def _build(
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping of keys, such as `model: default`")
     _apply_environment(data, os.environ if environment is None else environment)
-    for path in (("model",), ("http", "api_keys_file")):
+    for path in (("model",), ("http", "api_keys_file"), ("http", "admin_keys_file")):
         _make_absolute(data, path, folder)
+    make_absolute(data.get("adapters"), lambda value: _found(value, folder))
     try:
         config = MantaConfig.model_validate(data)
     except ValidationError as error:
@@ -130,8 +130,10 @@ def _build(
     try:
         if check_model:
             _check_model(config)
-        if config.http.api_keys_file is not None:
-            read_api_keys(config.http.api_keys_file)
+            config.adapters.check_folders()
+        for name in ("api_keys_file", "admin_keys_file"):
+            if (file := getattr(config.http, name)) is not None:
+                read_api_keys(file, f"http.{name}")
     except ConfigError as error:
         key = tuple((error.param or "").split("."))
         line = parsed.line(key)
@@ -165,13 +167,18 @@ def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) ->
             return
         data = section
     value = data.get(key)
-    if not isinstance(value, str) or not value or "\0" in value:
-        return
-    for base in (folder, Path.cwd()):
-        found = base / Path(value).expanduser()
-        if found.exists():
-            data[key] = str(found.resolve())
-            return
+    if isinstance(value, str) and value:
+        data[key] = _found(value, folder)
+
+
+def _found(value: str, folder: Path) -> str:
+    """Where it is, beside the file or here; as it is if it is in neither place."""
+    if "\0" not in value:
+        for base in (folder, Path.cwd()):
+            found = base / Path(value).expanduser()
+            if found.exists():
+                return str(found.resolve())
+    return value
 
 
 # -- messages

@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from deployments.adapters_config import AdaptersConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -251,6 +252,11 @@ class HttpConfig(_Section):
 class LimitsConfig(_Section):
     """Bounds on what the service takes in."""
 
+    admin_keys_file: str | None = Field(
+        None,
+        description="The same for keys that may also change what is served: /v1/adapters. Default "
+        "none: nobody may where api_keys_file is set, and everybody where no key is asked for.",
+    )
     in_flight: int = Field(
         4096,
         ge=1,
@@ -376,6 +382,7 @@ class MantaConfig(_Section):
         if self.pools and "replicas" in self.model_fields_set:
             raise ValueError("replicas and pools are both set; give the counts in pools")
         if self.pools and not any(pool.replicas for pool in self.pools.values()):
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
@@ -389,6 +396,14 @@ class MantaConfig(_Section):
         """What requests call the model."""
         if self.served_name is not None:
             return self.served_name
+        if self.adapters != AdaptersConfig():
+            self.adapters.check_names(self.name())
+            for pool in self.pools.values() or [PoolConfig()]:
+                if not self.engine_options(pool).get("max_loras"):
+                    raise ValueError(
+                        "adapters: engine.max_loras is 0, so none could be loaded; set it to how "
+                        "many are on a device at once"
+                    )
         if self.model == "default":
             return "SmolLM2-135M-Instruct"
         path = Path(self.model)

@@ -7,14 +7,18 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from deployments.adapters import Adapters, AdapterSettings
+from deployments.adapters_book import Book
+from deployments.adapters_calls import AdapterCalls
+from deployments.adapters_stale import StaleAdapters
 from deployments.admission import AdmissionLimits
 from deployments.autoscaling import Rates
 from deployments.backend import BackendState, GenerationRequest, ModelCard
-from deployments.channel import ChannelLimits, Submit
+from deployments.channel import ChannelLimits, FromReplica, Submit
 from deployments.decision import Work
 from deployments.fleet import Fleet
 from deployments.gate import Gate, GateLimits
@@ -24,7 +28,7 @@ from deployments.metrics import RouterMetrics, render
 from deployments.prefix_index import chain, pack
 from deployments.routing import route
 from engine.errors import MantaError, Overloaded, RequestFailed
-from engine.messages import Abort, Failed, StepFrame
+from engine.messages import Abort, AdapterAnswer, Failed
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
@@ -53,7 +57,14 @@ class Dispatcher:
     it."""
 
     def __init__(
-        self, card: ModelCard, tokenizer: Tokenizer, limits: DispatchLimits, name: str
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        limits: DispatchLimits,
+        name: str,
+        identity: Identity | None = None,
+        adapters: AdapterSettings | None = None,
+        book: Book | None = None,
     ) -> None:
         self.metrics = RouterMetrics()
         self._card = card
@@ -71,6 +82,15 @@ class Dispatcher:
         self._random = Random()
         self._gate = Gate(
             GateLimits(limits.wait_seconds, limits.waiting, limits.admission),
+        calls = self._calls = AdapterCalls(
+            self._links, self._fleet, self._random, limits.wait_seconds
+        )
+        self._models: dict[str, ModelCard] = {}
+        self.adapters = Adapters(
+            adapters or AdapterSettings(card.id), calls, lambda: self._set_models(), book
+        )
+        self._stale = StaleAdapters(self.adapters, self._place_again)
+        self._set_models()
             self._links,
             self._random.random,
             lambda: self._card.max_model_len,
@@ -80,7 +100,15 @@ class Dispatcher:
     # -- Backend
 
     def models(self) -> Mapping[str, ModelCard]:
-        return {self._card.id: self._card}
+        return self._models
+
+    def _set_models(self) -> None:
+        card = self._card
+        self._models = {card.id: card}
+        for name, record in self.adapters.records.items():
+            root = record.key if record.revision else name
+            created = record.version // 10**9 or card.created
+            self._models[name] = replace(card, id=name, root=root, parent=card.id, created=created)
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
@@ -185,7 +213,7 @@ class Dispatcher:
         stats: dict[str, int | float] = {
             "prompt_rate": rates["prompt"],
             "output_rate": rates["requests"] * output,
-            "queued": self._gate.choices + len(self._waiting),
+            "queued": self._gate.choices + len(self._waiting) + self._calls.waiting,
             "queued_tokens": self._gate.tokens,
         }
         for pool, (prompt_rate, output_rate) in self._fleet.rates().items():
@@ -199,6 +227,8 @@ class Dispatcher:
             entry.fail(Overloaded("the router is shutting down", code="draining"))
         for link in [*self._links.values(), *self._closing]:
             link.close("the router is shutting down")
+        self.adapters.close()
+        self._stale.close()
 
     # -- placing
 
@@ -240,7 +270,13 @@ class Dispatcher:
             link.choices[choice.id] = choice
             link.intake.book(choice.id, tokens, entry.placed)
             link.connection.send(
-                Submit(choice.as_request(), request.request_id, links=pack(work.links))
+                Submit(
+                    choice.as_request(),
+                    request.request_id,
+                    links=pack(work.links),
+                    adapter_path=request.adapter_path,
+                    adapter_version=0 if entry.begun else request.adapter_version,
+                )
             )
 
     def _wait(self, choices: list[Choice]) -> None:
@@ -308,7 +344,10 @@ class Dispatcher:
         )
         self._place_waiting()
 
-    def _on_frame(self, link: Link, message: StepFrame | Failed) -> None:
+    def _on_frame(self, link: Link, message: FromReplica) -> None:
+        if isinstance(message, AdapterAnswer):
+            self._calls.answered(message)
+            return
         if isinstance(message, Failed):
             assert link.connection is not None
             link.connection.close(f"{message.code}: {message.message}")
@@ -318,6 +357,7 @@ class Dispatcher:
         choices = link.choices
         for delta in message.deltas:
             choice = choices.get(delta.id)
+        self._set_models()
             if choice is None:
                 continue  # aborted while the delta was on its way
             if delta.cached >= 0:  # its first
@@ -341,6 +381,8 @@ class Dispatcher:
         level = logging.WARNING if lost or not link.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", link.replica, reason, len(lost))
         for choice in lost:
+            if delta.finish == "error" and self._stale.takes(choice, delta):
+                continue
             if choice.done:
                 continue  # its entry failed with another choice of this loop
             given = len(choice.emitted) - choice.begun
@@ -350,7 +392,14 @@ class Dispatcher:
             allowed = self._limits.losses
             if choice.losses > allowed or choice.doubts > 2 * allowed + 1:
                 message = f"lost {choice.doubts} replicas soon after it had come to them"
+    def _place_again(self, choices: list[Choice]) -> None:
+        """They asked for an adapter that means something else now. New numbers, because some may
+        not have ended yet."""
+        self._abort(choices)
+        self._resume(choices)
+
                 choice.entry.fail(RequestFailed(message))
+        self._calls.lost(link)
                 continue
             self.metrics.migrations.add()
             choice.entry.migrations += 1

@@ -123,6 +123,11 @@ class Entry:
     async def next(self) -> list[tuple[int, Delta]]:
         while not self._items:
             if self._error is not None:
+    @property
+    def begun(self) -> bool:
+        """Tokens have come for any choice."""
+        return any(choice.emitted for choice in self.choices)
+
                 raise self._error
             if not self._open:
                 return []

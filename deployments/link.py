@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.channel import ChannelLimits, RouterEnd
+from deployments.channel import ChannelLimits, FromReplica, RouterEnd
 from deployments.fleet import Fleet
 from deployments.intake import Intake
 from deployments.ledger import Choice
 from deployments.prefix_index import unpack
-from engine.messages import EngineStats, Failed, StepFrame
+from engine.messages import EngineStats, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -65,7 +65,7 @@ class Link:
         fleet: Fleet,
         *,
         on_open: Callable[["Link"], None],
-        on_frame: Callable[["Link", StepFrame | Failed], None],
+        on_frame: Callable[["Link", FromReplica], None],
         on_lost: Callable[["Link", list[Choice], str], None],
     ) -> None:
         self.replica = replica

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments import asgi_call, discovery
+from deployments.adapters import AdapterSettings
+from deployments.adapters_book import RayBook
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
@@ -29,7 +32,7 @@ from engine.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """model_name: what requests call it. find_model: gives the local folder, fetching the model if
-    need be. api_key_digests: SHA-256 of each key, hex."""
+    need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -41,6 +44,8 @@ class RouterSettings:
     deadline_seconds: float | None
 
 
+    adapters: AdapterSettings
+    admin_key_digests: tuple[str, ...] = ()
 class Router:
     """engines: the handle of each engine deployment; used for discovery, not for tokens."""
 
@@ -56,12 +61,19 @@ class Router:
         settings = self._settings
         card, tokenizer = await asyncio.to_thread(self._load_model)
         dispatcher = Dispatcher(
-            card, tokenizer, settings.dispatch, f"router-{secrets.token_hex(4)}"
+            card,
+            tokenizer,
+            settings.dispatch,
+            name,
+            identity,
+            settings.adapters,
+            RayBook(serve.get_replica_context().app_name),
         )
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
         for engine in self._engines:
             # Any option makes the handle follow its deployment from now on, not from the first
+        await dispatcher.adapters.start()
             # call.
             engine.options(method_name="stats")
             set_replicas = partial(self._set_replicas, engine.deployment_name)
@@ -77,7 +89,8 @@ class Router:
         self._export = ServeExport(dispatcher.metrics, lambda: dispatcher.state().in_flight)
         options = ApiOptions(
             strict=settings.strict,
-            api_keys=frozenset(bytes.fromhex(digest) for digest in settings.api_key_digests),
+            api_keys=frozenset(map(bytes.fromhex, settings.api_key_digests)),
+            admin_keys=frozenset(map(bytes.fromhex, settings.admin_key_digests)),
             max_body_bytes=settings.body_bytes,
             max_in_flight=settings.dispatch.in_flight,
             share_by=settings.share_by,
@@ -86,7 +99,9 @@ class Router:
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )
         # Whoever holds a handle is inside the cluster: no key.
-        self._trusted = build_asgi(dispatcher, replace(options, api_keys=frozenset()))
+        self._trusted = build_asgi(
+            dispatcher, replace(options, api_keys=frozenset(), admin_keys=frozenset())
+        )
         # Serve puts the request's id, or one that it makes, into request and answer itself.
         self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
         return self._http

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from deployments.adapters_book import AdapterRecord
+from deployments.api import adapters
 from deployments.api.answer import Answer
 from deployments.api.auth import check_key
 from deployments.api.call import (
@@ -55,6 +57,7 @@ log = logging.getLogger("manta.api")
 _PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 _OPEN_ROUTES = ("/health", "/ready")
 _MODELS = "/v1/models/"
+_ADAPTERS = f"{adapters.PATH}/"
 _TOKENIZE = frozenset(
     {
         "model",
@@ -99,8 +102,10 @@ class Api:
         try:
             try:
                 exchange.check_envelope()
-                if self.options.api_keys and exchange.path not in _OPEN_ROUTES:
-                    check_key(exchange, self.options.api_keys)
+                path = exchange.path
+                if path not in _OPEN_ROUTES:
+                    admin = path == adapters.PATH or path.startswith(_ADAPTERS)
+                    check_key(exchange, self.options, admin=admin)
                 route, handler = _find(exchange)
                 await handler(self, exchange)
                 status = 200
@@ -148,11 +153,23 @@ class Api:
         try:
             call = await (chat_call if chat else completion_call)(body, self.backend, self.options)
             exchange.ignored += call.ignored
+            if call.card.parent is not None:
+                call.adapter = await self._pin(call.card.id, deadline)
             call.key, call.deadline = key, deadline
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             await self._answer(exchange, call, chat)
         finally:
             self.in_flight -= 1
+
+    async def _pin(self, name: str, deadline: float | None) -> AdapterRecord:
+        """The adapter as it is now. Its first request waits here until its files were read."""
+        try:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            async with asyncio.timeout(seconds):
+                return await self.backend.adapters.pin(name)
+        except TimeoutError:
+            message = "the request's deadline has passed"
+            raise MantaError(message, code="deadline_exceeded") from None
 
     async def _answer(self, exchange: Exchange, call: Call, chat: bool) -> None:
         answer = Answer(call, chat=chat)
@@ -164,12 +181,13 @@ class Api:
             body = await answer.collect(generation)
         await exchange.answer(200, body)
 
-    def model_of(self, body: dict[str, Any]) -> ModelCard:
-        """For routes where one served model needs no name."""
-        models = self.backend.models()
-        if body.get("model") is None and len(models) == 1:
-            return next(iter(models.values()))
-        return find_model(body.get("model"), models)
+    async def model_of(self, body: dict[str, Any]) -> ModelCard:
+        """For routes where the model needs no name."""
+        if body.get("model") is None:
+            bases = [card for card in self.backend.models().values() if card.parent is None]
+            if len(bases) == 1:
+                return bases[0]
+        return await find_model(body.get("model"), self.backend)
 
 
 async def _chat(api: Api, exchange: Exchange) -> None:
@@ -193,19 +211,20 @@ def _model(card: ModelCard) -> dict[str, Any]:
 
 
 async def _models(api: Api, exchange: Exchange) -> None:
+    await api.backend.adapters.refresh()
     cards = [_model(card) for card in api.backend.models().values()]
     await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
 
 
 async def _one_model(api: Api, exchange: Exchange) -> None:
-    card = find_model(exchange.path[len(_MODELS) :], api.backend.models())
+    card = await find_model(exchange.path[len(_MODELS) :], api.backend)
     await exchange.answer(200, msgspec.json.encode(_model(card)))
 
 
 async def _tokenize(api: Api, exchange: Exchange) -> None:
     body = await api.read(exchange)
     exchange.ignored += check_names(body, _TOKENIZE, strict=api.options.strict)
-    card = api.model_of(body)
+    card = await api.model_of(body)
     tokenizer = api.backend.tokenizer(card.id)
     prompt, chat = body.get("prompt"), body.get("messages")
     if (prompt is None) == (chat is None):
@@ -240,7 +259,7 @@ async def _tokenize(api: Api, exchange: Exchange) -> None:
 async def _detokenize(api: Api, exchange: Exchange) -> None:
     body = await api.read(exchange)
     exchange.ignored += check_names(body, _DETOKENIZE, strict=api.options.strict)
-    card = api.model_of(body)
+    card = await api.model_of(body)
     tokenizer = api.backend.tokenizer(card.id)
     tokens = body.get("tokens")
     if tokens is None:
@@ -280,6 +299,7 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/chat/completions": (_POST, _chat),
     "/v1/completions": (_POST, _completions),
     "/v1/models": (_GET, _models),
+    adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
     "/detokenize": (_POST, _detokenize),
     "/health": (_GET, _health),
@@ -297,6 +317,8 @@ def _find(exchange: Exchange) -> tuple[str, Handler]:
     label, found = path, _ROUTES.get(path)
     if found is None and path.startswith(_MODELS) and len(path) > len(_MODELS):
         label, found = _MODELS + "{id}", (_GET, _one_model)
+    if found is None and path.startswith(_ADAPTERS) and len(path) > len(_ADAPTERS):
+        label, found = _ADAPTERS + "{name}", (("GET", "HEAD", "DELETE"), adapters.one_adapter)
     if found is None:
         raise ApiError(
             404,

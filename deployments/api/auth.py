@@ -1,26 +1,28 @@
-"""check_key: API keys, denied by default."""
+"""API keys and the admin's, denied by default."""
 
 import hashlib
 import hmac
 
-from deployments.api.errors import AUTHENTICATION, ApiError
+from deployments.api.errors import AUTHENTICATION, PERMISSION, ApiError
 from deployments.api.exchange import Exchange
+from deployments.api.options import ApiOptions
 
 
-def check_key(exchange: Exchange, digests: frozenset[bytes]) -> None:
-    """Exactly one ``Authorization: Bearer <key>`` whose SHA-256 is in digests.
+def check_key(exchange: Exchange, options: ApiOptions, *, admin: bool) -> None:
+    """Exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys' digests, if
+    there are keys for this kind of route.
 
     All digests are compared, each in constant time, so that the answer's time says nothing about
     them.
-    Raises ApiError 401 invalid_api_key.
+    Raises ApiError 401 invalid_api_key, 403 permission_denied.
     """
+    if not options.api_keys and not (admin and options.admin_keys):
+        return
     given = exchange.values(b"authorization")
     scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     digest = hashlib.sha256(key.strip()).digest()
-    match = False
-    for known in digests:
-        match |= hmac.compare_digest(digest, known)
-    if not match or scheme.lower() != b"bearer":
+    user, operator = _among(digest, options.api_keys), _among(digest, options.admin_keys)
+    if not (user or operator) or scheme.lower() != b"bearer":
         raise ApiError(
             401,
             "invalid_api_key",
@@ -28,3 +30,17 @@ def check_key(exchange: Exchange, digests: frozenset[bytes]) -> None:
             kind=AUTHENTICATION,
             headers=(("www-authenticate", "Bearer"),),
         )
+    if admin and not operator:
+        raise ApiError(
+            403,
+            "permission_denied",
+            "this needs a key of http.admin_keys_file",
+            kind=PERMISSION,
+        )
+
+
+def _among(digest: bytes, digests: frozenset[bytes]) -> bool:
+    match = False
+    for known in digests:
+        match |= hmac.compare_digest(digest, known)
+    return match

@@ -4,13 +4,14 @@ import asyncio
 import functools
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
+from deployments.adapters_book import AdapterRecord
 from deployments.api.constraints import check_constraints
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.api.fields import (
@@ -51,6 +52,7 @@ class Call:
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
     timing: usage tells how the request fared (the header x-return-timing).
+    adapter: of the card, if it is one's.
     ignored: request fields without effect.
     """
 
@@ -71,11 +73,13 @@ class Call:
     texts: list[str] = field(default_factory=list)
     score_only: bool = False
     timing: bool = False
+    adapter: AdapterRecord | None = None
     ignored: list[str] = field(default_factory=list)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
         # An engine always makes a token; when none is wanted it is dropped here.
         params = replace_max_tokens(self.params, 1) if self.score_only else self.params
+        adapter = self.adapter
         return [
             GenerationRequest(
                 request_id=request_id,
@@ -84,6 +88,9 @@ class Call:
                 params=params,
                 seed=self.seed,
                 cache_salt=self.cache_salt,
+                adapter="" if adapter is None else adapter.key,
+                adapter_path="" if adapter is None else adapter.path,
+                adapter_version=0 if adapter is None else adapter.version,
                 priority=self.priority,
                 key=self.key,
                 deadline=self.deadline,
@@ -113,31 +120,46 @@ async def encode_texts(tokenizer: Tokenizer, texts: list[str], special: bool) ->
     return await in_thread(encode, size)
 
 
-def find_model(name: Any, models: Mapping[str, ModelCard]) -> ModelCard:
-    """Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found."""
+async def find_model(name: Any, backend: Backend) -> ModelCard:
+    """The model or adapter of this name: an adapter has two, "name" and "model:name".
+
+    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found.
+    """
     if name is None:
         raise invalid("model is required", "model", "missing_field")
     if not isinstance(name, str):
         raise wrong_type("model", "a string")
-    if (card := models.get(name)) is not None:
+    if (card := _known(name, backend)) is not None:
         return card
     # Names become paths in some back ends: what could leave a folder never gets further.
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if name and (dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name)):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
+    await backend.adapters.refresh()  # another router may have added it a moment ago
+    if (card := _known(name, backend)) is not None:
+        return card
     raise ApiError(
         404,
         "model_not_found",
-        f"the model {shown(name)} does not exist{did_you_mean(name, models)}",
+        f"the model {shown(name)} does not exist{did_you_mean(name, backend.models())}",
         param="model",
         kind=NOT_FOUND,
     )
 
 
+def _known(name: str, backend: Backend) -> ModelCard | None:
+    models = backend.models()
+    if (card := models.get(name)) is not None:
+        return card
+    model, _, alias = name.rpartition(":")
+    card = models.get(alias)
+    return card if card is not None and card.parent == model else None
+
+
 async def chat_call(body: dict[str, Any], backend: Backend, options: ApiOptions) -> Call:
     """Raises ApiError."""
     ignored = check_names(body, CHAT, strict=options.strict)
-    card = find_model(body.get("model"), backend.models())
+    card = await find_model(body.get("model"), backend)
     messages = check_messages(body.get("messages"), ignored)
     call = _common(body, card, backend, chat=True, max_tokens=None)
     call.ignored = ignored + call.ignored
@@ -195,7 +217,7 @@ def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any
 async def completion_call(body: dict[str, Any], backend: Backend, options: ApiOptions) -> Call:
     """Raises ApiError."""
     ignored = check_names(body, COMPLETION, strict=options.strict)
-    card = find_model(body.get("model"), backend.models())
+    card = await find_model(body.get("model"), backend)
     if body.get("suffix"):
         raise invalid("suffix is not supported", "suffix", "not_supported")
     echo = take_bool(body, "echo")

@@ -10,6 +10,7 @@ people's input.
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 
 import msgspec
 
@@ -17,6 +18,7 @@ from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, Re
 
 INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
+PERMISSION = "permission_error"
 NOT_FOUND = "not_found_error"
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
@@ -30,8 +32,15 @@ NO_RETRY: Headers = (("x-should-retry", "false"),)
 # code -> (status, type) where the class of a backend's error does not say it.
 _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "model_not_found": (404, NOT_FOUND),
+    "adapter_not_found": (404, NOT_FOUND),
     "adapter_invalid": (422, INVALID),
     "adapter_incompatible": (422, INVALID),
+    "adapter_changed": (409, INVALID),
+    "adapter_path_not_allowed": (403, PERMISSION),
+    "invalid_adapter_path": (400, INVALID),
+    "invalid_model_name": (400, INVALID),
+    "adapters_disabled": (400, INVALID),
+    "storage_full": (503, OVERLOADED),
     "rate_limit_exceeded": (429, RATE_LIMIT),
     "deadline_exceeded": (408, INVALID),
     "slow_reader": (408, INVALID),
@@ -104,7 +113,7 @@ def from_backend(error: MantaError) -> ApiError:
     if status in (429, 503):
         seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
         headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
-    if isinstance(error, RequestFailed):
+    elif isinstance(error, RequestFailed):
         headers = NO_RETRY
     return ApiError(
         status, error.code, error.message, param=error.param, kind=kind, headers=headers
@@ -119,5 +128,6 @@ def shown(value: object, limit: int = 64) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
-    match = get_close_matches(name[:128], list(known), n=1, cutoff=cutoff)
+    # At most so many: with thousands of adapters the search would hold up everybody's tokens.
+    match = get_close_matches(name[:128], islice(known, 512), n=1, cutoff=cutoff)
     return f', did you mean "{match[0]}"?' if match else ""

@@ -10,6 +10,8 @@ class ApiOptions:
 
     api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
         keys set, every route but /health and /ready needs one.
+    admin_keys: the same of keys that may change what is served, and do all that the others may.
+        Without them the admin routes are open to nobody if api_keys are set, and to all if not.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.
     body_timeout_s: seconds in which the body of a request must have arrived.
@@ -28,6 +30,7 @@ class ApiOptions:
 
     strict: bool = False
     api_keys: frozenset[bytes] = frozenset()
+    admin_keys: frozenset[bytes] = frozenset()
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     max_prompts: int = 32
@@ -44,5 +47,5 @@ class ApiOptions:
     observe: Callable[[str, int, float], None] | None = None
 
     def __post_init__(self) -> None:
-        if any(len(digest) != 32 for digest in self.api_keys):
-            raise ValueError("api_keys must be SHA-256 digests of 32 bytes")
+        if any(len(digest) != 32 for digest in self.api_keys | self.admin_keys):
+            raise ValueError("api_keys and admin_keys must be SHA-256 digests of 32 bytes")

@@ -57,7 +57,7 @@ class Server:
 
     def first_model(self) -> str:
         """Raises ServerError when it has none."""
-        answer = self._request("GET", "/models").read()
+        answer = self.request("GET", "/models").read()
         try:
             return str(json.loads(answer)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
@@ -65,7 +65,7 @@ class Server:
 
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
         """Pieces of the answer's text as they come. Raises ServerError."""
-        response = self._request("POST", "/chat/completions", {**body, "stream": True})
+        response = self.request("POST", "/chat/completions", {**body, "stream": True})
         try:
             for raw in response:
                 line = raw.decode("utf-8", "replace").strip()
@@ -90,9 +90,10 @@ class Server:
             if text := (choice.get("delta") or {}).get("content"):
                 yield text
 
-    def _request(
+    def request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> http.client.HTTPResponse:
+        """path: behind /v1. Raises ServerError, for an answer that is not 200 too."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=_TIMEOUT)
         payload = None if body is None else json.dumps(body)
@@ -119,7 +120,7 @@ class Server:
 
 def run(url: str, once: str | None, options: Options, key_file: Path | None) -> int:
     """Returns the exit code. Raises MantaError when the server cannot be talked to."""
-    server = Server(url, _key(key_file))
+    server = Server(url, read_key(key_file))
     body: dict[str, Any] = {
         "model": options.model or server.first_model(),
         "max_tokens": options.max_tokens,
@@ -183,7 +184,8 @@ def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str
         messages.append({"role": "assistant", "content": reply})
 
 
-def _key(path: Path | None) -> str | None:
+def read_key(path: Path | None) -> str | None:
+    """The first word of the file; without one, OPENAI_API_KEY. Raises ConfigError."""
     if path is None:
         return api_key()
     try:

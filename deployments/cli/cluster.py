@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from deployments.adapters_book import forget_app
 from deployments.config import MantaConfig
 from deployments.environment import ray_address, set_for_children
 from engine.errors import MantaError
@@ -80,9 +81,13 @@ class Cluster:
 
                 # Nothing to delete if the controller is gone or never came up.
                 with contextlib.suppress(
-                    ray.exceptions.RayError, serve.exceptions.RayServeException, TimeoutError
+                    ray.exceptions.RayError,
+                    serve.exceptions.RayServeException,
+                    TimeoutError,
+                    OSError,
                 ):
                     serve.delete(app_name)
+                    forget_app(app_name)
             ray.shutdown()
         self.kill()
 

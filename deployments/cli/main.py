@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from deployments.cli.adapter import app as adapter
 from loadtest.cli import app as loadtest
 
 cli = typer.Typer(
@@ -20,6 +21,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+cli.add_typer(adapter, epilog="Example:  manta adapter add legal /models/adapters/legal")
 cli.add_typer(loadtest, epilog="Example:  manta loadtest run chat.yaml --url http://host:8000")
 
 _Spec = Annotated[

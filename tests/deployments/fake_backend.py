@@ -7,16 +7,19 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from deployments.adapters import Adapters, AdapterSettings
+from deployments.adapters_book import AdapterRecord
 from deployments.backend import BackendState, GenerationRequest, ModelCard, Timing
 from engine.batch import TokenLogprobs
 from engine.chat_template import ChatTemplate
-from engine.errors import MantaError
-from engine.messages import Delta, EngineStats
+from engine.errors import AdapterError, MantaError
+from engine.messages import AdapterInfo, Delta, EngineStats
 from engine.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -134,9 +137,30 @@ class FakeBackend:
         self.aborts: list[FakeGeneration] = []
         self.aborted_choices: list[int] = []
         self.requests: list[GenerationRequest] = []
+        self.readers: dict[str, AdapterInfo | AdapterError] = {}  # by path: what is read there
+        settings = AdapterSettings(MODEL, roots=("/adapters",))
+        self.adapters = Adapters(settings, self, self._set_cards)
 
     def models(self) -> Mapping[str, ModelCard]:
         return self.cards
+
+    def _set_cards(self) -> None:
+        base = self.cards[MODEL]
+        self.cards = {
+            MODEL: base,
+            **{name: replace(base, id=name, parent=MODEL) for name in self.adapters.records},
+        }
+
+    async def load(self, record: AdapterRecord) -> AdapterInfo:
+        found = self.readers.get(record.path)
+        if found is None:
+            raise AdapterError(f"{record.path}: is missing", code="adapter_not_found")
+        if isinstance(found, AdapterError):
+            raise found
+        return found
+
+    async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
+        """There are no replicas."""
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer

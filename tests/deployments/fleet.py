@@ -2,11 +2,15 @@
 engines that count instead of thinking."""
 
 import asyncio
+import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
 
+from deployments.adapters import AdapterSettings
+from deployments.adapters_book import Book, LocalBook
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits
 from deployments.dispatcher import Dispatcher, DispatchLimits
@@ -15,8 +19,18 @@ from deployments.relay import Relay
 from deployments.watch import StallLimits
 from engine import fake
 from engine.config import EngineConfig
-from engine.errors import EngineDead, MantaError
-from engine.messages import Delta, EngineRequest, Pulse, Ready, StepFrame
+from engine.errors import AdapterError, EngineDead, MantaError
+from engine.messages import (
+    AdapterAnswer,
+    AdapterInfo,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    Pulse,
+    Ready,
+    RemoveAdapter,
+    StepFrame,
+)
 from engine.sampling_params import SamplingParams
 
 FAST = ChannelLimits(handshake=0.3, heartbeat=0.1, timeout=0.5)
@@ -50,12 +64,17 @@ class LocalEngine:
         self.patience = 0
         self.pulse = Pulse()
         self._pulses = 0
+        self.adapter_calls: list[tuple[str, str]] = []
+        self._tickets = itertools.count(1)
+        self._asked: deque[asyncio.Future[AdapterAnswer]] = deque()
         self._on_frame = on_frame
         self._on_death = on_death
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, config: EngineConfig) -> Ready:
         self.core, ready = fake.build(config)
+        loop = asyncio.get_running_loop()
+        self.core.on_loaded(lambda: loop.call_soon_threadsafe(self._wake))
         self.alive = True
         return ready
 
@@ -69,6 +88,25 @@ class LocalEngine:
         self._check()
         self.core.abort(ids)
         self._wake()
+
+    async def add_adapter(self, name: str, folder: str, **more: Any) -> AdapterInfo:
+        self.adapter_calls.append(("add", name))
+        self.core.add_adapter(AddAdapter(next(self._tickets), name, folder, **more))
+        return await self._answer(self.core)
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        self.adapter_calls.append(("remove", name))
+        self.core.remove_adapter(RemoveAdapter(next(self._tickets), name, revision))
+        return await self._answer(self.core)
+
+    async def _answer(self, core: fake.FakeCore) -> AdapterInfo:
+        """Answers keep the order of the questions."""
+        future: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        answer = await future
+        if answer.info is None:
+            raise AdapterError(answer.message, code=answer.code)
+        return answer.info
 
     @property
     def pulses(self) -> int:
@@ -104,6 +142,8 @@ class LocalEngine:
                 self.die()
                 return
         self._send(self.core.step())
+        for answer in self.core.answers():
+            self._asked.popleft().set_result(answer)
         if self.core.has_work():
             self._wake()
 
@@ -124,6 +164,9 @@ class Fleet:
         stall: StallLimits | None = None,
         rows: int = 0,
         tokenizer: Any = None,
+        loras: int = 0,
+        adapters: AdapterSettings | None = None,
+        book: Book | None = None,
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
@@ -133,16 +176,29 @@ class Fleet:
         self._stall = stall or StallLimits()
         self._rows = rows
         self._tokenizer = tokenizer
+        self._loras = loras
+        self._adapters = adapters
+        self.book = book or LocalBook()
 
     async def __aenter__(self) -> Self:
-        card = ModelCard("m", 4096, VOCAB, (2,), 0)
-        self.dispatcher = Dispatcher(card, self._tokenizer, self._limits, "router")
+        self.dispatcher = self.new_router()
         for number in range(self._count):
             await self.add(f"r{number}")
         self.publish()
         if self._count:
             await until(lambda: len(self.dispatcher.state().replicas) == self._count)
         return self
+
+    def new_router(self) -> Dispatcher:
+        card = ModelCard("m", 4096, VOCAB, (2,), 0)
+        return Dispatcher(
+            card,
+            self._tokenizer,
+            self._limits,
+            "router",
+            adapters=self._adapters,
+            book=self.book,
+        )
 
     async def __aexit__(self, *_: object) -> None:
         self.dispatcher.close()
@@ -152,7 +208,9 @@ class Fleet:
 
     async def add(self, name: str) -> Relay:
         relay = Relay(FAST, self._stall, self._engine(name))
-        config = EngineConfig(model=f"fake:{self._options}", max_num_seqs=self._rows)
+        config = EngineConfig(
+            model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras
+        )
         await relay.start(config, "127.0.0.1")
         self.relays[name] = relay
         return relay
@@ -166,19 +224,21 @@ class Fleet:
 
     def publish(self, *names: str) -> None:
         """Tell the dispatcher of these replicas, or of all."""
-        self.dispatcher.set_replicas(
-            {
-                name: {
-                    "host": "127.0.0.1",
-                    "port": self.relays[name].port,
-                    "secret": self.relays[name].secret.hex(),
-                    "max_model_len": 4096,
-                    "vocab_size": VOCAB,
-                    "eos_token_ids": [2],
-                }
-                for name in names or self.relays
+        self.dispatcher.set_replicas(self.published(*names))
+
+    def published(self, *names: str) -> dict[str, dict[str, Any]]:
+        return {
+            name: {
+                "host": "127.0.0.1",
+                "port": self.relays[name].port,
+                "secret": self.relays[name].secret.hex(),
+                "max_model_len": 4096,
+                "vocab_size": VOCAB,
+                "eos_token_ids": [2],
+                "adapter_slots": self._loras,
             }
-        )
+            for name in names or self.relays
+        }
 
     def connected(self) -> int:
         return sum(relay.num_routers for relay in self.relays.values())

@@ -1,0 +1,327 @@
+"""Adapters: the names of adapters as a router knows them, from the configuration, the watched
+folder and the book that all routers share. No Ray here.
+
+    configuration, watched folder --declare--> name, path        (revision unknown)
+    book                          --records--> name, path, revision, version
+
+A name's revision, the hash of its files, is learnt when it is added by hand or first asked for: a
+replica reads them all and tells. From then on it is in the book and holds until somebody adds the
+name again, or its files in the watched folder change. Replicas check it whenever they read.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from deployments.adapters_book import AdapterRecord, Book, LocalBook, newer
+from deployments.adapters_paths import Found, allowed_path, scan, without_paths
+from engine.errors import AdapterError, MantaError, Overloaded
+from engine.lora.names import not_found
+from engine.lora.peft_config import check_name
+from engine.messages import AdapterInfo
+
+logger = logging.getLogger("manta.router")
+
+LOOK_SECONDS = 1.0  # between looks into the book and the watched folder
+FAILED_SECONDS = 5.0  # how long it is remembered that an adapter cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """model: the base model's name. paths: adapters of the configuration. roots: where others may
+    be added from. watch: a folder whose subfolders are adapters."""
+
+    model: str
+    paths: Mapping[str, str] = field(default_factory=dict)
+    roots: tuple[str, ...] = ()
+    watch: str | None = None
+
+
+class Replicas(Protocol):
+    """What is asked of the replicas; see `AdapterCalls`."""
+
+    async def load(self, record: AdapterRecord) -> AdapterInfo: ...
+
+    async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None: ...
+
+
+class Adapters:
+    """All methods belong to the event loop. on_change(): `records` are others now."""
+
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        replicas: Replicas,
+        on_change: Callable[[], None],
+        book: Book | None = None,
+    ) -> None:
+        self._settings = settings
+        self._replicas = replicas
+        self._on_change = on_change
+        self._book = book or LocalBook()
+        self._mark = b""
+        self._written: dict[str, AdapterRecord] = {}  # in the book
+        self._folder: dict[str, Found] = {}
+        self._scanned: dict[str, Found] = {}  # the last time, perhaps in the middle of a copy
+        self._lock = asyncio.Lock()  # of what is read from the book and written to it
+        self._looked = 0.0
+        self._admin = asyncio.Lock()  # one change by hand after the other
+        self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
+        self._failed: dict[str, tuple[float, AdapterRecord, MantaError]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.records = self._view()
+
+    async def start(self) -> None:
+        """From now on what others change is noticed."""
+        try:
+            await self._look(first=True)
+        except OSError as error:
+            logger.warning("adapters: %s: %s", self._settings.watch, error.strerror or error)
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    def close(self) -> None:
+        for task in (self._task, *self._pins.values()):
+            if task is not None:
+                task.cancel()
+
+    # -- for requests
+
+    async def pin(self, name: str) -> AdapterRecord:
+        """The adapter that the name means now, with its revision. Raises MantaError."""
+        record = self.records.get(name)
+        if record is None:
+            raise not_found(name)
+        if record.revision:
+            return record
+        task = self._pins.get(name)
+        if task is None:
+            task = self._pins[name] = asyncio.get_running_loop().create_task(self._pin(name))
+            task.add_done_callback(lambda done: self._pinned(name, done))
+        return await asyncio.shield(task)
+
+    def _pinned(self, name: str, task: "asyncio.Task[AdapterRecord]") -> None:
+        del self._pins[name]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; perhaps nobody does any more
+
+    async def _pin(self, name: str) -> AdapterRecord:
+        while (record := self.records.get(name)) is not None:
+            if record.revision:
+                return record
+            await self._pin_as(record)
+        raise not_found(name)
+
+    async def _pin_as(self, record: AdapterRecord) -> None:
+        """Learn the revision and write it down, unless the name means something else meanwhile."""
+        name, now = record.name, time.monotonic()
+        failed = self._failed.get(name)
+        if failed is not None and failed[0] > now and failed[1] == record:
+            raise failed[2]
+        try:
+            info = await self._replicas.load(record)
+        except AdapterError as error:
+            told = AdapterError(without_paths(error.message, record.path, name), code=error.code)
+            self._failed[name] = (now + FAILED_SECONDS, record, told)
+            raise told from error
+        self._failed.pop(name, None)
+        before = self._written.get(name)
+        pinned = _with(record, info, newer(before, time.time_ns()))
+        async with self._lock:
+            if self.records.get(name) == record:
+                await self._write(pinned, fresh=before is None)
+        if self.records.get(name) != pinned:  # another router was first, or it was changed by hand
+            await self.refresh()
+        elif before is not None and before.revision != pinned.revision:
+            await self._replicas.announce(pinned)
+
+    async def refresh(self) -> None:
+        """What other routers have written until now is known afterwards. Cheap if it is nothing."""
+        asked = time.monotonic()
+        async with self._lock:
+            if self._looked <= asked:
+                self._looked = time.monotonic()
+                with contextlib.suppress(OSError):
+                    await self._read()
+
+    # -- by hand
+
+    async def add(self, name: str, path: str = "") -> AdapterRecord:
+        """Make an adapter known everywhere, or read it again; new requests get what its files hold
+        now. path: inside the allowed roots; "" = where it was.
+
+        Raises MantaError; nothing has changed then.
+        """
+        check_name(name)
+        if name == self._settings.model:
+            raise AdapterError("that is the model's own name", code="invalid_model_name")
+        async with self._admin:
+            await self.refresh()
+            before = self._written.get(name)
+            known, declared = self.records.get(name), self._declared().get(name)
+            if path:
+                where = await asyncio.to_thread(allowed_path, path, self._roots())
+            elif known is not None:
+                where = known.path
+            else:
+                raise not_found(name)
+            if declared is not None and declared.path == where:
+                record = declared
+            else:
+                record = AdapterRecord(name=name, path=where)
+            info = await self._replicas.load(record)
+            self._failed.pop(name, None)
+            if known is not None and (known.revision, known.path) == (info.revision, where):
+                return known
+            record = _with(record, info, newer(before, time.time_ns()))
+            async with self._lock:
+                await self._write(record)
+            logger.info("adapter %s: revision %s", name, record.revision)
+            await self._replicas.announce(record)
+            return record
+
+    async def remove(self, name: str) -> AdapterRecord:
+        """Nobody can ask for it any more; requests that run finish. Raises MantaError."""
+        async with self._admin:
+            await self.refresh()
+            known = self.records.get(name)
+            if known is None:
+                raise not_found(name)
+            declared = self._declared().get(name)
+            version = newer(self._written.get(name), time.time_ns())
+            async with self._lock:
+                if declared is None:
+                    await self._delete(name)
+                else:
+                    gone = msgspec.structs.replace(declared, version=version, removed=True)
+                    await self._write(gone)
+            logger.info("adapter %s: removed", name)
+            removed: AdapterRecord = msgspec.structs.replace(known, version=version)
+            await self._replicas.announce(removed, gone=True)
+            return removed
+
+    # -- the book and the folder
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await self._look()
+            except OSError as error:
+                logger.warning("adapters: %s: %s", self._settings.watch, error.strerror or error)
+
+    async def _look(self, *, first: bool = False) -> None:
+        """Raises OSError if the watched folder cannot be read."""
+        await self.refresh()
+        watch = self._settings.watch
+        if watch is None:
+            return
+        found = await asyncio.to_thread(scan, watch)
+        # What was the same twice is not being written to.
+        steady = {
+            name: one for name, one in found.items() if first or self._scanned.get(name) == one
+        }
+        kept = {name: one for name, one in self._folder.items() if name in found}
+        self._scanned = found
+        if self._folder != (folder := {**kept, **steady}):
+            self._folder = folder
+            self._rebuild()
+            await self._forget_gone()
+
+    async def _forget_gone(self) -> None:
+        """Adapters whose folder has gone from the watched one."""
+        for name, record in list(self._written.items()):
+            if record.source == "folder" and name not in self._folder:
+                async with self._lock:
+                    await self._delete(name)
+                version = newer(record, time.time_ns())
+                told: AdapterRecord = msgspec.structs.replace(record, version=version)
+                await self._replicas.announce(told, gone=True)
+
+    async def _read(self) -> None:
+        changed = await asyncio.to_thread(self._book.changed, self._mark)
+        if changed is not None:
+            self._mark, self._written = changed
+            self._rebuild()
+
+    async def _write(self, record: AdapterRecord, *, fresh: bool = False) -> None:
+        """fresh: only if nobody has written the name meanwhile."""
+        with _told():
+            if await asyncio.to_thread(self._book.put, record, fresh):
+                self._written[record.name] = record
+                self._rebuild()
+
+    async def _delete(self, name: str) -> None:
+        with _told():
+            await asyncio.to_thread(self._book.delete, name)
+            self._written.pop(name, None)
+            self._rebuild()
+
+    def _roots(self) -> tuple[str, ...]:
+        watch = self._settings.watch
+        return self._settings.roots if watch is None else (*self._settings.roots, watch)
+
+    def _declared(self) -> dict[str, AdapterRecord]:
+        """By the configuration and, for other names, by the watched folder."""
+        declared = {
+            name: AdapterRecord(name=name, path=found.path, source="folder", stamp=found.stamp)
+            for name, found in self._folder.items()
+            if name != self._settings.model
+        }
+        for name, path in self._settings.paths.items():
+            declared[name] = AdapterRecord(name=name, path=path, source="config")
+        return declared
+
+    def _rebuild(self) -> None:
+        records = self._view()
+        if records != self.records:
+            self.records = records
+            self._on_change()
+
+    def _view(self) -> dict[str, AdapterRecord]:
+        """What each name means, in alphabetical order."""
+        records = self._declared()
+        for name, record in self._written.items():
+            declared = records.get(name)
+            if record.source != "api" and (declared is None or not _same(declared, record)):
+                continue  # of another path, or of files that were replaced
+            if record.removed:
+                records.pop(name, None)
+            else:
+                records[name] = record
+        return dict(sorted(records.items()))
+
+
+def _same(declared: AdapterRecord, record: AdapterRecord) -> bool:
+    return (declared.source, declared.path, declared.stamp) == (
+        record.source,
+        record.path,
+        record.stamp,
+    )
+
+
+def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterRecord:
+    pinned: AdapterRecord = msgspec.structs.replace(
+        record,
+        revision=info.revision,
+        version=version,
+        kind=info.kind,
+        rank=info.rank,
+        num_bytes=info.num_bytes,
+        targets=info.targets,
+    )
+    return pinned
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """A book that cannot be written is nobody's fault who asks."""
+    try:
+        yield
+    except OSError as error:
+        raise Overloaded(str(error), code="adapters_unavailable") from error

@@ -1,0 +1,100 @@
+"""AdaptersConfig: the section `adapters` of the configuration, and what can be told of it before
+anything is started."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from deployments.adapters_paths import MAX_PATH, is_url, scan
+from engine.errors import AdapterError, ConfigError
+from engine.lora.peft_config import check_name, read_peft_config
+
+
+def _path(path: str) -> str:
+    if not path or len(path) > MAX_PATH or not path.isprintable():
+        raise ValueError(f"must be a folder or the URL of an object store, got {path[:64]!r}")
+    return path
+
+
+AdapterPath = Annotated[str, AfterValidator(_path)]
+
+
+class AdaptersConfig(BaseModel):
+    """LoRA adapters of the model, each served under its own name. They need engine.max_loras."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    paths: dict[str, AdapterPath] = Field(
+        default_factory=dict,
+        description="Name -> folder in PEFT's format, or a URL that fsspec knows. Read when first "
+        "asked for.",
+    )
+    watch: AdapterPath | None = Field(
+        None,
+        description="A folder whose subfolders are adapters of their names, looked at each second: "
+        "what comes is served, what goes is not, and what is replaced is read again.",
+    )
+    roots: list[AdapterPath] = Field(
+        default_factory=list,
+        description="Folders and URLs that adapters may be added from while it runs, `watch` "
+        "always being one. Default none.",
+    )
+
+    def check_names(self, model: str) -> None:
+        """Raises ValueError. model: the base model's name."""
+        for name in self.paths:
+            try:
+                check_name(name)
+            except AdapterError as error:
+                raise ValueError(f"adapters.paths: {error.message}") from None
+            if name == model:
+                raise ValueError(f"adapters.paths: {name} is the model's own name")
+
+    def check_folders(self) -> None:
+        """What this machine can tell of the folders. Raises ConfigError naming the key."""
+        for name, path in self.paths.items():
+            if not is_url(path):
+                try:
+                    read_peft_config(Path(path))
+                except AdapterError as error:
+                    raise ConfigError(error.message, param=f"adapters.paths.{name}") from None
+        if self.watch is not None:
+            _check_folder(self.watch, "adapters.watch")
+            try:
+                scan(self.watch)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.watch}: {error.strerror}", param="adapters.watch"
+                ) from None
+        for root in self.roots:
+            if not is_url(root):
+                _check_folder(root, "adapters.roots")
+
+
+def make_absolute(section: Any, found: Callable[[str], str]) -> None:
+    """Relative folders of the section as it was read. found: where one is."""
+    if not isinstance(section, dict):
+        return
+    for key, value in section.items():
+        if isinstance(value, str):
+            section[key] = _absolute(value, found)
+        elif isinstance(value, list):
+            section[key] = [_absolute(one, found) for one in value]
+        elif isinstance(value, dict):
+            section[key] = {name: _absolute(one, found) for name, one in value.items()}
+
+
+def _absolute(value: Any, found: Callable[[str], str]) -> Any:
+    return found(value) if isinstance(value, str) and value and not is_url(value) else value
+
+
+def _check_folder(path: str, key: str) -> None:
+    if is_url(path):
+        raise ConfigError(f"{path}: must be a folder", param=key)
+    if not os.path.isabs(path) or not os.path.isdir(path):
+        raise ConfigError(f"{path}: no such folder", param=key)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path}: cannot be read", param=key)

@@ -1,0 +1,74 @@
+"""/v1/adapters: the adapters of the served model, listed, added and removed while it runs."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.adapters_book import AdapterRecord
+from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
+from deployments.api.exchange import Exchange
+from deployments.api.fields import check_names, take_str
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+PATH = "/v1/adapters"
+_FIELDS = frozenset({"name", "path"})
+_MAX_NAME = 256  # bytes; what is a name is checked further down
+_MAX_PATH = 4096
+
+
+async def adapters(api: "Api", exchange: Exchange) -> None:
+    """GET: all. POST: add one, or read it again."""
+    directory = api.backend.adapters
+    if exchange.method != "POST":
+        await directory.refresh()
+        data = [_shown(record) for record in directory.records.values()]
+        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
+        return
+    body = await api.read(exchange)
+    exchange.ignored += check_names(body, _FIELDS, strict=api.options.strict)
+    name = take_str(body, "name", _MAX_NAME)
+    if name is None:
+        raise invalid("name is required", "name", "missing_field")
+    path = take_str(body, "path", _MAX_PATH)
+    if path == "":
+        raise invalid("path must not be empty", "path")
+    record = await directory.add(name, path or "")
+    await exchange.answer(200, msgspec.json.encode(_shown(record)))
+
+
+async def one_adapter(api: "Api", exchange: Exchange) -> None:
+    """GET: one. DELETE: take it away."""
+    directory = api.backend.adapters
+    name = exchange.path[len(PATH) + 1 :]
+    if exchange.method == "DELETE":
+        await directory.remove(name)
+        gone = {"id": name, "object": "adapter", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(gone))
+        return
+    await directory.refresh()
+    record = directory.records.get(name)
+    if record is None:
+        raise ApiError(
+            404,
+            "adapter_not_found",
+            f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}",
+            kind=NOT_FOUND,
+        )
+    await exchange.answer(200, msgspec.json.encode(_shown(record)))
+
+
+def _shown(record: AdapterRecord) -> dict[str, Any]:
+    """revision null: nobody has asked for it yet, so its files were not read."""
+    return {
+        "id": record.name,
+        "object": "adapter",
+        "path": record.path,
+        "source": record.source,
+        "revision": record.revision or None,
+        "kind": record.kind or None,
+        "rank": record.rank or None,
+        "bytes": record.num_bytes or None,
+        "targets": record.targets,
+    }
