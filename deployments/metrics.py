@@ -2,11 +2,15 @@
 
 Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
 closed sets: the served model and the replica's id, never from a request.
+
+`families` lists what there is; `render` writes it as Prometheus' text, serve_metrics.py gives it to
+Ray's exporter.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.backend import BackendState
 from engine.messages import EngineStats
@@ -60,13 +64,10 @@ class Histogram:
         self.buckets = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
-        self.listener: Callable[[float], None] | None = None
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.buckets, value)] += times
         self.sum += value * times
-        if self.listener is not None:
-            self.listener(value)
 
     def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         total = 0
@@ -75,6 +76,20 @@ class Histogram:
             yield "_bucket", {"le": "+Inf" if bound == float("inf") else f"{bound:g}"}, total
         yield "_sum", {}, self.sum
         yield "_count", {}, total
+
+
+def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> float | None:
+    """Of a histogram's counts, straight between two bounds; None without any. Beyond the last bound
+    it is that bound."""
+    wanted = q * sum(counts)
+    if wanted <= 0:
+        return None
+    below, low = 0.0, 0.0
+    for bound, count in zip(buckets, counts, strict=False):
+        if below + count >= wanted:
+            return low + (bound - low) * (wanted - below) / count
+        below, low = below + count, bound
+    return low
 
 
 class RouterMetrics:
@@ -124,6 +139,19 @@ class RouterMetrics:
 
     def all(self) -> tuple[Counter | Histogram, ...]:
         return tuple(vars(self).values())
+
+    def told(self) -> dict[str, Any]:
+        """For `manta status`: sums since the start, by label where there is one, and the counts of
+        the histograms' buckets."""
+        found: dict[str, Any] = {}
+        for name, metric in vars(self).items():
+            if isinstance(metric, Histogram):
+                found[name] = list(metric.counts)
+            elif metric.labels:
+                found[name] = {"/".join(key): value for key, value in metric.values.items()}
+            else:
+                found[name] = metric.values[()]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,52 +211,84 @@ REPLICA_METRICS = (
         lambda s: s.out_of_memory,
     ),
     ReplicaMetric(
+        "num_adapters_loaded", "gauge", "Adapters on the device.", lambda s: len(s.adapters)
+    ),
+    ReplicaMetric(
+        "adapter_loads_total",
+        "counter",
+        "Adapters copied to the device.",
+        lambda s: s.adapter_loads,
+    ),
+    ReplicaMetric(
         "replica_draining", "gauge", "1 when it takes nothing new.", lambda s: s.draining
     ),
 )
 
+# Of the autoscaling policy, which runs in Serve's controller: through Ray's exporter only.
+SCALING_TARGET = "scaling_target_replicas"
+SCALING_DECISIONS = "scaling_decisions_total"
+SCALING_HELP = {
+    SCALING_TARGET: "Replicas that a pool should have.",
+    SCALING_DECISIONS: "Changes of that number, by direction.",
+}
 
-def render(metrics: RouterMetrics, state: BackendState, model: str) -> str:
-    """The Prometheus text format, version 0.0.4, of a router and the replicas it sees."""
-    lines: list[str] = []
+
+Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric and its samples now. kind: "counter", "gauge" or "histogram"."""
+
+    name: str
+    kind: str
+    help: str
+    samples: Iterable[Sample]
+
+
+def families(metrics: RouterMetrics, state: BackendState) -> Iterator[Family]:
+    """What a router has counted and what waits in it."""
     for metric in metrics.all():
-        lines += _block(
-            metric.name,
-            metric.kind,
-            metric.help,
-            (
-                (suffix, {"model_name": model, **labels}, value)
-                for suffix, labels, value in metric.samples()
-            ),
-        )
+        yield Family(metric.name, metric.kind, metric.help, metric.samples())
     for name, help, value in (
         ("router_requests_in_flight", "Requests that have not ended.", state.in_flight),
         ("router_choices_queued", "Choices that wait for a replica to have room.", state.queued),
         ("router_tokens_queued", "Their prompts and expected outputs.", state.queued_tokens),
     ):
-        lines += _block(PREFIX + name, "gauge", help, [("", {"model_name": model}, value)])
+        yield Family(PREFIX + name, "gauge", help, [("", {}, value)])
+
+
+def replica_families(replicas: Mapping[str, EngineStats]) -> Iterator[Family]:
+    """What replicas tell of themselves, by name; without a label for the name "", which is for one
+    that speaks for itself."""
     for figure in REPLICA_METRICS:
-        lines += _block(
+        yield Family(
             PREFIX + figure.name,
             figure.kind,
             figure.help,
-            (
-                ("", {"model_name": model, "replica": replica}, figure.read(stats))
-                for replica, stats in state.replicas.items()
-            ),
+            [
+                ("", {"replica": name} if name else {}, figure.read(stats))
+                for name, stats in replicas.items()
+            ],
         )
+
+
+def render(metrics: RouterMetrics, state: BackendState, model: str) -> str:
+    """The Prometheus text format, version 0.0.4, of a router and the replicas it sees."""
+    lines: list[str] = []
+    for family in (*families(metrics, state), *replica_families(state.replicas)):
+        lines += _block(family, model)
     return "\n".join(lines) + "\n"
 
 
-def _block(
-    name: str, kind: str, help: str, samples: Iterable[tuple[str, dict[str, str], float]]
-) -> Iterator[str]:
-    yield f"# HELP {name} {help}"
-    yield f"# TYPE {name} {kind}"
-    for suffix, labels, value in samples:
-        text = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+def _block(family: Family, model: str) -> Iterator[str]:
+    yield f"# HELP {family.name} {family.help}"
+    yield f"# TYPE {family.name} {family.kind}"
+    for suffix, labels, value in family.samples:
+        pairs = {"model_name": model, **labels}.items()
+        text = ",".join(f'{key}="{_escape(label)}"' for key, label in pairs)
         number = str(int(value)) if value == int(value) else repr(float(value))
-        yield f"{name}{suffix}{{{text}}} {number}"
+        yield f"{family.name}{suffix}{{{text}}} {number}"
 
 
 def _escape(label: str) -> str:

@@ -26,9 +26,11 @@ GPUS = {
 }
 
 _CUDA_CONTEXT = int(0.55 * GIB)  # driver context and libraries' workspaces
-_CUDA_GRAPHS = 1 * GIB  # what the engine sets aside
+_CUDA_GRAPHS = 1 * GIB  # what the engine sets aside; twice as much with adapters
 _CPU_PROCESS = int(0.7 * GIB)  # Python, torch and the other modules of one replica
 _CPU_KV = 2 * GIB  # default on the CPU, or a quarter of the free memory
+_LORA_HOST = 4 * GIB  # default of host memory for adapters, or a quarter of the free memory
+_LORA_UNIT = 16  # ranks are filled up to multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Plan:
     weights: int
     request_rows: int
     activations: int
+    adapters: int  # LoRA slots on a GPU; on the CPU, which has no second copy, the host's memory
     overhead: int  # CUDA context and graphs, or the Python process
     block_size: int
     block_bytes: int
@@ -74,8 +77,8 @@ class Plan:
 
     @property
     def used(self) -> int:
-        fixed = self.weights + self.request_rows + self.activations + self.overhead
-        return fixed + self.kv_bytes
+        fixed = self.weights + self.request_rows + self.activations + self.adapters
+        return fixed + self.overhead + self.kv_bytes
 
 
 def plan(
@@ -99,13 +102,20 @@ def plan(
     rows = 4 * (seqs + 1) * (max_model_len + 1 + blocks_per_row)
     activations = _activations(model, width, tokens, seqs)
     block_bytes = model.kv_bytes_per_token(width) * config.block_size
+    adapters = 0
     if cuda:
-        overhead = _CUDA_CONTEXT + (_CUDA_GRAPHS if config.cuda_graphs else 0)
+        graphs = _CUDA_GRAPHS * (2 if config.max_loras else 1) if config.cuda_graphs else 0
+        overhead = _CUDA_CONTEXT + graphs
         room = int(device.memory * config.memory_fraction)
+        if config.max_loras:
+            slot = width * lora_elements(model, config.max_lora_rank)
+            adapters = config.max_loras * slot + _lora_scratch(tokens, config.max_lora_rank)
     else:
         overhead = _CPU_PROCESS
         room = device.memory
-    left = room - weights - rows - activations - overhead
+        if config.max_loras:
+            adapters = config.lora_host_bytes or min(_LORA_HOST, device.memory // 4)
+    left = room - weights - rows - activations - adapters - overhead
     if config.num_blocks:
         num_blocks = config.num_blocks
     elif cuda:
@@ -117,9 +127,11 @@ def plan(
         wanted = max(num_blocks, blocks_per_row) * block_bytes
         raise ConfigError(
             f"does not fit on {device.name}: {(room - left) / GIB:.2f} GiB for weights and "
-            f"activations and {wanted / GIB:.2f} GiB for KV (a request of max_model_len "
+            f"activations{f', {adapters / GIB:.2f} of them for adapters,' if adapters else ''} and "
+            f"{wanted / GIB:.2f} GiB for KV (a request of max_model_len "
             f"{max_model_len} takes {needed / GIB:.2f} GiB), {room / GIB:.2f} GiB are there; "
-            "lower max_model_len, lower max_num_seqs or max_num_batched_tokens, "
+            "lower max_model_len, lower max_num_seqs or max_num_batched_tokens"
+            f"{', lower max_loras or max_lora_rank' if adapters else ''}, "
             "or take a larger device",
             param="max_model_len",
         )
@@ -130,6 +142,7 @@ def plan(
         weights=weights,
         request_rows=rows,
         activations=activations,
+        adapters=adapters,
         overhead=overhead,
         block_size=config.block_size,
         block_bytes=block_bytes,
@@ -143,6 +156,24 @@ def plan(
     by_memory = device.memory // result.used
     per_node = by_memory if not device.cores else min(by_memory, device.cores)
     return replace(result, replicas_per_node=max(1, per_node))
+
+
+def lora_elements(model: ModelConfig, rank: int) -> int:
+    """Of an adapter of this rank on every linear layer, which each slot has room for."""
+    hidden, inter = model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # A is [rank, in] and B [out, rank], of q, k, v, out, gate, up and down.
+    sides = (hidden + q) + 2 * (hidden + kv) + (q + hidden) + 3 * (hidden + inter)
+    return -(-rank // _LORA_UNIT) * _LORA_UNIT * model.num_layers * sides
+
+
+def _lora_scratch(tokens: int, rank: int) -> int:
+    """Bytes for the partial sums of the largest step; see kernels/lora.py."""
+    try:
+        from kernels.lora import partial_size
+    except ImportError:  # no triton on this machine: a few MiB are left out
+        return 0
+    return 4 * int(partial_size(tokens, rank))
 
 
 def _activations(model: ModelConfig, width: int, tokens: int, seqs: int) -> int:

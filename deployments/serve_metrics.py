@@ -1,56 +1,89 @@
-"""The router's metrics through Ray's own exporter, beside /metrics: for clusters that scrape Ray's
-nodes."""
+"""Our metrics through Ray's own exporter, beside the routers' /metrics: for clusters that scrape
+Ray's nodes, and for the dashboard in deploy/grafana.json. Ray puts `ray_` before the names and adds
+deployment, replica and application.
+
+Everything is copied every few seconds: one call of Ray's costs as much as relaying a token. Hence
+the buckets of a histogram are gauges with the names that a histogram's have; queries see no
+difference.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from ray.serve import metrics as ray_metrics
 
-from deployments.metrics import Counter, Histogram, RouterMetrics
+from deployments.metrics import PREFIX, SCALING_DECISIONS, SCALING_HELP, SCALING_TARGET, Family
 
 _PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that does not show
 
 
 class ServeExport:
-    """Copies counters every few seconds and forwards what is observed once a request. Ray adds
-    deployment and replica.
+    """Copies `families()` to Ray until `stop`. For one event loop."""
 
-    Time between tokens stays out: one call of Ray's histogram costs as much as relaying a token.
-    """
-
-    def __init__(self, metrics: RouterMetrics, in_flight: Callable[[], int]) -> None:
-        self._in_flight = in_flight
+    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
+        self._families = families
+        self._metrics: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
+        self._sent: dict[tuple[str, tuple[str, ...]], float] = {}
         self._loop = asyncio.get_running_loop()
-        self._gauge = ray_metrics.Gauge(
-            "manta_router_requests_in_flight", "Requests of this router that have not ended."
-        )
-        self._counters: list[tuple[Counter, ray_metrics.Counter, dict[tuple[str, ...], float]]] = []
-        for metric in metrics.all():
-            if isinstance(metric, Counter):
-                exported = ray_metrics.Counter(
-                    metric.name.removesuffix("_total"),
-                    metric.help,
-                    tag_keys=cast(Any, metric.labels),
-                )
-                self._counters.append((metric, exported, {}))
-            elif metric is not metrics.between:
-                self._forward(metric)
         self._timer = self._loop.call_later(_PERIOD, self._export)
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _forward(self, metric: Histogram) -> None:
-        exported = ray_metrics.Histogram(metric.name, metric.help, boundaries=list(metric.buckets))
-        metric.listener = exported.observe
-
     def _export(self) -> None:
-        self._gauge.set(self._in_flight())
-        for metric, exported, sent in self._counters:
-            for values, amount in metric.values.items():
-                new = amount - sent.get(values, 0)
+        for family in self._families():
+            for suffix, labels, value in family.samples:
+                name = family.name + suffix
+                metric = self._metrics.get(name)
+                if metric is None:
+                    metric = self._metrics[name] = _make(family, name, tuple(labels))
+                if isinstance(metric, ray_metrics.Gauge):
+                    metric.set(value, tags=labels)
+                    continue
+                key = (name, tuple(labels.values()))
+                new = value - self._sent.get(key, 0.0)
                 if new > 0:
-                    exported.inc(new, tags=dict(zip(metric.labels, values, strict=True)))
-                    sent[values] = amount
+                    metric.inc(new, tags=labels)
+                    self._sent[key] = value
         self._timer = self._loop.call_later(_PERIOD, self._export)
+
+
+def _make(
+    family: Family, name: str, labels: tuple[str, ...]
+) -> ray_metrics.Counter | ray_metrics.Gauge:
+    keys = cast(Any, labels)
+    if family.kind == "counter":  # Ray puts `_total` behind the name
+        return ray_metrics.Counter(name.removesuffix("_total"), family.help, tag_keys=keys)
+    return ray_metrics.Gauge(name, family.help, tag_keys=keys)
+
+
+class ScalingExport:
+    """Of the autoscaling policy, which has no event loop and no replica."""
+
+    def __init__(self, app: str) -> None:
+        keys = ("application", "pool")
+        self._app = app
+        self._targets: dict[str, int] = {}
+        self._target = _make(
+            Family(SCALING_TARGET, "gauge", SCALING_HELP[SCALING_TARGET], ()),
+            PREFIX + SCALING_TARGET,
+            keys,
+        )
+        self._decisions = _make(
+            Family(SCALING_DECISIONS, "counter", SCALING_HELP[SCALING_DECISIONS], ()),
+            PREFIX + SCALING_DECISIONS,
+            (*keys, "direction"),
+        )
+
+    def tell(self, targets: dict[str, int]) -> None:
+        """The pools' numbers are now these."""
+        for pool, target in targets.items():
+            tags = {"application": self._app, "pool": pool}
+            before = self._targets.get(pool, target)
+            cast(ray_metrics.Gauge, self._target).set(target, tags=tags)
+            if target != before:
+                direction = "up" if target > before else "down"
+                counter = cast(ray_metrics.Counter, self._decisions)
+                counter.inc(1, tags={**tags, "direction": direction})
+        self._targets = dict(targets)

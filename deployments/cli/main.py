@@ -92,11 +92,39 @@ def plan(
     memory: Annotated[
         float | None, typer.Option(min=0.1, help="With --gpu cpu: free memory of a node in GiB.")
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="Price list instead of the one that comes with it; the same form."),
+    ] = None,
 ) -> None:
-    """Weights, KV blocks, activations and replicas of a configuration, without loading it."""
+    """Memory, replicas and cost of a configuration on node types, without loading it."""
     from deployments.cli.plan import run
 
-    raise typer.Exit(run(spec, gpu, gpus, memory))
+    raise typer.Exit(run(spec, gpu, gpus, memory, prices))
+
+
+@cli.command(
+    epilog="Examples:  manta status  |  manta status --json | jq .pools  |  manta status -1"
+)
+def status(
+    app: Annotated[str, typer.Argument(help="The application: app_name of its file.")] = "manta",
+    address: _Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,
+    once: Annotated[bool, typer.Option("--once", "-1", help="Once, not live.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """What a running application does: pools, replicas, load, latency, scaling and why; live."""
+    from deployments.cli.status import run
+
+    raise typer.Exit(run(app, address, as_json=as_json, once=once, every=every))
+
+
+@cli.command(epilog="Example:  manta build manta.yaml > serve.yaml && serve deploy serve.yaml")
+def build(spec: _Spec) -> None:
+    """Serve's own config file for a configuration, for `serve deploy` and KubeRay."""
+    from deployments.cli.build import run
+
+    raise typer.Exit(run(spec))
 
 
 @cli.command(epilog="Example:  manta doctor && manta serve default")

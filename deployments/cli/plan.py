@@ -1,22 +1,29 @@
-"""`manta plan`: a table of what a configuration takes."""
+"""`manta plan`: tables of what a configuration takes and what it costs."""
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_target
-from deployments.config import MantaConfig
+from deployments.config import MantaConfig, PoolConfig
 from deployments.models import resolve_model
 from deployments.planning import GIB, GPUS, Device, Plan, plan
+from deployments.prices import Offer, Prices, offers
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
+_OFFERS = 8  # node types in a table
 
-def run(spec: str, gpu: str | None, gpus: int, memory: float | None) -> int:
-    """Print the table. Raises ConfigError when something does not fit."""
+
+def run(
+    spec: str, gpu: str | None, gpus: int, memory: float | None, prices: Path | None = None
+) -> int:
+    """Print the tables. Raises ConfigError when something does not fit."""
     config = read_target(spec)
+    priced = Prices.load(prices)
     with model_progress() as progress:
         folder = resolve_model(config.model, config.revision, progress, weights=False)
     model = ModelConfig.from_folder(folder)
@@ -28,7 +35,61 @@ def run(spec: str, gpu: str | None, gpus: int, memory: float | None) -> int:
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<26} {value}")
+    for line in _costs(config, model, priced, gpu):
+        print(line)
     return 0
+
+
+def _costs(
+    config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
+) -> Iterator[str]:
+    """A table for each pool: of those that the configuration has, or of both kinds."""
+    yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
+    wanted = gpu.lower() if gpu is not None else ""
+    kinds = ("cpu",) if wanted == "cpu" else ("gpu",) if wanted else ("gpu", "cpu")
+    pools: dict[str, PoolConfig] = dict(config.pools.items()) or {
+        kind: PoolConfig(replicas=config.replicas) for kind in kinds
+    }
+    for kind, pool in pools.items():
+        engine = EngineConfig(**config.engine_options(pool))
+        found = [
+            offer
+            for offer in offers(kind, pool, model, engine, prices)
+            if kind == "cpu" or wanted not in GPUS or offer.node.gpu == wanted
+        ]
+        if not found:
+            yield f"Pool     {kind}: fits on no node type of the price list"
+            continue
+        yield f"Pool     {kind}: {_span(pool, found[0], prices.currency)}"
+        yield (
+            f"  {'node type':<16} {'device':<14} {'replicas':>8} {'node/h':>9} {'replica/h':>9} "
+            f"{'KV tokens':>12} {'1 M output tokens':>18}"
+        )
+        for offer in found[:_OFFERS]:
+            yield _offer(offer)
+        if len(found) > _OFFERS:
+            yield f"  and {len(found) - _OFFERS} dearer ones"
+
+
+def _span(pool: PoolConfig, offer: Offer, currency: str) -> str:
+    """What the pool's replicas cost an hour where a replica is cheapest."""
+    noun = "replica" if pool.replicas == 1 else "replicas"
+    hour = offer.hour(pool.replicas)
+    text = f"{pool.replicas} {noun} on {offer.node.name}: {hour:,.2f} {currency}/h"
+    if pool.max_replicas is not None:
+        low, high = offer.hour(pool.min_replicas), offer.hour(pool.max_replicas)
+        text += f", scaling {low:,.2f} to {high:,.2f} ({pool.min_replicas} to {pool.max_replicas})"
+    return text
+
+
+def _offer(offer: Offer) -> str:
+    node = offer.node
+    device = f"{node.gpus} x {node.gpu}" if node.gpu else f"{node.cpus} CPUs"
+    tokens = "not measured" if offer.million_tokens is None else f"{offer.million_tokens:.3f}"
+    return (
+        f"  {node.name:<16} {device:<14} {offer.replicas:>8} {node.hour:>9.2f} "
+        f"{offer.replica_hour:>9.3f} {offer.plan.kv_tokens:>12,} {tokens:>18}"
+    )
 
 
 def _engines(config: MantaConfig, device: Device) -> Iterator[tuple[str, EngineConfig]]:
@@ -56,6 +117,11 @@ def _rows(result: Plan) -> Iterator[tuple[str, str]]:
     yield "weights", f"{size(result.weights)}  {result.dtype}"
     yield "request rows", f"{size(result.request_rows)}  {result.max_num_seqs} requests at once"
     yield "activations", f"{size(result.activations)}  largest step, estimated"
+    if result.adapters:
+        yield (
+            "adapters",
+            f"{size(result.adapters)}  slots" if device.kind == "cuda" else size(result.adapters),
+        )
     yield (
         "context and graphs" if device.kind == "cuda" else "Python process",
         f"{size(result.overhead)}  estimated",

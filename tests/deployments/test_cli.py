@@ -45,7 +45,18 @@ def test_help_of_every_command_has_an_example() -> None:
     import typer.main
 
     commands = typer.main.get_command(cli).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"serve", "chat", "plan", "doctor", "version", "loadtest"}
+    expected = {
+        "serve",
+        "chat",
+        "plan",
+        "doctor",
+        "version",
+        "loadtest",
+        "adapter",
+        "status",
+        "build",
+    }
+    assert set(commands) == expected
     for command in commands.values():
         assert "manta" in command.epilog
 

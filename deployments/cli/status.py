@@ -1,0 +1,341 @@
+"""`manta status`: what an application does now, on one page; live on a terminal, or as JSON.
+
+Everything is asked of the routers, which hear of each replica with every step, and of Serve. Rates
+are differences between two looks.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from deployments.cli.cluster import Cluster, ClusterError
+from deployments.cli.console import out
+from deployments.metrics import RouterMetrics, quantile
+
+_LOOK = 1.0  # seconds between the two looks of --once and --json
+_ANSWER = 5.0  # seconds for the routers to answer
+
+Told = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was told at one moment. time: Unix seconds. status: Serve's word for the application.
+    counts: pool -> {state of Serve's replicas: how many}. routers: their `state`. scaling: the last
+    decision, if any. silent: routers that did not answer."""
+
+    time: float
+    app: str
+    status: str
+    counts: Mapping[str, Mapping[str, int]]
+    routers: Sequence[Told]
+    scaling: Told | None = None
+    silent: int = 0
+
+
+def run(app: str, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
+    """Print until Ctrl-C, or once. Raises ClusterError: no cluster, or no such application."""
+    _join(address)
+    before = look(app)
+    if as_json or once or not out.is_terminal:
+        time.sleep(_LOOK)
+        found = summarise(look(app), before)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            out.print(page(found))
+        return 0
+    with Live(console=out, auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(every)
+            now = look(app)
+            live.update(page(summarise(now, before)), refresh=True)
+            before = now
+
+
+def _join(address: str | None) -> None:
+    cluster = Cluster(address)
+    if cluster.own:
+        raise ClusterError("no Ray cluster is running here; give --address, or start `manta serve`")
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ClusterError(f"cannot join Ray at {cluster.address}: {reason}") from error
+
+
+def look(app: str) -> Look:
+    """Ask Serve and all routers. Needs a connection to Ray."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from deployments.autoscaling import ENGINE_PREFIX, scaling_decisions
+
+    found = serve.status().applications.get(app)
+    if found is None:
+        known = ", ".join(serve.status().applications) or "none"
+        raise ClusterError(f"no application is called {app!r}; there is: {known}")
+    counts = {
+        name.removeprefix(ENGINE_PREFIX): {
+            str(state.value): count for state, count in deployment.replica_states.items()
+        }
+        for name, deployment in found.deployments.items()
+        if name.startswith(ENGINE_PREFIX)
+    }
+    answers: list[Any] = []
+    try:
+        handle = serve.get_app_handle(app)
+        answers = handle.broadcast("state").results(timeout_s=_ANSWER, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError):
+        pass  # none can be asked now: the page says so
+    routers = [answer for answer in answers if isinstance(answer, Mapping)]
+    return Look(
+        time.time(),
+        app,
+        str(found.status.value),
+        counts,
+        sorted(routers, key=lambda router: str(router["name"])),
+        scaling_decisions(app),
+        sum(found.deployments["router"].replica_states.values()) - len(routers)
+        if "router" in found.deployments
+        else 0,
+    )
+
+
+# -- from what was told to what is shown
+
+
+def summarise(now: Look, before: Look | None = None) -> dict[str, Any]:
+    """The page as data, which `--json` prints. Rates are None without an earlier look. Pure."""
+    seconds = now.time - before.time if before is not None else 0.0
+    last = _replicas(before.routers) if before is not None else {}
+    replicas = []
+    for name, stats in sorted(_replicas(now.routers).items()):
+        old = last.get(name)
+        total = stats["total_blocks"]
+        replicas.append(
+            {
+                "name": name,
+                "pool": name.partition("/")[0].removeprefix("engine-"),
+                "running": stats["running"],
+                "rows": stats["rows"],
+                "waiting": stats["waiting"],
+                "waiting_tokens": stats["waiting_tokens"],
+                "kv_used": round(1 - stats["free_blocks"] / total, 3) if total else 0.0,
+                "step_ms": round(1000 * stats["step_seconds"], 2),
+                "prompt_tokens_per_second": _rate(stats, old, "prompt_tokens", seconds),
+                "output_tokens_per_second": _rate(stats, old, "output_tokens", seconds),
+                "prefix_hits": _share(stats["prefix_hits"], stats["prefix_queries"]),
+                "preemptions": stats["preemptions"],
+                "adapters": stats["adapters"],
+                "draining": stats["draining"],
+            }
+        )
+    metrics = _metrics(now.routers, before.routers if before is not None else ())
+    model = next((router["model"] for router in now.routers), None)
+    return {
+        "time": round(now.time, 3),
+        "application": now.app,
+        "status": now.status,
+        "model": model,
+        "pools": {
+            name: _pool(name, counts, replicas, now.scaling) for name, counts in now.counts.items()
+        },
+        "replicas": replicas,
+        "routers": [
+            {
+                "name": router["name"],
+                "in_flight": router["in_flight"],
+                "queued": router["queued"],
+                "queued_tokens": router["queued_tokens"],
+                "replicas": len(router["replicas"]),
+            }
+            for router in now.routers
+        ],
+        "silent_routers": now.silent,
+        "rates": {
+            name: round(sum(_values(metrics[key])) / seconds, 2) if seconds > 0 else None
+            for name, key in (
+                ("requests", "prompt_size"),
+                ("prompt_tokens", "prompt_tokens"),
+                ("output_tokens", "output_tokens"),
+                ("failed", "failed"),
+                ("moved", "migrations"),
+            )
+        },
+        "latency_ms": {
+            name: {f"p{q}": _quantile(key, metrics[key], q) for q in (50, 99)}
+            for name, key in (
+                ("queue", "queue"),
+                ("first_token", "first_token"),
+                ("between_tokens", "between"),
+            )
+        },
+        "cached": _share(metrics["cached_tokens"], metrics["prompt_tokens"]),
+        "routed": metrics["routed"],
+        "scaling": now.scaling,
+    }
+
+
+_SHAPES = RouterMetrics()  # for names and buckets
+
+
+def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
+    """By name; of what several routers know, the newest."""
+    found: dict[str, Told] = {}
+    for router in routers:
+        for name, stats in router["replicas"].items():
+            if name not in found or stats["step"] > found[name]["step"]:
+                found[name] = stats
+    return found
+
+
+def _metrics(now: Sequence[Told], before: Sequence[Told]) -> dict[str, Any]:
+    """What routers have counted since the earlier look, added up; since their start if there is
+    none of them in it."""
+    last = {router["name"]: router["metrics"] for router in before}
+    total = _SHAPES.told()
+    for router in now:
+        old = last.get(router["name"], {})
+        for name, value in router["metrics"].items():
+            total[name] = _plus(total[name], value, old.get(name))
+    return total
+
+
+def _plus(total: Any, new: Any, old: Any) -> Any:
+    if isinstance(new, list):
+        old = old or [0] * len(new)
+        return [a + b - c for a, b, c in zip(total, new, old, strict=True)]
+    if isinstance(new, Mapping):
+        old = old or {}
+        keys = {**total, **new}
+        return {key: total.get(key, 0) + new.get(key, 0) - old.get(key, 0) for key in keys}
+    return total + new - (old or 0)
+
+
+def _values(metric: Any) -> list[float]:
+    if isinstance(metric, Mapping):
+        return list(metric.values())
+    return metric if isinstance(metric, list) else [metric]
+
+
+def _quantile(name: str, counts: Sequence[float], percent: int) -> float | None:
+    value = quantile(getattr(_SHAPES, name).buckets, counts, percent / 100)
+    return None if value is None else round(1000 * value, 2)
+
+
+def _rate(now: Told, before: Told | None, name: str, seconds: float) -> float | None:
+    if before is None or seconds <= 0:
+        return None
+    return round(max(0.0, (now[name] - before[name]) / seconds), 1)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 3) if whole else None
+
+
+def _pool(
+    name: str, counts: Mapping[str, int], replicas: Sequence[Told], scaling: Told | None
+) -> dict[str, Any]:
+    mine = [one for one in replicas if one["pool"] == name]
+    rates = [one["output_tokens_per_second"] for one in mine]
+    return {
+        "running": counts.get("RUNNING", 0),
+        "starting": counts.get("STARTING", 0) + counts.get("UPDATING", 0),
+        "stopping": counts.get("STOPPING", 0),
+        "target": scaling["targets"].get(name) if scaling is not None else None,
+        "reason": scaling["reasons"].get(name) if scaling is not None else None,
+        "requests": sum(one["running"] for one in mine),
+        "waiting": sum(one["waiting"] for one in mine),
+        "kv_used": round(sum(one["kv_used"] for one in mine) / len(mine), 3) if mine else None,
+        "output_tokens_per_second": round(sum(rates), 1) if rates and None not in rates else None,
+    }
+
+
+def page(found: Told) -> RenderableType:
+    """The summary for people."""
+    rates, late = found["rates"], found["latency_ms"]
+    head = (
+        f"{escape(found['application'])} {escape(found['status'])}  {escape(str(found['model']))}  "
+        f"{time.strftime('%H:%M:%S', time.localtime(found['time']))}"
+    )
+    if found["silent_routers"]:
+        head += f"  ({found['silent_routers']} routers do not answer)"
+    lines = [
+        f"requests/s {_text(rates['requests'])}  failed/s {_text(rates['failed'])}  "
+        f"moved/s {_text(rates['moved'])}  tokens/s in {_text(rates['prompt_tokens'])} "
+        f"({_percent(found['cached'])} cached) out {_text(rates['output_tokens'])}",
+        "  ".join(
+            f"{name.replace('_', ' ')} p50 {_text(late[name]['p50'])} p99 "
+            f"{_text(late[name]['p99'])} ms"
+            for name in ("queue", "first_token", "between_tokens")
+        ),
+    ]
+    routed = found["routed"]
+    if sum(routed.values()):
+        total = sum(routed.values())
+        shares = sorted(routed.items(), key=lambda item: -item[1])
+        lines.append("routed by " + ", ".join(f"{k} {_percent(v / total)}" for k, v in shares if v))
+    pools = _table("pool", "run", "start", "stop", "target", "requests", "wait", "KV", "tok/s")
+    for name, pool in found["pools"].items():
+        pools.add_row(
+            name,
+            *(_text(pool[key]) for key in ("running", "starting", "stopping", "target")),
+            *(_text(pool[key]) for key in ("requests", "waiting")),
+            _percent(pool["kv_used"]),
+            _text(pool["output_tokens_per_second"]),
+        )
+    replicas = _table(
+        "replica", "rows", "wait", "prompt", "KV", "hits", "step ms", "tok/s", "preempt", "adapters"
+    )
+    for one in found["replicas"]:
+        replicas.add_row(
+            escape(one["name"]) + (" draining" if one["draining"] else ""),
+            f"{one['running']}/{one['rows'] or '?'}",
+            _text(one["waiting"]),
+            _text(one["waiting_tokens"]),
+            _percent(one["kv_used"]),
+            _percent(one["prefix_hits"]),
+            _text(one["step_ms"]),
+            _text(one["output_tokens_per_second"]),
+            _text(one["preemptions"]),
+            _text(len(one["adapters"])),
+        )
+    routers = _table("router", "in flight", "queued", "tokens", "replicas")
+    for router in found["routers"]:
+        keys = ("in_flight", "queued", "queued_tokens", "replicas")
+        routers.add_row(escape(router["name"]), *(_text(router[key]) for key in keys))
+    parts: list[RenderableType] = [head, *lines, pools, replicas, routers]
+    if (scaling := found["scaling"]) is not None:
+        at = time.strftime("%H:%M:%S", time.localtime(scaling["time"]))
+        for name, target in scaling["targets"].items():
+            parts.append(f"{at} {name} to {target}: {escape(scaling['reasons'][name])}")
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.10g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"
