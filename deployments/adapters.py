@@ -94,6 +94,8 @@ class Adapters:
 
     async def pin(self, name: str) -> AdapterRecord:
         """The adapter that the name means now, with its revision. Raises MantaError."""
+        if name not in self.records:
+            await self.refresh()  # another router may have added it a moment ago
         record = self.records.get(name)
         if record is None:
             raise not_found(name)

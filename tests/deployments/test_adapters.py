@@ -1,0 +1,479 @@
+"""Adapters of a fleet: names, revisions, changes while requests run, several routers. The engines
+count instead of thinking, and what they say tells which revision of which adapter they had."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+from deployments.adapters import AdapterSettings
+from deployments.adapters_book import LocalBook, RayBook
+from deployments.adapters_paths import allowed_path, scan, without_paths
+from deployments.api.app import build_asgi
+from deployments.backend import GenerationRequest
+from deployments.dispatcher import Dispatcher
+from deployments.ledger import Entry
+from engine.errors import AdapterError, MantaError
+from engine.sampling_params import SamplingParams
+from tests.deployments.api.asgi import Client
+from tests.deployments.fleet import FIRST, PROMPT, VOCAB, Fleet, read, until
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def make_folder(folder: Path, **fields: object) -> Path:
+    """What the fake engine takes for an adapter; its revision depends on the files' state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def text(key: str, begin: int = len(PROMPT), count: int = 20) -> list[int]:
+    """What the fake engine says with this revision of an adapter."""
+    shift = crc32(key.encode())
+    return [
+        FIRST + (position + shift) % (VOCAB - FIRST) for position in range(begin, begin + count)
+    ]
+
+
+async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> Entry:
+    """As the API does."""
+    record = await router.adapters.pin(name)
+    params = SamplingParams(max_tokens=tokens, n=n)
+    return router.generate(
+        GenerationRequest(
+            "q",
+            name,
+            list(PROMPT),
+            params,
+            seed=7,
+            adapter=record.key,
+            adapter_path=record.path,
+            adapter_version=record.version,
+        )
+    )
+
+
+@contextlib.asynccontextmanager
+async def second_router(fleet: Fleet):
+    """It shares the book and the replicas, and looks into the book only when it must."""
+    router = fleet.new_router()
+    router.set_replicas(fleet.published())
+    await until(lambda: len(router.state().replicas) == len(fleet.relays))
+    try:
+        yield router
+    finally:
+        router.close()
+
+
+def settings(root: Path, **more: object) -> AdapterSettings:
+    return AdapterSettings("m", roots=(str(root),), **more)
+
+
+def test_the_first_request_pins_the_revision(tmp_path):
+    """An adapter of the configuration that is read at the start by everybody, or whose revision
+    depends on who asks."""
+
+    async def case():
+        path = str(make_folder(tmp_path / "a"))
+        given = settings(tmp_path, paths={"a": path})
+        async with Fleet(2, loras=2, adapters=given) as fleet:
+            assert not any(engine.adapter_calls for engine in fleet.engines.values())
+            router = fleet.dispatcher
+            entries = await asyncio.gather(*(ask(router, "a", n=2) for _ in range(6)))
+            record = router.adapters.records["a"]
+            assert len(record.revision) == 32 and record.rank == 8 and record.source == "config"
+            for entry in entries:
+                assert await read(entry) == {0: text(record.key), 1: text(record.key)}
+            card = router.models()["a"]
+            assert (card.parent, card.root) == ("m", record.key)
+            async with second_router(fleet) as other:
+                assert await other.adapters.pin("a") == record
+                assert await read(await ask(other, "a")) == {0: text(record.key)}
+            with pytest.raises(AdapterError):
+                await router.adapters.pin("b")
+
+    run(case())
+
+
+def test_replaced_while_requests_run(tmp_path):
+    """F28. Running requests that go on with the new weights; or new ones, through a router that has
+    not heard, with the old."""
+
+    async def case():
+        folder = make_folder(tmp_path / "a")
+        async with Fleet(2, loras=2, adapters=settings(tmp_path)) as fleet:
+            router = fleet.dispatcher
+            old = await router.adapters.add("a", str(folder))
+            async with second_router(fleet) as other:
+                await other.adapters.refresh()
+                running = [await ask(one, "a", 300) for one in (router, other) for _ in range(4)]
+                await until(lambda: all(entry.begun for entry in running))
+                make_folder(folder, r=16)
+                stale = (await other.adapters.pin("a")).key
+                new = await router.adapters.add("a", str(folder))
+                assert new.revision != old.revision == stale.partition("@")[2] and new.rank == 16
+                assert other.adapters.records["a"] == old
+                after = [await ask(one, "a") for one in (router, other) for _ in range(4)]
+                for entry in after:
+                    assert await read(entry) == {0: text(new.key)}
+                for entry in running:
+                    assert await read(entry) == {0: text(old.key, count=300)}
+                assert other.adapters.records["a"] == new
+                assert await router.adapters.add("a") == new, "nothing has changed"
+
+    run(case())
+
+
+def test_removed_while_requests_run(tmp_path):
+    """A removed adapter that another router still serves, or whose running requests break."""
+
+    async def case():
+        given = settings(tmp_path, paths={"b": str(make_folder(tmp_path / "b"))})
+        async with Fleet(2, loras=2, adapters=given) as fleet:
+            router = fleet.dispatcher
+            record = await router.adapters.add("a", str(make_folder(tmp_path / "a")))
+            async with second_router(fleet) as other:
+                await other.adapters.refresh()
+                running = await ask(other, "a", 300)
+                await until(lambda: running.begun)
+                await router.adapters.remove("a")
+                late = await ask(other, "a")
+                with pytest.raises(MantaError) as caught:
+                    await read(late)
+                assert caught.value.code == "adapter_not_found"
+                assert await read(running) == {0: text(record.key, count=300)}
+                assert "a" not in other.models()
+                removed = [
+                    engine.adapter_calls.count(("remove", "a")) for engine in fleet.engines.values()
+                ]
+                assert sum(removed) == 1, "whoever had it has forgotten it"
+                again = await router.adapters.add("a", record.path)
+                assert await read(await ask(other, "a")) == {0: text(again.key)}
+                await read(await ask(router, "b"))
+                await router.adapters.remove("b")
+                await other.adapters.refresh()
+                assert "b" not in router.models() and "b" not in other.models()
+                await router.adapters.add("b", str(tmp_path / "b"))
+                assert router.adapters.records["b"].source == "config"
+
+    run(case())
+
+
+def test_replicas_that_come_later_and_deaths(tmp_path):
+    """An adapter added by hand that a new replica does not know; a moved request that goes on with
+    other weights."""
+
+    async def case():
+        folder = make_folder(tmp_path / "a")
+        async with Fleet(1, loras=2, adapters=settings(tmp_path)) as fleet:
+            router = fleet.dispatcher
+            old = await router.adapters.add("a", str(folder))
+            moved = await ask(router, "a", 400)
+            await until(lambda: moved.begun)
+            await fleet.add("r1")
+            fleet.publish()
+            await until(lambda: len(router.state().replicas) == 2)
+            fleet.engines["r0"].die()
+            assert await read(moved) == {0: text(old.key, count=400)}
+            assert moved.migrations == 1 and fleet.engines["r1"].adapter_calls
+            broken = await ask(router, "a", 2000)
+            await until(lambda: broken.begun)
+            make_folder(folder, r=16)
+            await router.adapters.add("a")
+            await fleet.add("r2")
+            fleet.publish()
+            await until(lambda: len(router.state().replicas) == 2)
+            fleet.engines["r1"].die()
+            tokens = []
+            with pytest.raises(AssertionError, match="adapter_changed"):
+                while items := await broken.next():
+                    for _, delta in items:
+                        assert not delta.error, delta.error
+                        tokens += delta.token_ids
+            assert tokens == text(old.key, count=len(tokens)), "no token of other weights"
+            assert await read(await ask(router, "a")) == {0: text(router.adapters.records["a"].key)}
+
+    run(case())
+
+
+def test_broken_and_corrupted(tmp_path):
+    """E 27-30: a broken adapter that is tried for each request, hurts others or shows paths."""
+
+    async def case():
+        paths = {
+            "gone": str(tmp_path / "gone"),
+            "dora": str(make_folder(tmp_path / "dora", use_dora=True)),
+            "good": str(make_folder(tmp_path / "good")),
+        }
+        async with Fleet(1, loras=2, adapters=settings(tmp_path, paths=paths)) as fleet:
+            router = fleet.dispatcher
+            for name, code in (("gone", "adapter_not_found"), ("dora", "adapter_invalid")):
+                for _ in range(5):
+                    with pytest.raises(AdapterError) as caught:
+                        await router.adapters.pin(name)
+                    assert caught.value.code == code and "/" not in caught.value.message
+                assert fleet.engines["r0"].adapter_calls.count(("add", name)) == 1
+            good = await router.adapters.pin("good")
+            make_folder(tmp_path / "dora")
+            assert (await router.adapters.add("dora")).rank == 8, "known to be repaired at once"
+            # Changed without a word: those who need it read again are told.
+            make_folder(tmp_path / "good", r=32)
+            await fleet.add("r1")
+            fleet.publish("r1")
+            await until(lambda: list(router.state().replicas) == ["r1"])
+            entry = await ask(router, "good")
+            ((_, delta),) = await entry.next()
+            assert delta.error.startswith("adapter_changed: ") and "/" not in delta.error
+            assert router.adapters.records["good"] == good
+            await router.adapters.add("good")
+            assert await read(await ask(router, "good")) == {
+                0: text(router.adapters.records["good"].key)
+            }
+            await asyncio.sleep(0)
+            assert router.held() == {"entries": 0, "waiting": 0, "choices": 0}
+
+    run(case())
+
+
+def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
+    """A request that its client has left, and that starts when its adapter has come."""
+
+    async def case():
+        async with Fleet(1, loras=1, adapters=settings(tmp_path)) as fleet:
+            router = fleet.dispatcher
+            record = await router.adapters.add("a", str(make_folder(tmp_path / "a")))
+            await fleet.add("r1")
+            fleet.publish("r1")
+            await until(lambda: list(router.state().replicas) == ["r1"])
+            engine, relay = fleet.engines["r1"], fleet.relays["r1"]
+            add, gate = engine.add_adapter, asyncio.Event()
+
+            async def slowly(*args, **more):
+                await gate.wait()
+                return await add(*args, **more)
+
+            engine.add_adapter = slowly
+            left, stays = await ask(router, "a"), await ask(router, "a")
+            await until(lambda: relay.in_flight == 2)
+            left.abort()
+            await until(lambda: relay.in_flight == 1)
+            gate.set()
+            assert await read(stays) == {0: text(record.key)}
+            assert len(engine.requests) == 1 and relay.in_flight == 0
+
+    run(case())
+
+
+def test_the_watched_folder(tmp_path, monkeypatch):
+    """A folder that is served before it is whole, whose replacement needs a restart, or a link that
+    leads out of it."""
+    monkeypatch.setattr("deployments.adapters.LOOK_SECONDS", 0.02)
+
+    async def case():
+        watch = tmp_path / "watch"
+        make_folder(watch / "a")
+        make_folder(watch / ".b")
+        make_folder(tmp_path / "outside")
+        (watch / "link").symlink_to(tmp_path / "outside")
+        (watch / "empty").mkdir()
+        given = AdapterSettings("m", watch=str(watch))
+        async with Fleet(1, loras=2, adapters=given) as fleet:
+            router = fleet.dispatcher
+            await router.adapters.start()
+            assert list(router.adapters.records) == ["a"]
+            first = await router.adapters.pin("a")
+            assert await read(await ask(router, "a")) == {0: text(first.key)}
+            make_folder(watch / "a", r=32)
+            await until(lambda: not router.adapters.records["a"].revision)
+            second = await router.adapters.pin("a")
+            assert second.rank == 32 and second.version > first.version
+            assert await read(await ask(router, "a")) == {0: text(second.key)}
+            os.rename(watch / ".b", watch / "b")
+            await until(lambda: "b" in router.models())
+            await read(await ask(router, "b"))
+            shutil.rmtree(watch / "a")
+            await until(lambda: "a" not in router.models())
+            calls = fleet.engines["r0"].adapter_calls
+            await until(lambda: ("remove", "a") in calls)
+            added = await router.adapters.add("c", str(make_folder(watch / "c")))
+            assert added.path == str(watch / "c"), "the watched folder is an allowed root"
+
+    run(case())
+
+
+TRAVERSALS = [
+    "", "..", "../x", "a/../../x", "/etc/passwd", "/proc/self/root/etc", "//host/share", "a//b",
+    "a/./b", ".", "...", "~/x", "~root", "\\\\host\\share", "C:\\x", "..\\x", "%2e%2e/x", "a%00b",
+    "a\0b", "a\nb", "a\tb", "$HOME/x", "`id`", "a;b", "a|b", "file:///etc/passwd", "local:///x",
+    "http://169.254.169.254/x", "s3://other/x", "s3://bucket/models/../x", "s3://bucket/modelsx/y",
+    "s3://bucket/models", "memory://x", "simplecache::s3://bucket/models/x", "s3://user:pw@host/x",
+    "s3://bucket/models/x?y=1", "s3://bucket/models/x#y", "/" + "a/" * 600, "link/x", "rootx/x",
+    "\u202ex", "a/\u2024\u2024/b",
+]  # fmt: skip
+
+
+def test_only_what_is_inside_the_roots_can_be_added(tmp_path, monkeypatch):
+    """D12: a path that leads out of the allowed folders, by whatever spelling."""
+    root = tmp_path / "root"
+    make_folder(root / "good")
+    make_folder(tmp_path / "rootx" / "x")
+    (root / "link").symlink_to(tmp_path / "rootx")
+    roots = [str(root), "s3://bucket/models"]
+    assert allowed_path("good", roots) == allowed_path(f"{root}/good/", roots) == str(root / "good")
+    assert allowed_path("s3://bucket/models/x/y", roots) == "s3://bucket/models/x/y"
+    monkeypatch.setattr("builtins.open", None)
+    for given in [*TRAVERSALS, str(root), str(root.parent), f"{root}/link/x", f"{root}x/x"]:
+        with pytest.raises(AdapterError) as caught:
+            allowed_path(given, roots)
+        assert caught.value.code in (
+            "invalid_adapter_path",
+            "adapter_path_not_allowed",
+            "adapter_not_found",
+        ), given
+    with pytest.raises(AdapterError) as caught:
+        allowed_path(str(root / "good"), [])
+    assert caught.value.code == "adapter_path_not_allowed"
+    assert list(scan(str(root))) == ["good"]
+
+
+def test_messages_without_paths():
+    """D13: an error that tells a client the folders of the machine."""
+    for message in (
+        "/srv/a b/x: rank 300 is over max_lora_rank 64",
+        "/srv/a b/x/adapter_model.safetensors: holds no tensor",
+        "/tmp/manta-adapter-abc/adapter_config.json: r: 0 is not a positive number",
+        "s3://bucket/y: adapter_config.json is missing",
+    ):
+        told = without_paths(message, "/srv/a b/x", "legal")
+        assert told.startswith("legal") and "/" not in told.removeprefix("legal/")
+
+
+def test_the_book_is_shared(monkeypatch):
+    """Two routers that see other adapters; a record that is lost when two are written at once."""
+    from ray.experimental import internal_kv
+
+    store: dict[str, bytes] = {}
+
+    def put(key, value, overwrite=True):
+        existed = key in store
+        if overwrite or not existed:
+            store[key] = value
+        return existed
+
+    def keys(prefix):
+        return [key.encode() for key in store if key.startswith(prefix)]
+
+    def get(key):
+        return store.get(key if isinstance(key, str) else key.decode())
+
+    for name, fake in (("put", put), ("get", get), ("list", keys), ("del", store.pop)):
+        monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
+    from deployments.adapters_book import AdapterRecord
+
+    for book, other in ((RayBook("x"), RayBook("x")), (local := LocalBook(), local)):
+        mark, records = other.changed(b"")
+        assert records == {} and other.changed(mark) is None
+        record = AdapterRecord(name="a", path="/a", version=3)
+        assert book.put(record, fresh=True)
+        assert not book.put(AdapterRecord(name="a", path="/b"), fresh=True)
+        mark, records = other.changed(mark)
+        assert records == {"a": record}
+        book.delete("a")
+        assert other.changed(mark)[1] == {}
+    assert RayBook("y").changed(b"") == (b"none", {})
+
+
+def test_over_http(tmp_path):
+    """Names in requests and lists, the admin's routes and their keys, a status for every error."""
+
+    async def case():
+        make_folder(tmp_path / "root" / "legal")
+        make_folder(tmp_path / "root" / "bad", use_dora=True)
+        from tests.deployments.fake_backend import tiny_tokenizer
+
+        fleet = Fleet(1, loras=2, adapters=settings(tmp_path / "root"), tokenizer=tiny_tokenizer())
+        async with fleet:
+            client = Client(build_asgi(fleet.dispatcher))
+
+            async def call(method: str, path: str, /, **body: object):
+                reply = await client.request(method, path, json.dumps(body).encode())
+                answer = reply.json()
+                if path != "/v1/adapters":
+                    assert str(tmp_path) not in str(answer)
+                return reply.status, answer
+
+            status, answer = await call("POST", "/v1/adapters", name="legal", path="legal")
+            assert status == 200 and answer["rank"] == 8 and len(answer["revision"]) == 32
+            for name in ("legal", "m:legal"):
+                status, answer = await call(
+                    "POST", "/v1/completions", model=name, prompt=[5, 6], max_tokens=4
+                )
+                assert status == 200 and answer["model"] == "legal"
+                assert (await call("GET", f"/v1/models/{name}"))[1]["parent"] == "m"
+            _, models = await call("GET", "/v1/models")
+            assert [(one["id"], one["parent"]) for one in models["data"]] == [
+                ("m", None),
+                ("legal", "m"),
+            ]
+            assert (await call("GET", "/v1/adapters"))[1]["data"][0]["id"] == "legal"
+            wrong = [
+                (404, "model_not_found", {"model": "legall"}),
+                (404, "model_not_found", {"model": "x:legal"}),
+                (404, "model_not_found", {"model": "m:m"}),
+                (400, "invalid_model_name", {"model": "m:../x"}),
+                (400, "invalid_model_name", {"model": "../../etc/passwd"}),
+                (400, "invalid_model_name", {"model": "a\0"}),
+                (400, "missing_field", {}),
+            ]
+            for status, code, body in wrong:
+                got, answer = await call("POST", "/v1/completions", prompt=[5], **body)
+                assert (got, answer["error"]["code"]) == (status, code), body
+            _, answer = await call("POST", "/v1/completions", prompt=[5], model="legall")
+            assert 'did you mean "legal"' in answer["error"]["message"]
+            wrong = [
+                (400, "missing_field", {"path": "legal"}),
+                (400, "invalid_type", {"name": 5}),
+                (400, "invalid_model_name", {"name": "../x", "path": "legal"}),
+                (400, "invalid_model_name", {"name": "...", "path": "legal"}),
+                (400, "invalid_model_name", {"name": "m", "path": "legal"}),
+                (400, "invalid_adapter_path", {"name": "b", "path": "../legal"}),
+                (403, "adapter_path_not_allowed", {"name": "b", "path": "/etc"}),
+                (404, "adapter_not_found", {"name": "b", "path": "nowhere"}),
+                (404, "adapter_not_found", {"name": "b"}),
+                (422, "adapter_invalid", {"name": "b", "path": "bad"}),
+            ]
+            for status, code, body in wrong:
+                got, answer = await call("POST", "/v1/adapters", **body)
+                assert (got, answer["error"]["code"]) == (status, code), body
+            assert (await call("DELETE", "/v1/adapters/legal"))[1]["deleted"] is True
+            assert (await call("DELETE", "/v1/adapters/legal"))[0] == 404
+            assert (await call("GET", "/v1/adapters/legal"))[0] == 404
+            status, _ = await call("POST", "/v1/completions", model="legal", prompt=[5])
+            assert status == 404
+            assert (await call("PUT", "/v1/adapters"))[0] == 405
+
+    run(case())
+
+
+def test_without_slots_adapters_are_refused(tmp_path):
+    """An engine without slots: a request that is answered by the model itself, or with a 500."""
+
+    async def case():
+        make_folder(tmp_path / "a")
+        async with Fleet(1, adapters=settings(tmp_path)) as fleet:
+            client = Client(build_asgi(fleet.dispatcher))
+            body = json.dumps({"name": "a", "path": "a"}).encode()
+            reply = await client.request("POST", "/v1/adapters", body)
+            assert (reply.status, reply.json()["error"]["code"]) == (400, "adapters_disabled")
+
+    run(case())
