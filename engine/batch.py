@@ -27,14 +27,27 @@ class NewRow:
     """A request takes (or retakes, after preemption) a row."""
 
     row: int
-    token_ids: Sequence[int]  # prompt and known output
+    token_ids: list[int]  # prompt and known output; its own copy
     num_prompt_tokens: int  # where the output begins in token_ids
     params: SamplingParams
     seed: int  # resolved; int64
     choice: int  # 0 .. n-1, part of the random counter
     # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
     stop_ids: Sequence[int]
-    lora_slot: int = -1  # device slot of its adapter; -1 = none
+    lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
+    virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
+    num_virtual: int = 0  # leading token_ids that stand for them
+
+
+@dataclass(slots=True)
+class PrefixCopy:
+    """Keys and values of virtual tokens [start, stop) of a slot go into blocks, the first at the
+    beginning of the first block."""
+
+    slot: int
+    start: int
+    stop: int
+    blocks: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -52,6 +65,7 @@ class Batch:
     new_rows: list[NewRow] = field(default_factory=list)  # to apply before anything else
     # (row, index in its table, block id)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +89,8 @@ class StepResult:
     tokens: one id for each entry that samples, in batch order.
     logprobs: entry index -> the sampled token's; only entries whose request asked.
     prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of
-        the tokens at start + 1 .. min(start + length, num_prompt_tokens - 1).
+        the tokens at start + 1 .. min(start + length, num_prompt_tokens - 1), without the virtual
+        ones and the first that is not.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     """
 

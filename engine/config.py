@@ -32,6 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         prefill on two cores).
     max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
+    allocation: where free blocks are kept: "list" on the host, or "cumsum" as a mask on the device
+        that is searched by its cumulative sum, contiguous blocks first (LightLLM's way, kept for
+        comparison: the host waits for it).
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
@@ -47,11 +50,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         time, in the order of arrival (kept for comparison: it collapses when adapters alternate).
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
     max_lora_rank: of one adapter; the device has max_loras slots of this rank, allocated at start.
+    max_virtual_tokens: of one adapter by prompt tuning, p-tuning or prefix tuning; the slots have
+        room for as many, allocated at start. 0 = such adapters are refused and cost nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
-    deterministic: the same numbers whatever else is in the batch, where a faster way would differ.
+    deterministic: a request's text and log-probabilities are the same bit by bit whatever else
+        runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
+        kind of device with the same num_threads. Not with adapters on the CPU.
     num_threads: CPU threads of the step; 0 = the process's share of cores.
     seed: of the dummy weights and of seeds drawn for requests that give none.
+    log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
     model: str
@@ -64,6 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     block_size: int = 16
+    allocation: Literal["list", "cumsum"] = "list"
     memory_fraction: float = 0.9
     kv_cache_bytes: int = 0
     num_blocks: int = 0
@@ -75,10 +84,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batching: Literal["mixed", "split"] = "mixed"
     max_loras: int = 0
     max_lora_rank: int = 64
+    max_virtual_tokens: int = 0
     lora_host_bytes: int = 0
     deterministic: bool = False
     num_threads: int = 0
     seed: int = 0
+    log_level: Literal["info", "debug"] = "info"
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size > 256:
@@ -97,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "num_blocks",
             "num_threads",
             "max_loras",
+            "max_virtual_tokens",
             "lora_host_bytes",
         ):
             if getattr(self, name) < 0:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.batch import Batch, OutOfMemory, StepResult
+from engine.block_manager import FreeBlocks, FreeList
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
 from engine.lora.store import AdapterStore
@@ -78,12 +79,16 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: CoreConfig, runner: Runner, adapters: AdapterStore | None = None
+        self,
+        config: CoreConfig,
+        runner: Runner,
+        adapters: AdapterStore | None = None,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
     ) -> None:
         capacity = config.num_blocks * config.block_size
         self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
         self._adapters = adapters or AdapterStore.disabled()
-        self.scheduler = Scheduler(self.config, self._adapters)
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
         self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
@@ -103,8 +108,9 @@ class EngineCore:
                 raise Overloaded("this engine is draining", code="draining")
             if message.id in self.scheduler.requests:
                 raise MantaError(f"request id {message.id} is in use", code="duplicate_id")
-            validate(message, self.config)
             adapter = self._adapters.find(message.adapter) if message.adapter else None
+            virtual = 0 if adapter is None else adapter.info.virtual_tokens
+            validate(message, self.config, virtual)
         except MantaError as error:
             text = f"{error.code}: {error.message}"
             self._outbox.append(Delta(message.id, [], "error", error=text))

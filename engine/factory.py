@@ -10,13 +10,13 @@ from hashlib import blake2b
 
 import torch
 
+from engine.block_manager import FreeList
 from engine.config import EngineConfig
 from engine.core import CoreConfig, EngineCore
 from engine.errors import ConfigError
 from engine.flight import Counters
-from engine.lora.device import LoraDevice, LoraLoader
+from engine.lora.build import AdapterRoom
 from engine.lora.store import AdapterStore
-from engine.lora.weights import LoraLayout, LoraReader
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
@@ -25,12 +25,20 @@ from engine.runner.kv_cache import KVCache, bytes_per_block
 from engine.runner.memory import (
     CPU_KV_BYTES,
     GIB,
+    GRAPHS_TOO_LARGE,
+    KV_WAYS_OUT,
+    STEP_TOO_LARGE,
+    WEIGHTS_TOO_LARGE,
     MemoryPlan,
     available_host_memory,
+    check_blocks,
+    check_weights,
     count_blocks,
+    fits_on,
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
+from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
@@ -72,32 +80,41 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         torch.zeros(1, device=device)  # creates the context here, where its cost has a name
     else:
         torch.set_num_threads(resolved.num_threads)
-    kernels = kernels_for(device.type)
+    kernels = kernels_for(device.type, config.deterministic)
     phases.end("device")
 
     phases.start("weights")
-    model = build_model(
-        resolved.model, resolved.dtype, device, kernels, quantization=config.quantization
-    )
-    load_weights(
-        model,
-        None if config.load_format == "dummy" else resolved.folder,
-        seed=config.seed,
-        progress=None if progress is None else lambda done: progress("weights", done),
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
+        model = build_model(
+            resolved.model,
+            resolved.dtype,
+            device,
+            kernels,
+            quantization=config.quantization,
+            virtual_tokens=config.max_loras * config.max_virtual_tokens,
+        )
+        if device.type == "cpu":  # nothing is touched yet
+            check_weights(model.num_bytes(), available_host_memory())
+        load_weights(
+            model,
+            None if config.load_format == "dummy" else resolved.folder,
+            seed=config.seed,
+            progress=None if progress is None else lambda done: progress("weights", done),
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     phases.end("weights")
 
     phases.start("memory")
-    lora = _build_lora(resolved, model)
-    runner, plan = _build_runner(resolved, model, kernels, None if lora is None else lora[1])
+    room = AdapterRoom.allocate(resolved, model) if config.max_loras else None
+    runner, plan = _build_runner(resolved, model, kernels, room)
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
         phases.start("graphs")
-        runner.capture_graphs(config.graph_sizes or default_sizes(resolved.max_num_seqs))
-        torch.cuda.synchronize()
+        with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
+            runner.capture_graphs(config.graph_sizes or default_sizes(resolved.max_num_seqs))
+            torch.cuda.synchronize()
         phases.end("graphs")
 
     core = EngineCore(
@@ -116,7 +133,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
             model_key=_model_key(resolved),
         ),
         runner,
-        _adapters(config, lora),
+        _adapters(config, room),
+        FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
     )
     if device.type == "cuda":
         phases.start("rehearsal")
@@ -162,40 +180,15 @@ def _model_key(resolved: Resolved) -> str:
     return state.hexdigest()
 
 
-def _build_lora(resolved: Resolved, model: Model) -> tuple[LoraReader, LoraDevice] | None:
-    """The slots for adapters, and the model's layers told of them; None if it takes none."""
-    config, device = resolved.config, resolved.device
-    if not config.max_loras:
-        return None
-    linears = list(model.linears())
-    layout = LoraLayout(linear.spec for linear in linears)
-    for linear, place in zip(linears, layout.layers, strict=True):
-        linear.lora = place
-    dtype = torch.float32 if device.type == "cpu" else resolved.dtype
-    slots = LoraDevice(
-        config.max_loras,
-        layout.num_elements(config.max_lora_rank),
-        len(layout.parts),
-        config.max_lora_rank,
-        dtype,
-        device,
-        max_rows=resolved.max_num_seqs,
-        max_tokens=resolved.max_num_batched_tokens,
-    )
-    return LoraReader(layout, dtype, config.max_lora_rank), slots
-
-
-def _adapters(
-    config: EngineConfig, lora: tuple[LoraReader, LoraDevice] | None
-) -> AdapterStore | None:
-    if lora is None:
+def _adapters(config: EngineConfig, room: AdapterRoom | None) -> AdapterStore | None:
+    if room is None:
         return None
     host_bytes = config.lora_host_bytes or min(LORA_HOST_BYTES, available_host_memory() // 4)
-    return AdapterStore(LoraLoader(*lora), config.max_loras, host_bytes)
+    return AdapterStore(room.loader, config.max_loras, host_bytes)
 
 
 def _build_runner(
-    resolved: Resolved, model: Model, kernels: Kernels, lora: LoraDevice | None
+    resolved: Resolved, model: Model, kernels: Kernels, room: AdapterRoom | None
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
     rows = RequestRows.allocate(
@@ -215,13 +208,17 @@ def _build_runner(
             num_heads=resolved.model.num_heads,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             device=device,
-            lora=lora,
+            lora=None if room is None else room.lora,
+            prompts=None if room is None else room.prompts,
         )
 
     fixed = [("weights", model.num_bytes()), ("request rows", rows.num_bytes)]
-    if lora is not None and device.type == "cuda":  # the CPU has no second copy
+    if room is not None and device.type == "cuda":  # the CPU has no second copy
         name = f"LoRA slots ({config.max_loras} of rank {config.max_lora_rank})"
-        fixed.append((name, lora.num_bytes))
+        fixed.append((name, room.lora.num_bytes))
+    if room is not None and room.prompts is not None:
+        name = f"virtual tokens ({config.max_loras} times {config.max_virtual_tokens})"
+        fixed.append((name, room.prompts.num_bytes))
     if device.type == "cuda":
         plan = _plan_cuda(resolved, fixed, block_bytes, runner_with)
     else:
@@ -236,12 +233,14 @@ def _plan_cpu(resolved: Resolved, fixed: list[tuple[str, int]], block_bytes: int
     available = available_host_memory()
     plan = MemoryPlan("cpu", available + fixed[0][1], fixed)
     if config.num_blocks:
+        check_blocks(config.num_blocks, block_bytes, available)
         plan.num_blocks = config.num_blocks
         return plan
     budget = config.kv_cache_bytes or min(CPU_KV_BYTES, available // 4)
     if budget > available:
         raise ConfigError(
-            f"kv_cache_bytes {budget} exceeds the {available} bytes of free memory; lower it",
+            f"kv_cache_bytes: {budget / GIB:.2f} GiB were asked for and {available / GIB:.2f} GiB "
+            f"of memory are free. {KV_WAYS_OUT}",
             param="kv_cache_bytes",
         )
     plan.num_blocks = count_blocks(
@@ -267,9 +266,10 @@ def _plan_cuda(
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner = runner_with(4)
-    runner.warm_up(resolved.max_num_batched_tokens)
-    torch.cuda.synchronize()
+    with fits_on(device, "a step's activations", STEP_TOO_LARGE, param="max_num_batched_tokens"):
+        runner = runner_with(4)
+        runner.warm_up(resolved.max_num_batched_tokens)
+        torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated(device) - before
     del runner
     gc.collect()
@@ -288,10 +288,11 @@ def _plan_cuda(
             ("CUDA context and other processes", others),
         ],
     )
+    used = sum(size for _, size in plan.rows)
     if config.num_blocks:
+        check_blocks(config.num_blocks, block_bytes, total - used)
         plan.num_blocks = config.num_blocks
         return plan
-    used = sum(size for _, size in plan.rows)
     budget = config.kv_cache_bytes or int(total * config.memory_fraction) - used
     plan.num_blocks = count_blocks(
         min(budget, total - used),

@@ -28,7 +28,7 @@ class Release:
     step: int
     row: int
     blocks: list[int]
-    lora_slot: int = -1
+    adapter_slot: int = -1
 
 
 @dataclass(slots=True)

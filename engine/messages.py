@@ -2,8 +2,8 @@
 
 client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
 engine -> client   Progress while it starts, Ready, then one StepFrame for each step that
-                   produced something (or on a state change), and an AdapterAnswer for each
-                   adapter message, and a Pulse twice a second; Failed instead, if it cannot
+                   produced something (or on a state change), an AdapterAnswer for each adapter
+                   message, a Pulse twice a second and LogLines; Failed instead, if it cannot
 """
 
 import msgspec
@@ -22,6 +22,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     adapter: name of a known adapter, or "name@revision" (a request resumed elsewhere goes on with
         the weights that it began with); "" = the model itself.
     priority: smaller runs earlier; ties by arrival.
+    request_id: what the caller knows it by; for logs alone.
     """
 
     id: int
@@ -33,6 +34,7 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     cache_salt: str = ""
     adapter: str = ""
     priority: int = 0
+    request_id: str = ""
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
@@ -82,10 +84,11 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     revision: str
-    kind: str  # "lora"
-    rank: int  # the largest
+    kind: str  # "lora", "prompt_tuning", "p_tuning" or "prefix_tuning"
+    rank: int  # the largest; 0 of other kinds
     num_bytes: int  # on the device
     targets: list[str]  # the linear layers it changes, e.g. "q_proj"
+    virtual_tokens: int = 0  # that stand before every prompt, and count in max_model_len alone
 
 
 class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
@@ -105,7 +108,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     cached: prompt tokens that came from the prefix cache; -1 on all but a request's first delta.
     error: with finish "error": "code: message".
     queued_us: from the request's arrival here to its first step, in microseconds; -1 on all but its
-        first delta.
+        first delta. adapter_us: part of that, until its adapter was on the device.
     """
 
     id: int
@@ -117,6 +120,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
     queued_us: int = -1
+    adapter_us: int = -1
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -183,6 +187,14 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     param: str | None = None
 
 
+class LogLine(msgspec.Struct, array_like=True, tag="log"):
+    """What the engine has logged, for the log of the process that owns it. level: logging's."""
+
+    level: int
+    message: str
+    request_id: str = ""
+
+
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
     """The engine is starting: which phase, and how much of it is done (0..1)."""
 
@@ -191,4 +203,4 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
 
 
 ToEngine = EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
-FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Pulse | Failed
+FromEngine = Progress | Ready | StepFrame | AdapterAnswer | Pulse | LogLine | Failed

@@ -38,6 +38,8 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "adapter_slot",
+        "adapter_us",
         "arrived",
         "base",
         "blocks",
@@ -48,18 +50,20 @@ class Request:
         "id",
         "last_step",
         "limit",
-        "lora_slot",
         "min_tokens",
         "num_cached",
         "num_computed",
+        "num_prefix",
         "num_prompt",
         "num_registered",
+        "num_virtual",
         "order",
         "params",
         "phase",
         "prompt_logprobs",
         "queued_tokens",
         "queued_us",
+        "request_id",
         "root",
         "row",
         "seed",
@@ -77,18 +81,27 @@ class Request:
     ) -> None:
         params = message.params
         self.id = message.id
+        self.request_id = message.request_id
         self.token_ids = message.token_ids
         self.num_prompt = message.num_prompt_tokens
         self.params = params
         self.seed = message.seed
         self.choice = message.choice
         self.adapter = adapter
-        self.lora_slot = -1  # its adapter's, while it has a row
+        self.adapter_slot = -1  # while it has a row
+        self.adapter_us = 0  # that it has waited for the adapter to be on the device
+        # Tokens before the prompt that nobody wrote: no vocabulary has their ids, and they are part
+        # of everything but of what the caller is told. Of these, whose keys are copied.
+        self.num_virtual = 0 if adapter is None else adapter.info.virtual_tokens
+        self.num_prefix = self.num_virtual if adapter is not None and adapter.is_prefix else 0
+        if self.num_virtual:
+            self.token_ids[:0] = range(-self.num_virtual, 0)
+            self.num_prompt += self.num_virtual
         key = "" if adapter is None else adapter.key
         self.root = root_hash(config.model_key, key, message.cache_salt)
         # Smaller runs earlier and is preempted later. Who comes from another replica in the middle
         # of an answer is before those who have not begun: somebody is reading it.
-        begun = len(message.token_ids) > message.num_prompt_tokens
+        begun = len(self.token_ids) > self.num_prompt
         self.order = (message.priority, not begun, arrival)
         # Tokens it may have at most, prompt and output.
         self.limit = config.max_model_len
@@ -146,14 +159,16 @@ class Request:
         """
         if self.prompt_logprobs is not None and not self.delivered:
             known = len(self.prompt_logprobs)
+            start = max(0, start - self.num_virtual)
             assert start < known, "a chunk's prompt log-probabilities were lost"
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
 
-def validate(message: EngineRequest, config: CoreConfig) -> None:
+def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
     """Refuse what the engine cannot run. Raises InvalidRequest.
 
-    The edge has checked all of it already; this keeps a faulty client from ending the engine.
+    num_virtual: tokens that its adapter puts before the prompt. The edge has checked all the rest
+    already; this keeps a faulty client from ending the engine.
     """
     token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
     if not token_ids or not 1 <= num_prompt <= len(token_ids):
@@ -164,11 +179,12 @@ def validate(message: EngineRequest, config: CoreConfig) -> None:
             param="prompt",
             code="token_out_of_range",
         )
-    room = config.max_model_len - (message.params.max_tokens != 0)
-    if num_prompt > room or len(token_ids) > config.max_model_len:
+    context = config.max_model_len - num_virtual
+    if num_prompt > context - (message.params.max_tokens != 0) or len(token_ids) > context:
+        virtual = f", the adapter's {num_virtual} virtual tokens" if num_virtual else ""
         raise InvalidRequest(
             f"the prompt has {num_prompt} tokens; the context holds {config.max_model_len}, "
-            "prompt and output",
+            f"prompt{virtual} and output",
             param="prompt",
             code="context_length_exceeded",
         )

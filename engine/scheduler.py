@@ -16,14 +16,15 @@ compute their prompt, in the order of service; then waiting ones, in the same or
 lets the first of them in. Order of service is (priority, arrival).
 """
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from engine.admission import POLICIES, Footprint, Memory, fits_now
-from engine.batch import Batch, NewRow, StepResult
-from engine.block_manager import BlockManager
+from engine.batch import Batch, NewRow, PrefixCopy, StepResult
+from engine.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.core_config import CoreConfig
 from engine.decode_group import DecodeGroup
 from engine.errors import AdapterError
@@ -34,15 +35,24 @@ from engine.messages import Delta
 from engine.queue import Queue
 from engine.request import Phase, Request
 
+logger = logging.getLogger("manta.engine")
+
 
 class Scheduler:
     """Owns the requests, their rows and their blocks. See the module for the order of calls."""
 
-    def __init__(self, config: CoreConfig, adapters: AdapterStore | None = None) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        adapters: AdapterStore | None = None,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
+    ) -> None:
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self._free_blocks = free_blocks
+        self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks)
         self.counters = Counters()
+        self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last one scheduled
         self.done_step = 0  # the last one whose result is here
         self.requests: dict[int, Request] = {}  # all that have not ended
@@ -99,6 +109,7 @@ class Scheduler:
         for request in requests:
             if request.phase is not Phase.ENDED:
                 self._end(request)
+                logger.warning("failed: %s", error, extra={"request_id": request.request_id})
                 deltas.append(Delta(request.id, [], "error", error=error))
         return deltas
 
@@ -147,7 +158,7 @@ class Scheduler:
         """Go on with so few blocks, all empty. Legal when nobody runs."""
         assert not self.running and not self.releases
         self.config = replace(self.config, num_blocks=num_blocks)
-        self.blocks = BlockManager(num_blocks, self.config.block_size)
+        self.blocks = BlockManager(num_blocks, self.config.block_size, self._free_blocks)
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is matched by anyone from now on."""
@@ -330,36 +341,55 @@ class Scheduler:
         request.row = self._free_rows.pop()
         if request.adapter is not None:
             first = request.num_cached < 0
-            request.lora_slot = self._adapters.pin(request.adapter, first=first)
+            request.adapter_slot = self._adapters.pin(request.adapter, first=first)
         request.phase = Phase.FILLING
         self.filling.append(request)
         self.running[request.id] = request
         if request.num_cached < 0:
-            request.num_cached = min(request.num_computed, request.num_prompt)
+            found = min(request.num_computed, request.num_prompt) - request.num_virtual
+            request.num_cached = max(0, found)
             request.queued_us = (time.monotonic_ns() - request.arrived) // 1000
             if lookup:
-                self.counters.prefix_queries += request.num_prompt
+                self.counters.prefix_queries += request.num_prompt - request.num_virtual
                 self.counters.prefix_hits += request.num_cached
-        memory.free -= footprint.held - footprint.shared
-        memory.promised += memory.blocks(num_tokens) - footprint.held
+        free = self.blocks.num_free
+        if request.num_computed < request.num_prefix:
+            self._copy_prefix(request, draft)
+        memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
+        memory.promised += memory.blocks(num_tokens) - len(request.blocks)
         memory.uncomputed += num_tokens - request.num_computed
         memory.add(self._footprint(request))
-        draft.batch.new_rows.append(
-            NewRow(
-                request.row,
-                request.token_ids.copy(),
-                request.num_prompt,
-                request.params,
-                request.seed,
-                request.choice,
-                sorted(request.stop_ids),
-                request.lora_slot,
-            )
-        )
+        draft.batch.new_rows.append(self._new_row(request))
         draft.batch.new_blocks.extend(
-            (request.row, index, block) for index, block in enumerate(cached)
+            (request.row, index, block) for index, block in enumerate(request.blocks)
         )
         return True
+
+    def _new_row(self, request: Request) -> NewRow:
+        new = NewRow(
+            request.row,
+            request.token_ids.copy(),
+            request.num_prompt,
+            request.params,
+            request.seed,
+            request.choice,
+            sorted(request.stop_ids),
+        )
+        if request.num_virtual:
+            new.virtual_slot, new.num_virtual = request.adapter_slot, request.num_virtual
+        else:
+            new.lora_slot = request.adapter_slot
+        return new
+
+    def _copy_prefix(self, request: Request, draft: Draft) -> None:
+        """Blocks for the keys of its prefix that the cache does not have; nobody computes them."""
+        start, stop = request.num_computed, request.num_prefix
+        count = -(-stop // self.config.block_size) - len(request.blocks)
+        blocks = self.blocks.allocate(count)
+        draft.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
+        request.blocks += blocks
+        request.num_computed = stop
+        self.blocks.hash_blocks(request, stop)  # for who starts in this very step
 
     def _memory(self) -> Memory:
         """What admission may know, at this point of the step."""
@@ -530,6 +560,7 @@ class Scheduler:
             request.delivered = True
             delta.cached = request.num_cached
             delta.queued_us = request.queued_us
+            delta.adapter_us = request.adapter_us
             delta.prompt_logprobs = request.prompt_logprobs
 
     # ---- ends ----------------------------------------------------------------------------------
@@ -549,6 +580,10 @@ class Scheduler:
         elif request.phase is Phase.PARKED:
             self._retry_admission |= self.queue.drop_parked(request)
         request.phase = Phase.ENDED
+        if self._traced:
+            told = (request.num_computed, request.num_cached, request.queued_us)
+            text = "ended: %d tokens computed, %d of them cached, %d us queued"
+            logger.debug(text, *told, extra={"request_id": request.request_id})
         del self.requests[request.id]
         self.counters.finished += 1
         for flight in self.flights:
@@ -568,9 +603,9 @@ class Scheduler:
         self.blocks.hash_blocks(request, request.num_computed)
         del self.running[request.id]
         self.releases.append(
-            Release(request.last_step, request.row, request.blocks, request.lora_slot)
+            Release(request.last_step, request.row, request.blocks, request.adapter_slot)
         )
-        request.row = request.lora_slot = -1
+        request.row = request.adapter_slot = -1
         request.blocks = []
         request.num_registered = 0
         self._give_back()
@@ -583,8 +618,8 @@ class Scheduler:
                 continue
             self.blocks.free(release.blocks)
             self._free_rows.append(release.row)
-            if release.lora_slot >= 0:
-                self._adapters.unpin(release.lora_slot)
+            if release.adapter_slot >= 0:
+                self._adapters.unpin(release.adapter_slot)
             self._retry_admission = True
         self.releases = kept
 
@@ -619,8 +654,8 @@ class Scheduler:
         assert phases[Phase.WAITING] + phases[Phase.PARKED] == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
-        pins = Counter(r.lora_slot for r in self.running.values())
-        pins.update(r.lora_slot for r in self.releases)
+        pins = Counter(r.adapter_slot for r in self.running.values())
+        pins.update(r.adapter_slot for r in self.releases)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
         self._adapters.check_integrity(pins, users)
         for slot, request in enumerate(self.decoding.requests):

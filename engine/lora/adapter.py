@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import AdapterError
+from engine.lora.peft_config import PREFIX
 from engine.messages import AdapterInfo
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class Described:
     num_bytes: int
     targets: list[str]
     stamp: str
+    virtual_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,11 @@ class Adapter:
         """In the keys of the prefix cache."""
         return f"{self.info.name}@{self.info.revision}"
 
+    @property
+    def is_prefix(self) -> bool:
+        """Its virtual tokens have keys and values, not vectors."""
+        return self.info.kind == PREFIX
+
     def is_same(self, info: AdapterInfo, described: Described, digest: str) -> bool:
         """Whether what is added is this one: of one revision, and of equal bytes as far as they
         were read."""
@@ -108,7 +115,13 @@ class Adapter:
 
 def info_of(name: str, revision: str, described: Described) -> AdapterInfo:
     return AdapterInfo(
-        name, revision, described.kind, described.rank, described.num_bytes, described.targets
+        name,
+        revision,
+        described.kind,
+        described.rank,
+        described.num_bytes,
+        described.targets,
+        described.virtual_tokens,
     )
 
 

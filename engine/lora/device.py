@@ -4,7 +4,6 @@ Slots have fixed addresses and the metadata of decode steps too, so that graphs 
 metadata is small and made on the host: one upload a step, and none for a step without adapters.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.lora.adapter import Described, Loaded
-from engine.lora.peft_config import stamp
-from engine.lora.remote import fetched, is_remote
-from engine.lora.weights import HostLora, LoraReader, padded
+from engine.lora.uploads import Uploads
+from engine.lora.weights import HostLora, padded
 from kernels.metadata import LoraStep
-
-STAGING_BYTES = 16 << 20  # of each of two buffers
 
 
 class LoraDevice:
-    """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout."""
+    """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout.
+    deterministic: see LoraStep."""
 
     def __init__(
         self,
@@ -31,13 +27,16 @@ class LoraDevice:
         num_parts: int,
         max_rank: int,
         dtype: torch.dtype,
-        device: torch.device,
+        uploads: Uploads,
         *,
         max_rows: int,
         max_tokens: int,
+        deterministic: bool = False,
     ) -> None:
         self.max_rank = max_rank
-        self._device = device
+        self._deterministic = deterministic
+        self._uploads = uploads
+        device = uploads.device
         self._slots = slots
         self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
         self._used = False  # any row has ever had an adapter
@@ -50,15 +49,9 @@ class LoraDevice:
         if self._cuda:
             from kernels.lora import partial_size
 
-            self._stream = torch.cuda.Stream(device)
-            # Allocated once: to pin memory while steps run would hold them up.
-            self._lanes = [
-                (torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                for _ in range(2)
-            ]
             tokens = max(max_tokens, max_rows)
             self._partial = torch.empty(
-                partial_size(tokens, max_rank), dtype=torch.float32, device=device
+                partial_size(tokens, max_rank, deterministic), dtype=torch.float32, device=device
             )
             capacity = tokens + 3 * self._max_tiles(tokens, 16)
             self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
@@ -79,26 +72,8 @@ class LoraDevice:
         if not self._cuda:
             self._parts[slot] = weights.parts
             return
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream):
-            targets = (self._slab[slot, : weights.blob.numel()], self._table[slot].view(-1))
-            for source, target in zip((weights.blob, weights.table.view(-1)), targets, strict=True):
-                self._copy(source, target)
-        for _, done in self._lanes:
-            done.synchronize()
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        """One buffer is filled while the other is on its way."""
-        step = STAGING_BYTES // source.element_size()
-        for at in range(0, source.numel(), step):
-            piece = source[at : at + step]
-            self._lanes.reverse()
-            buffer, done = self._lanes[0]
-            done.synchronize()
-            staged = buffer[: piece.nbytes].view(source.dtype)
-            staged.copy_(piece)
-            target[at : at + step].copy_(staged, non_blocking=True)
-            done.record()
+        place = self._slab[slot, : weights.blob.numel()]
+        self._uploads.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
     def pretend(self, num_tokens: int) -> LoraStep:
         """For warm-up: a step whose tokens have adapters of the largest rank on all parts, evenly
@@ -158,14 +133,17 @@ class LoraDevice:
         """What such a graph is captured with: the place that `upload_step` writes."""
         return self._view(num_tokens)
 
+    def _tile_rows(self, tokens: int) -> int:
+        from kernels.lora import tile_rows
+
+        return tile_rows(1 if self._deterministic else tokens)
+
     def _max_tiles(self, tokens: int, block: int) -> int:
         """Every group of equal slots has at most one tile that is not full."""
         return tokens // block + min(self._slots + 1, tokens)
 
     def _upload(self, slots: "np.ndarray[Any, Any]") -> LoraStep:
-        from kernels.lora import tile_rows
-
-        count, block = len(slots), tile_rows(len(slots))
+        count, block = len(slots), self._tile_rows(len(slots))
         tiles = self._max_tiles(count, block)
         order = np.argsort(slots, kind="stable")
         self._turn ^= 1
@@ -181,9 +159,7 @@ class LoraDevice:
         return self._view(count)
 
     def _view(self, count: int) -> LoraStep:
-        from kernels.lora import tile_rows
-
-        block = tile_rows(count)
+        block = self._tile_rows(count)
         tiles = self._max_tiles(count, block)
         table = self._meta[count : count + 3 * tiles].view(tiles, 3)
         return self._make(self._meta[:count], table, block, ())
@@ -199,6 +175,7 @@ class LoraDevice:
             self.max_rank,
             segments,
             self._parts,
+            self._deterministic,
         )
 
 
@@ -211,26 +188,3 @@ def make_tiles(slots: "np.ndarray[Any, Any]", block: int) -> "np.ndarray[Any, An
     inner = (np.arange(len(group)) - np.repeat(np.cumsum(per) - per, per)) * block
     rows = np.minimum(block, counts[group] - inner)
     return np.stack((slots[first[group]], first[group] + inner, rows), axis=1)
-
-
-class LoraLoader:
-    """`engine.lora.adapter.Loader` of a model on its device."""
-
-    def __init__(self, reader: LoraReader, device: LoraDevice) -> None:
-        self._reader = reader
-        self._device = device
-
-    def describe(self, path: str) -> Described:
-        if not is_remote(path):
-            return self._reader.describe(Path(path), stamp(Path(path)))
-        with fetched(path, weights=False) as (folder, seen):
-            return self._reader.describe(folder, seen)
-
-    def read(self, path: str) -> Loaded:
-        if not is_remote(path):
-            return self._reader.read(Path(path), stamp(Path(path)))
-        with fetched(path, weights=True) as (folder, seen):
-            return self._reader.read(folder, seen)
-
-    def upload(self, weights: HostLora, slot: int) -> None:
-        self._device.upload(weights, slot)

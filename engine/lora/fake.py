@@ -16,7 +16,8 @@ class FakeLoader:
     def describe(self, path: str) -> Described:
         config = read_peft_config(Path(path))
         targets = list(config.targets or ())
-        return Described(config.kind, config.max_rank, 1, targets, stamp(Path(path)))
+        seen = stamp(Path(path))
+        return Described(config.kind, config.max_rank, 1, targets, seen, config.virtual_tokens)
 
     def read(self, path: str) -> Loaded:
         described = self.describe(path)

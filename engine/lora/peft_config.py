@@ -18,7 +18,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")  # safe in a path, a URL and a log line
-KINDS = {"LORA": "lora"}
+PREFIX = "prefix_tuning"
+KINDS = ("lora", "prompt_tuning", "p_tuning", PREFIX)  # PEFT's names of them, in small letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class PeftConfig:
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
     targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
     everywhere: all modules of these names are adapted: none may be missing.
+    virtual_tokens: of the other kinds. layers, heads: of the model it was made for; 0 = not told.
     """
 
     kind: str
@@ -40,6 +42,9 @@ class PeftConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     targets: tuple[str, ...] | None = None
     everywhere: bool = False
+    virtual_tokens: int = 0
+    layers: int = 0
+    heads: int = 0
 
     def rank_of(self, module: str) -> int:
         """module: its full name in the model, e.g. model.layers.0.self_attn.q_proj."""
@@ -144,6 +149,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "corda_config": (None, {}),
 }
+_ONLY_PROMPT: dict[str, tuple[Any, ...]] = {
+    "num_transformer_submodules": (None, 1),
+    "modules_to_save": (None, []),
+}
 _REFUSED_TARGETS = ("embed_tokens", "lm_head")
 
 
@@ -154,19 +163,26 @@ class _Reader:
 
     def read(self) -> PeftConfig:
         fields = self._fields
-        kind = KINDS.get(str(fields.get("peft_type", "")).upper())
-        if kind is None:
-            raise self._error(
-                "peft_type", f"{fields.get('peft_type')!r}; supported: {', '.join(KINDS)}"
-            )
+        kind = str(fields.get("peft_type", "")).lower()
+        if kind not in KINDS:
+            supported = ", ".join(KINDS).upper()
+            raise self._error("peft_type", f"{fields.get('peft_type')!r}; supported: {supported}")
         task = fields.get("task_type")
         if task not in (None, "CAUSAL_LM"):
             raise self._error("task_type", f"{task!r}; supported: CAUSAL_LM")
-        for field, supported in _ONLY.items():
+        for field, only in (_ONLY if kind == "lora" else _ONLY_PROMPT).items():
             value = fields.get(field)
-            if value not in supported:
+            if value not in only:
                 raise self._error(field, f"{str(value)[:80]!r} is not supported")
         base = str(fields.get("base_model_name_or_path") or "")
+        if kind != "lora":
+            return PeftConfig(
+                kind,
+                base,
+                virtual_tokens=self._int("num_virtual_tokens"),
+                layers=self._int("num_layers", 0),
+                heads=self._int("num_attention_heads", 0),
+            )
         return PeftConfig(
             kind,
             base,
@@ -230,8 +246,11 @@ class _Reader:
                 raise self._error(field, f"{key[:80]!r} is not a pattern that is supported")
         return value
 
-    def _int(self, field: str) -> int:
-        return self._positive(field, self._fields.get(field))
+    def _int(self, field: str, default: int | None = None) -> int:
+        value = self._fields.get(field)
+        if value is None and default is not None:
+            return default
+        return self._positive(field, value)
 
     def _positive(self, field: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:

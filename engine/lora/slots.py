@@ -60,8 +60,8 @@ class DeviceSlots:
     def take(self, slot: Slot) -> None:
         """Empty it."""
         assert slot.adapter is not None and not slot.pins
-        slot.adapter.slot = slot.adapter = None
-        slot.ready = False
+        slot.adapter.slot = None
+        slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
         """It is the next in some slot that requests run on. Half of the slots at most are promised,

@@ -6,7 +6,6 @@ multiples of 16, and B holds the scale. Hence moving an adapter to the device is
 size, whatever ranks the slot has room for.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.errors import AdapterError, ConfigError
+from engine.errors import AdapterError
 from engine.lora.adapter import Described, Loaded
+from engine.lora.files import check_finite, list_tensors, read_tensors
 from engine.lora.peft_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -26,7 +26,7 @@ from engine.lora.peft_config import (
     stamp,
 )
 from engine.quantization.method import LinearSpec, Part
-from engine.weights.index import StoredTensor, read_header
+from engine.weights.index import StoredTensor
 from kernels.metadata import LoraLinear
 
 UNIT = 16  # ranks are multiples of it, and offsets are counted in it
@@ -98,16 +98,12 @@ class LoraReader:
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
-        path = file_in(folder, WEIGHTS_FILE)
-        try:
-            stored = read_header(path)
-        except ConfigError as error:
-            raise AdapterError(error.message) from None
-        pairs = self._match(path, stored, config)
+        stored = list_tensors(folder)
+        pairs = self._match(folder / WEIGHTS_FILE, stored, config)
         host = self._allocate(pairs, config)
         state = blake2b(digest_size=16)
         state.update(file_in(folder, CONFIG_FILE).read_bytes())
-        self._fill(path, stored, pairs, host, config, state.update)
+        self._fill(stored, pairs, host, config, state.update)
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         targets = sorted({self._layout.parts[n].name.rsplit(".", 1)[-1] for n in pairs})
@@ -183,7 +179,6 @@ class LoraReader:
 
     def _fill(
         self,
-        path: Path,
         stored: Sequence[StoredTensor],
         pairs: dict[int, dict[str, StoredTensor]],
         host: HostLora,
@@ -193,25 +188,15 @@ class LoraReader:
         places = {
             pair[side].name: (number, side) for number, pair in pairs.items() for side in "AB"
         }
-        with path.open("rb") as file:
-            digest(file.read(stored[0].offset))
-            for tensor in stored:  # in the order of the file
-                raw = file.read(tensor.num_bytes)
-                if len(raw) < tensor.num_bytes:
-                    raise AdapterError(f"{path}: the file ended while it was being read")
-                digest(raw)
-                number, side = places[tensor.name]
-                part = self._layout.parts[number]
-                values = torch.frombuffer(bytearray(raw), dtype=tensor.dtype).view(tensor.shape)
-                a, b = host.parts[number]
-                if side == "A":
-                    target = a[: tensor.shape[0]]
-                    target.copy_(values[:, part.columns[0] : part.columns[1]])
-                else:
-                    target = b[:, : tensor.shape[1]]
-                    scale = config.scale_of(part.name)
-                    target.copy_(values[part.rows[0] : part.rows[1]].float() * scale)
-                if not torch.isfinite(target).all():
-                    raise AdapterError(f"{path}: tensor {tensor.name} holds NaN or infinity")
-            if os.fstat(file.fileno()).st_size != file.tell():
-                raise AdapterError(f"{path}: the file grew while it was being read")
+        for tensor, values in read_tensors(stored, digest):
+            number, side = places[tensor.name]
+            part = self._layout.parts[number]
+            a, b = host.parts[number]
+            if side == "A":
+                target = a[: tensor.shape[0]]
+                target.copy_(values[:, part.columns[0] : part.columns[1]])
+            else:
+                target = b[:, : tensor.shape[1]]
+                scale = config.scale_of(part.name)
+                target.copy_(values[part.rows[0] : part.rows[1]].float() * scale)
+            check_finite(target, tensor)

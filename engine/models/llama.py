@@ -138,6 +138,7 @@ class Llama:
         method: LinearMethod,
         unquantized: LinearMethod,  # for the head, if it is the embedding
         group: TensorParallelGroup,
+        virtual_tokens: int,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -147,7 +148,8 @@ class Llama:
         self.group = group
         linears = LinearFactory(method, group, dtype, device)
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embedding = torch.empty(vocab, hidden, dtype=dtype, device=device)
+        self.lookup = torch.empty(vocab + virtual_tokens, hidden, dtype=dtype, device=device)
+        self.embedding = self.lookup[:vocab]
         self.norm = torch.empty(hidden, dtype=activation_dtype, device=device)
         cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, device)
         self.layers = [
@@ -172,7 +174,7 @@ class Llama:
     def forward(
         self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        residual = embedding(token_ids, self.embedding).to(self.activation_dtype)
+        residual = embedding(token_ids, self.lookup).to(self.activation_dtype)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             residual = layer(residual, layer_kv, meta)
         return self.kernels.rms_norm(residual, self.norm, self.config.rms_eps)

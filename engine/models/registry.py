@@ -32,6 +32,9 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    # [vocab_size + virtual_tokens, hidden_size]: what token ids are looked up in. The rows behind
+    # the vocabulary are the adapters'.
+    lookup: Tensor
 
     def forward(
         self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
@@ -89,6 +92,7 @@ def build_model(
     *,
     quantization: str = "none",
     group: TensorParallelGroup | None = None,
+    virtual_tokens: int = 0,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``."""
     device = torch.device(device)
@@ -106,4 +110,5 @@ def build_model(
         # from that.
         linear_method(quantization if quantization == "int8" else "none", kernels, device),
         group or TensorParallelGroup(),
+        virtual_tokens,
     )

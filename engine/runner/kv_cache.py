@@ -1,6 +1,7 @@
 """KVCache: the tensors behind the block manager's block ids."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ class KVCache:
     """
 
     layers: list[tuple[Tensor, Tensor]]
+    # All of them: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+    storage: Tensor
     num_blocks: int
     block_size: int
 
@@ -38,33 +41,31 @@ class KVCache:
             block_size,
             model.head_dim,
         )
-        return cls(_allocate(shape, dtype, device), num_blocks, block_size)
+        storage = _allocate(shape, dtype, device)
+        return cls([(layer[0], layer[1]) for layer in storage], storage, num_blocks, block_size)
 
     def shrink(self, num_blocks: int) -> None:
         """So few blocks, all empty; the memory of the others is free before that of these is
         taken."""
-        keys = self.layers[0][0]
-        shape = (len(self.layers), 2, num_blocks, *keys.shape[1:])
-        dtype, device = keys.dtype, keys.device
-        del keys
+        old = self.storage
+        shape, dtype, device = list(old.shape), old.dtype, old.device
+        shape[2] = num_blocks
         self.layers.clear()
+        self.storage = old = old.new_empty(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self.layers += _allocate(shape, dtype, device)
+        self.storage = _allocate(shape, dtype, device)
+        self.layers += [(layer[0], layer[1]) for layer in self.storage]
         self.num_blocks = num_blocks
 
 
-def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN is still NaN.
     if device.type == "cpu":
         # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
         raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        storage = torch.from_numpy(raw).view(dtype).view(shape)
-    else:
-        storage = torch.zeros(shape, dtype=dtype, device=device)
-    return [(layer[0], layer[1]) for layer in storage]
+        return torch.from_numpy(raw).view(dtype).view(*shape)
+    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

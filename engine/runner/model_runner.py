@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.lora.device import LoraDevice
+from engine.lora.prompts import PromptDevice
 from engine.models.registry import Model
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
@@ -111,6 +112,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         device: torch.device,
         lora: LoraDevice | None = None,
+        prompts: PromptDevice | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -119,6 +121,7 @@ class ModelRunner:
         self.kv = kv
         self.device = device
         self.lora = lora
+        self._prompts = prompts
         self._num_heads = num_heads
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cuda = device.type == "cuda"
@@ -132,11 +135,12 @@ class ModelRunner:
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
         self._turn = 0
-        # Per row, on the host: the alternatives it wants (as _HostLogprobs.counts) and the length
-        # of its prompt.
+        # Per row, on the host: the alternatives it wants (as _HostLogprobs.counts), the length of
+        # its prompt, and how much of that is virtual.
         self._logprobs = [-1] * rows.pad_row
         self._prompt_logprobs = [-1] * rows.pad_row
         self._num_prompt = [0] * rows.pad_row
+        self._num_virtual = [0] * rows.pad_row
         self.graphs: StepGraphs | None = None
 
     def launch(self, batch: Batch) -> Pending:
@@ -160,8 +164,15 @@ class ModelRunner:
                 -1 if params.prompt_logprobs is None else params.prompt_logprobs
             )
             self._num_prompt[new.row] = new.num_prompt_tokens
+            self._num_virtual[new.row] = new.num_virtual
             if self.lora is not None:
                 self.lora.set_row(new.row, new.lora_slot)
+            if new.num_virtual:
+                assert self._prompts is not None
+                self._prompts.name(new)
+        if batch.prefixes:
+            assert self._prompts is not None
+            self._prompts.copy(batch.prefixes, self.kv.storage)
 
         count = len(batch.rows)
         decodes_only = batch.num_decodes == count
@@ -279,11 +290,13 @@ class ModelRunner:
         ):
             wanted = self._prompt_logprobs[row]
             # Position p predicts token p + 1: the chunk predicts start + 1 .. start + length,
-            # prompt tokens only.
-            count = min(length, self._num_prompt[row] - 1 - start)
+            # prompt tokens only, and of these none up to the first that somebody wrote.
+            skip = max(0, self._num_virtual[row] - start)
+            count = min(length, self._num_prompt[row] - 1 - start) - skip
             if wanted >= 0 and count > 0:
-                targets = self.rows.tokens[row, start + 1 : start + 1 + count].long()
-                logits = self.model.logits(hidden[at : at + count])
+                first = start + skip + 1
+                targets = self.rows.tokens[row, first : first + count].long()
+                logits = self.model.logits(hidden[at + skip : at + skip + count])
                 logprob, rank, top_ids, top_logprobs = self.sampler.prompt_logprobs(
                     logits, targets, wanted
                 )

@@ -34,8 +34,9 @@ def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -
         # once.
         repetition = floats[word.REPETITION]
         if repetition != 1:
-            seen = x[history]
-            x[history] = np.where(seen > 0, seen / repetition, seen * repetition)
+            words_seen = history[history < x.size]  # without virtual tokens
+            seen = x[words_seen]
+            x[words_seen] = np.where(seen > 0, seen / repetition, seen * repetition)
         output, counts = np.unique(history[num_prompt:], return_counts=True)
         x[output] -= floats[word.PRESENCE] + counts.astype(np.float32) * floats[word.FREQUENCY]
     if needs & BANNED and position - num_prompt < words[word.MIN_TOKENS]:

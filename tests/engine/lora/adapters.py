@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 pytest.importorskip("peft")
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -26,6 +32,27 @@ def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, **fields: 
             parameter.data = values * parameter.shape[1] ** -0.5
     adapted.save_pretrained(folder)
     adapted.unload()
+    return folder
+
+
+PROMPTS = {
+    "prompt_tuning": PromptTuningConfig,
+    "p_tuning": PromptEncoderConfig,
+    "prefix_tuning": PrefixTuningConfig,
+}
+
+
+def save_prompt(
+    model: PreTrainedModel, folder: Path, kind: str, count: int, seed: int = 0, **fields: Any
+) -> Path:
+    """A random prompt of `count` virtual tokens for `model`, which is left as it was. fields: of
+    its kind's configuration."""
+    config = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=count, **fields)
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapted.prompt_encoder.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
     return folder
 
 

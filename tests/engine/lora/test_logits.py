@@ -78,7 +78,7 @@ def run(core: EngineCore) -> dict[int, Any]:
 
 def scores(model: Any, ids: list[int]) -> Tensor:
     """Log-probability of each token after the first."""
-    logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    logits = model(torch.tensor([ids])).logits[0, -len(ids) :].log_softmax(-1)
     return logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 

@@ -1,0 +1,53 @@
+"""What adapters need on the device, made from the configuration."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.lora.device import LoraDevice
+from engine.lora.loader import AdapterLoader
+from engine.lora.prompts import PromptDevice, PromptReader
+from engine.lora.uploads import Uploads
+from engine.lora.weights import LoraLayout, LoraReader
+from engine.models.registry import Model
+from engine.resolve import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """loader: fills the two others."""
+
+    loader: AdapterLoader
+    lora: LoraDevice
+    prompts: PromptDevice | None
+
+    @classmethod
+    def allocate(cls, resolved: Resolved, model: Model) -> "AdapterRoom":
+        """The slots, and the model's layers told of them."""
+        config, device = resolved.config, resolved.device
+        linears = list(model.linears())
+        layout = LoraLayout(linear.spec for linear in linears)
+        for linear, place in zip(linears, layout.layers, strict=True):
+            linear.lora = place
+        dtype = torch.float32 if device.type == "cpu" else resolved.dtype
+        uploads = Uploads(device)
+        lora = LoraDevice(
+            config.max_loras,
+            layout.num_elements(config.max_lora_rank),
+            len(layout.parts),
+            config.max_lora_rank,
+            dtype,
+            uploads,
+            max_rows=resolved.max_num_seqs,
+            max_tokens=resolved.max_num_batched_tokens,
+            deterministic=config.deterministic,
+        )
+        reader = LoraReader(layout, dtype, config.max_lora_rank)
+        if not config.max_virtual_tokens:
+            return cls(AdapterLoader((reader, lora)), lora, None)
+        count, kv_dtype = config.max_virtual_tokens, resolved.dtype
+        prompts = PromptDevice(
+            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploads
+        )
+        prompt_reader = PromptReader(resolved.model, model.dtype, kv_dtype, count)
+        return cls(AdapterLoader((reader, lora), (prompt_reader, prompts)), lora, prompts)
