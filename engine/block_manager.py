@@ -10,10 +10,39 @@ free + evictable blocks can be allocated. Everything is O(1) a block.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from engine.prefix_hash import extend_hashes
 from engine.request import Request
+
+
+class FreeBlocks(Protocol):
+    """Which blocks are free; all are at first. len() is exact."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def append(self, block: int, /) -> None: ...
+
+    def extend(self, blocks: Iterable[int], /) -> None: ...
+
+    def take(self, count: int) -> list[int]:
+        """Remove `count` <= len(self) blocks."""
+        ...
+
+
+class FreeList(list[int]):
+    """What was freed last is taken first. The default."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(range(num_blocks - 1, -1, -1))
+
+    def take(self, count: int) -> list[int]:
+        blocks = self[: -count - 1 : -1]
+        del self[len(self) - count :]
+        return blocks
 
 
 class BlockManager:
@@ -23,13 +52,18 @@ class BlockManager:
     wants add and remove events for the router hooks in there.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of registered blocks
         self._resident: dict[bytes, int] = {}  # hash -> its block
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = free_blocks(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     @property
@@ -41,9 +75,7 @@ class BlockManager:
         """Take `count` <= num_free blocks, evicting if it must. Their contents are undefined."""
         while len(self._free) < count:
             self.evict()
-        free, refs = self._free, self._refs
-        blocks = free[: -count - 1 : -1]
-        del free[len(free) - count :]
+        blocks, refs = self._free.take(count), self._refs
         for block in blocks:
             refs[block] = 1
         return blocks

@@ -25,8 +25,6 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys
-FIXED_SPLITS = 16  # most splits of an entry in a deterministic plan
-FIXED_SPLIT = 256  # fewest keys of a split in a deterministic plan
 CUTS = 8  # splits a program may get on average, at most; 3 where entries are many
 
 # What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
@@ -73,7 +71,7 @@ class DecodePlan:
     partial: Tensor  # [max splits, num_heads, head_dim] float32: outputs before the merge
     partial_lse: Tensor  # [max splits, num_heads] float32: log2 of the sum of exponentials
     # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
-    # grid. A deterministic plan has one way, because the two add in different order.
+    # grid.
     last_merges: bool
     shape: _Shape
 
@@ -87,17 +85,14 @@ def _plan_kernel(
     arrived,
     decodes,
     fill,
-    fixed,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    FIXED_SPLIT: tl.constexpr,
     CUTS: tl.constexpr,
     TAIL: tl.constexpr,
     WALK_COST: tl.constexpr,
     MERGE_COST: tl.constexpr,
     MERGE_ONCE: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
     WRITE: tl.constexpr,
@@ -107,31 +102,28 @@ def _plan_kernel(
     num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
     real = index < num_entries
-    if DETERMINISTIC:  # a function of the entry's own length
-        size = tl.maximum(tl.cdiv(tl.cdiv(length, fixed), TILE) * TILE, FIXED_SPLIT)
-    else:
-        # Try sizes from "one split for each program" down (and "no split"), and take the one that
-        # should end first: programs walk equal shares of the keys, then wait for the longest split.
-        total = tl.sum(length, axis=0)
-        longest = tl.max(length, axis=0)
-        size = tl.maximum(tl.cdiv(longest, TILE) * TILE, MIN_SPLIT)
-        best = 1 << 30
-        for cuts in tl.static_range(0, CUTS + 1):
-            if cuts > 0:
-                tried = tl.cdiv(tl.cdiv(total, fill * cuts), TILE) * TILE
-                tried = tl.maximum(tried, MIN_SPLIT)
-            else:
-                tried = size
-            count = tl.sum(tl.where(real, tl.maximum(tl.cdiv(length, tried), 1), 0), axis=0)
-            walk = tl.minimum(tried, longest)
-            end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
-            end += tl.cdiv(count, fill) * WALK_COST
-            merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
-            end += tl.where(count > num_entries, merges, 0)
-            # Only what fits into the workspace.
-            better = (end < best) & (count <= fill * CUTS + num_entries)
-            size = tl.where(better, tried, size)
-            best = tl.where(better, end, best)
+    # Try sizes from "one split for each program" down (and "no split"), and take the one that
+    # should end first: programs walk equal shares of the keys, then wait for the longest split.
+    total = tl.sum(length, axis=0)
+    longest = tl.max(length, axis=0)
+    size = tl.maximum(tl.cdiv(longest, TILE) * TILE, MIN_SPLIT)
+    best = 1 << 30
+    for cuts in tl.static_range(0, CUTS + 1):
+        if cuts > 0:
+            tried = tl.cdiv(tl.cdiv(total, fill * cuts), TILE) * TILE
+            tried = tl.maximum(tried, MIN_SPLIT)
+        else:
+            tried = size
+        count = tl.sum(tl.where(real, tl.maximum(tl.cdiv(length, tried), 1), 0), axis=0)
+        walk = tl.minimum(tried, longest)
+        end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
+        end += tl.cdiv(count, fill) * WALK_COST
+        merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
+        end += tl.where(count > num_entries, merges, 0)
+        # Only what fits into the workspace.
+        better = (end < best) & (count <= fill * CUTS + num_entries)
+        size = tl.where(better, tried, size)
+        best = tl.where(better, end, best)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
     mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)  # 0 beyond num_entries
     own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
@@ -344,25 +336,18 @@ def plan(
     k_cache: Tensor,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
     max_kv_len: int,
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
-    deterministic: bool = False,
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes.
-
-    deterministic: how an entry is cut, walked and merged does not depend on the other entries.
-    """
+    """Cut the keys of a step's decodes."""
     num_entries = kv_len.shape[0]
     device = kv_len.device
     sms = num_sms(device)
     _, num_kv_heads, _, head_dim = k_cache.shape
     pairs = num_entries * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    shape = _shape(1 if deterministic else pairs, sms, dims, k_cache.element_size())
+    shape = _shape(pairs, sms, dims, k_cache.element_size())
     fill = max(1, sms * shape.per_sm // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3
-    if deterministic:
-        most = num_entries * min(FIXED_SPLITS, triton.cdiv(max_kv_len, FIXED_SPLIT))
-    else:
-        most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
+    most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
     result = DecodePlan(
         count=torch.empty(2, dtype=torch.int32, device=device),
         items=torch.empty((most, 8), dtype=torch.int32, device=device),
@@ -370,7 +355,7 @@ def plan(
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
-        last_merges=not deterministic and 2 * pairs > sms,
+        last_merges=2 * pairs > sms,
         shape=shape,
     )
     _plan_kernel[(num_entries,)](
@@ -381,17 +366,14 @@ def plan(
         result.arrived,
         decodes,
         fill,
-        FIXED_SPLITS,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,
         MIN_SPLIT=MIN_SPLIT,
-        FIXED_SPLIT=FIXED_SPLIT,
         CUTS=cuts,
         TAIL=TAIL,
         WALK_COST=WALK_COST,
         MERGE_COST=MERGE_COST,
         MERGE_ONCE=MERGE_ONCE,
-        DETERMINISTIC=deterministic,
         ENTRIES=max(32, triton.next_power_of_2(num_entries)),
         HEADS=triton.next_power_of_2(num_kv_heads),
         WRITE=128,

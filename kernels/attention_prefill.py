@@ -93,6 +93,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
     KEYS: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -102,6 +103,8 @@ def _prefill_kernel(
     # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
     # num_entries stands for the padding tokens that follow the last entry.
     first_entry = tl.load(counts)
+    if DETERMINISTIC:
+        first_entry = first_entry * 0  # decodes too
     num_entries = tl.load(counts + 1)
     origin = tl.load(query_start + first_entry)
     low = first_entry
@@ -140,6 +143,8 @@ def _prefill_kernel(
     # Rows past the last query look at what the last one sees.
     row_position = tl.minimum(first_position + rows // GROUP, length - 1)
     full = (first_position + 1) // KEYS * KEYS
+    if DETERMINISTIC:
+        full = full * 0  # one loop, hence the same machine code for a key whoever else sees it
     end = tl.minimum(first_position + QUERIES, length)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
@@ -163,11 +168,12 @@ class _Shape(NamedTuple):
     num_stages: int
 
 
-def _shape(dims: int, element_size: int) -> _Shape:
-    """Decision rule from measurements on an H200; dims is the padded head size."""
+def _shape(dims: int, element_size: int, deterministic: bool) -> _Shape:
+    """Decision rule from measurements on an H200; dims is the padded head size. A deterministic
+    one serves decodes too, whose few rows a smaller tile wastes less on."""
     if dims > 128 or element_size > 2:
         return _Shape(64, 32, 4, 2)
-    return _Shape(128, 64, 8, 3)
+    return _Shape(64, 64, 4, 3) if deterministic else _Shape(128, 64, 8, 3)
 
 
 def attention_prefill(
@@ -180,14 +186,19 @@ def attention_prefill(
     kv_len: Tensor,  # [num_entries] int32
     counts: Tensor,  # [2] int32: leading entries that are left alone, entries in all
     scale: float,
+    deterministic: bool = False,
 ) -> None:
-    """Attention of the entries counts[0] .. counts[1] - 1; tokens after the last get zeros."""
+    """Attention of the entries counts[0] .. counts[1] - 1; tokens after the last get zeros.
+
+    deterministic: of the entries 0 .. counts[1] - 1, and a query's result is the same bit by bit
+    whatever else is computed with it, chunks of its own request included.
+    """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    shape = _shape(dims, q.element_size())
+    shape = _shape(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = num_tokens // (rows // group) + num_entries + 1
@@ -210,6 +221,7 @@ def attention_prefill(
         ROWS=rows,
         DIMS=dims,
         KEYS=shape.keys,
+        DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

@@ -17,6 +17,8 @@ from kernels.metadata import AttentionMeta
 from kernels.norm import rms_norm
 
 __all__ = [
+    "DETERMINISTIC",
+    "GATES",
     "attention",
     "gelu_tanh_mul",
     "linear",
@@ -32,6 +34,7 @@ __all__ = [
     "tune_linear",
 ]
 
+DETERMINISTIC = False
 GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
@@ -71,18 +74,14 @@ def tune_linear(weights: Sequence[Tensor], rows: int, add: bool) -> None:
     cublaslt.tune(weights, rows, add)
 
 
-def prepare(
-    meta: AttentionMeta, num_heads: int, k_cache: Tensor, deterministic: bool = False
-) -> None:
+def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
     """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
     if meta.counts is None:
         counts = [meta.num_decodes, len(meta.kv_len)]
         meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)
     if meta.num_decodes:
         kv_len = meta.kv_len[: meta.num_decodes]
-        meta.plan = plan(
-            kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1], deterministic
-        )
+        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1])
 
 
 def attention(

@@ -4,11 +4,20 @@ Layers hold the Kernels they were built with; nobody asks again at run time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+
+# (device type, deterministic) -> module; imported when asked for, because Triton is CUDA's alone.
+_BACK_ENDS = {
+    ("cpu", False): "kernels.cpu.native",
+    ("cpu", True): "kernels.cpu.deterministic",
+    ("cuda", False): "kernels.cuda",
+    ("cuda", True): "kernels.cuda_deterministic",
+}
 
 
 class Kernels(Protocol):
@@ -18,6 +27,7 @@ class Kernels(Protocol):
     said otherwise and live on one device; x is [num_tokens, hidden].
     """
 
+    DETERMINISTIC: bool  # a token's numbers depend on its request alone, bit by bit
     GATES: Mapping[str, Callable[[Tensor], Tensor]]  # hidden_act of config.json -> gated activation
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
@@ -117,14 +127,6 @@ class Kernels(Protocol):
         ...
 
 
-def kernels_for(device: str) -> Kernels:
+def kernels_for(device: str, deterministic: bool = False) -> Kernels:
     """The back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
-    if device == "cpu":
-        import kernels.cpu.native as native
-
-        return native  # type: ignore[return-value]
-    if device == "cuda":
-        import kernels.cuda as cuda
-
-        return cuda  # type: ignore[return-value]
-    raise KeyError(device)
+    return import_module(_BACK_ENDS[device, deterministic])  # type: ignore[return-value]

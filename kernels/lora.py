@@ -260,8 +260,11 @@ def warm_up_sizes(num_tokens: int) -> list[int]:
     return [size for size in smallest if size <= num_tokens]
 
 
-def partial_size(num_tokens: int, max_rank: int) -> int:
+def partial_size(num_tokens: int, max_rank: int, deterministic: bool = False) -> int:
     """Float32s that steps of up to num_tokens tokens need."""
+    if deterministic:
+        most = max(p * num_splits(1, p, 1 << 20) for p in range(1, MAX_PARTS + 1))
+        return num_tokens * most * _padded_rank(max_rank)
     most = max(
         min(num_tokens, limit) * parts * num_splits(min(num_tokens, limit), parts, 1 << 20)
         for limit, *_ in CLASSES
@@ -282,7 +285,7 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
     """Fills step.partial; returns the number of splits that it was made with."""
     num_tokens, columns = x.shape
     parts = len(layer.outs)
-    splits = num_splits(num_tokens, parts, columns)
+    splits = num_splits(1 if step.deterministic else num_tokens, parts, columns)
     block_r = _rank_block(step.max_rank)
     block_k = 128 if step.block_m <= 32 and block_r <= 32 else 64
     rank_blocks = triton.cdiv(step.max_rank, block_r)

@@ -28,6 +28,7 @@ from torch.nn.functional import (
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 __all__ = [
+    "DETERMINISTIC",
     "GATES",
     "attention",
     "gelu_tanh_mul",
@@ -43,6 +44,8 @@ __all__ = [
     "silu_mul",
     "tune_linear",
 ]
+
+DETERMINISTIC = False
 
 
 def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:

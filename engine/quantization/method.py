@@ -159,7 +159,11 @@ class DenseCpu(Dense):
 
     def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)
-        return state if packed is None else PackedState(packed)
+        if packed is None or (
+            self.kernels.DETERMINISTIC and not isinstance(packed, PackedLinear)
+        ):  # others promise nothing
+            return state
+        return PackedState(packed)
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedState):

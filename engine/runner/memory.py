@@ -1,12 +1,33 @@
 """Memory: how many KV blocks fit, decided once at start and explained in one table."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import torch
 
 from engine.errors import ConfigError
 
 GIB = 1 << 30
 CPU_KV_BYTES = 2 * GIB
+
+# What a user can do, after the numbers. Always three.
+KV_WAYS_OUT = (
+    "Ways out: lower max_model_len, give more memory (memory_fraction, kv_cache_bytes), or lower "
+    "max_num_batched_tokens and max_num_seqs"
+)
+WEIGHTS_TOO_LARGE = (
+    "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
+    "memory, or free what other processes hold of it"
+)
+STEP_TOO_LARGE = (
+    "Ways out: lower max_num_batched_tokens, lower max_num_seqs, or a device with more memory"
+)
+GRAPHS_TOO_LARGE = (
+    "Ways out: lower memory_fraction or kv_cache_bytes, give fewer graph_sizes, or set cuda_graphs "
+    "to false"
+)
 
 
 @dataclass(slots=True)
@@ -70,9 +91,45 @@ def count_blocks(
         raise ConfigError(
             f"KV cache too small: one request of max_model_len {max_model_len} needs "
             f"{needed * block_bytes / GIB:.2f} GiB ({needed} blocks of {block_size} tokens) and "
-            f"{max(0, budget) / GIB:.2f} GiB are left ({given}). Ways out: lower max_model_len, "
-            "give more memory (memory_fraction, kv_cache_bytes), or lower max_num_batched_tokens "
-            "and max_num_seqs",
+            f"{max(0, budget) / GIB:.2f} GiB are left ({given}). {KV_WAYS_OUT}",
             param="kv_cache_bytes",
         )
     return num_blocks
+
+
+def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
+    """Raises ConfigError where as many KV blocks as were asked for do not fit."""
+    if num_blocks * block_bytes > free:
+        raise ConfigError(
+            f"num_blocks: {num_blocks} blocks need {num_blocks * block_bytes / GIB:.2f} GiB and "
+            f"{max(0, free) / GIB:.2f} GiB are free. Ways out: lower num_blocks, leave it out to "
+            "take what fits, or a device with more memory",
+            param="num_blocks",
+        )
+
+
+def check_weights(num_bytes: int, free: int) -> None:
+    """Raises ConfigError where the weights do not fit, before the system ends the process."""
+    if num_bytes > free:
+        raise ConfigError(
+            f"the weights need {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB are free. "
+            f"{WEIGHTS_TOO_LARGE}",
+            param="model",
+        )
+
+
+@contextmanager
+def fits_on(device: torch.device, what: str, ways_out: str, *, param: str) -> Iterator[None]:
+    """Raises ConfigError with the numbers where the device runs out of memory inside."""
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError:
+        held = torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+    raise ConfigError(
+        f"{what} do not fit into the memory of {torch.cuda.get_device_name(device)}: of "
+        f"{total / GIB:.2f} GiB this engine holds {held / GIB:.2f} GiB, {free / GIB:.2f} GiB are "
+        f"free, and that is not enough. {ways_out}",
+        param=param,
+    )

@@ -21,7 +21,15 @@ from engine.resolve import resolve
 from engine.runner.graphs import default_sizes
 from engine.runner.inputs import CpuInputs
 from engine.runner.kv_cache import KVCache, bytes_per_block
-from engine.runner.memory import GIB, MemoryPlan, available_host_memory, count_blocks
+from engine.runner.memory import (
+    GIB,
+    WEIGHTS_TOO_LARGE,
+    MemoryPlan,
+    available_host_memory,
+    check_weights,
+    count_blocks,
+    fits_on,
+)
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler
@@ -246,6 +254,40 @@ def test_too_few_blocks_name_the_ways_out() -> None:
         assert "-" not in text.split("are left")[0].rsplit("and", 1)[1]
 
 
+def test_what_does_not_fit_is_told_with_numbers_and_three_ways_out(tmp_path: Path) -> None:
+    """A device that is too small ends in the middle of a start, or the system ends the process."""
+    path = folder(tmp_path)
+    found = []
+    for changes in ({"num_blocks": 1 << 40}, {"kv_cache_bytes": 1 << 60}, {"kv_cache_bytes": 1000}):
+        with pytest.raises(ConfigError) as raised:
+            factory.build(config_of(path, **changes))
+        found.append(raised.value.message)
+    with pytest.raises(ConfigError) as raised:
+        check_weights(16 * GIB, 10 * GIB)
+    found.append(raised.value.message)
+    for text in found:
+        assert text.count("GiB") >= 2
+        ways = text.split("Ways out: ")[1]
+        assert ways.count(", ") >= 2 and ", or " in ways
+    assert "16.00 GiB" in found[-1] and "10.00 GiB" in found[-1]
+
+
+def test_a_device_out_of_memory_at_the_start_is_a_mistake_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A traceback from deep inside torch instead of what to change."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small one")
+    with (
+        pytest.raises(ConfigError) as raised,
+        fits_on(torch.device("cuda"), "the weights", WEIGHTS_TOO_LARGE, param="model"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    for word in ("the weights", "a small one", "8.00 GiB", "3.00 GiB", "1.00 GiB", "Ways out"):
+        assert word in raised.value.message
+
+
 def test_memory_table_adds_up() -> None:
     """The table names a purpose twice or leaves bytes out, and nobody can find what took them."""
     plan = MemoryPlan("cpu", 8 * GIB, [("weights", 2 * GIB), ("request rows", GIB // 2)])
@@ -312,7 +354,7 @@ def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     assert bytes_per_block(model, 16, torch.bfloat16) == 2 * 2 * 2 * 8 * 16 * 2
     with pytest.raises(ConfigError, match="Ways out"):
         factory.build(config_of(path, kv_cache_bytes=15 * 2048))
-    with pytest.raises(ConfigError, match="free memory"):
+    with pytest.raises(ConfigError, match="of memory are free"):
         factory.build(config_of(path, kv_cache_bytes=1 << 60))
     _, ready = factory.build(config_of(path, kv_cache_bytes=16 * 2048))
     assert (ready.num_blocks, ready.max_model_len) == (16, 256)

@@ -1,12 +1,14 @@
 """Paged attention against float64, in every way that entries, pages and heads can lie."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from kernels import cuda
+from kernels import cuda, cuda_deterministic
 from kernels.attention_decode import attention_decode, plan
+from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
 
 gpu = pytest.mark.gpu
@@ -55,27 +57,26 @@ def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    ("lengths", "deterministic"),
+    "lengths",
     [
-        ([1100, 1, 640, 130], True),
-        ([2047], False),  # merged by a grid of its own
-        ([2600, *[1] * 80], False),  # merged by the last split to arrive
+        [2047],  # merged by a grid of its own
+        [2600, *[1] * 80],  # merged by the last split to arrive
     ],
-    ids=["fixed", "grid", "last"],
+    ids=["grid", "last"],
 )
-def test_decode_merges_splits(lengths: list[int], deterministic: bool) -> None:
+def test_decode_merges_splits(lengths: list[int]) -> None:
     """Splits of one entry merged with the wrong weights, or the wrong entry's."""
     count = len(lengths) if DEVICE == "cuda" else min(len(lengths), 6)  # the interpreter is slow
     lengths = lengths[:count]
     k_cache, v_cache, meta = paged(lengths, [1] * count, 4, 64, 16, count, torch.float32)
     q = random(count, 8, 64)
-    cuda.prepare(meta, 8, k_cache, deterministic)
+    cuda.prepare(meta, 8, k_cache)
     ref = attention(q, k_cache, v_cache, 0.125, meta)
     for _ in range(2):  # the second layer finds the arrival counters as the first did
         out = cuda.attention(q, k_cache, v_cache, 0.125, meta)
         assert row_error(out.view(q.shape), ref) < BOUND[torch.float32]
     assert int(meta.plan.count[0]) > count
-    assert meta.plan.last_merges == (len(lengths) > 1 and not deterministic)
+    assert meta.plan.last_merges == (len(lengths) > 1)
     assert not meta.plan.arrived.any()
 
 
@@ -120,8 +121,7 @@ def test_graph_with_fewer_entries_than_room() -> None:
         assert not out[total:].any()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_batch_order_does_not_matter(deterministic: bool) -> None:
+def test_batch_order_does_not_matter() -> None:
     """Permuting the entries permutes the output bit by bit."""
     lengths = [700, 3, 129, 1100, 64, 16]
     k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
@@ -129,25 +129,70 @@ def test_batch_order_does_not_matter(deterministic: bool) -> None:
     order = torch.tensor([3, 0, 5, 1, 4, 2], device=DEVICE)
     outs = []
     for index in (torch.arange(6, device=DEVICE), order):
-        split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, number(6), deterministic)
+        split = plan(meta.kv_len[index], 8, k_cache, meta.max_kv_len, number(6))
         out = torch.full_like(q, torch.nan)
         attention_decode(q[index], k_cache, v_cache, out, meta.block_table[index], 0.125, split)
         outs.append(out)
     assert torch.equal(outs[0][order], outs[1])
 
 
-def test_deterministic_rows_ignore_the_rest() -> None:
-    """With a deterministic plan a row is the same bit by bit however many others there are."""
-    lengths = [700, 3, 129, 1100, 64, 16]
-    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
-    q = random(6, 8, 64)
-    outs = []
-    for count in (1, 6):
-        split = plan(meta.kv_len[:count], 8, k_cache, meta.max_kv_len, number(count), True)
-        out = torch.empty_like(q[:count])
-        attention_decode(q[:count], k_cache, v_cache, out, meta.block_table[:count], 0.125, split)
-        outs.append(out[0])
-    assert torch.equal(outs[0], outs[1])
+def rows_of(
+    kv_len: list[int], query_len: list[int], num_decodes: int, tables: torch.Tensor, q: torch.Tensor
+) -> AttentionMeta:
+    """Entries over the same caches; q is all their queries."""
+    starts = torch.tensor([0, *query_len]).cumsum(0).int().to(DEVICE)
+    assert len(q) == starts[-1]
+    return AttentionMeta(
+        positions=torch.empty(0),
+        slots=torch.empty(0),
+        query_start=starts,
+        kv_len=torch.tensor(kv_len, dtype=torch.int32, device=DEVICE),
+        block_table=tables,
+        num_decodes=num_decodes,
+        max_query_len=max(query_len),
+        max_kv_len=max(kv_len),
+    )
+
+
+@pytest.mark.parametrize(("block_size", "heads"), [(1, (4, 2)), (16, (3, 1))], ids=str)
+def test_deterministic_rows_ignore_the_rest(block_size: int, heads: tuple[int, int]) -> None:
+    """With deterministic kernels a query is the same bit by bit alone, among decodes, in one chunk
+    and in chunks that begin anywhere; with the others it is not, or this test tests nothing."""
+    torch.manual_seed(3)
+    num_heads, num_kv_heads = heads
+    total = 80
+    k_cache, v_cache, meta = paged([total, 90], [total, 1], num_kv_heads, 64, block_size, 0,
+                                   torch.float32)  # fmt: skip
+    mine, other = meta.block_table[:1], meta.block_table[1:]
+    q = random(total, num_heads, 64)
+
+    def attend(back_end: Any, kv_len: list[int], query_len: list[int], decodes: int,
+               tables: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        step = rows_of(kv_len, query_len, decodes, tables, queries)
+        back_end.prepare(step, num_heads, k_cache)
+        return back_end.attention(queries, k_cache, v_cache, 0.125, step)
+
+    def cuts(back_end: Any) -> list[torch.Tensor]:
+        """The last query's result, computed in different company."""
+        last, last_but = q[-1:], q[total - 7 :]
+        return [
+            part[-1]
+            for part in (
+                attend(back_end, [total], [total], 0, mine, q),
+                attend(back_end, [total], [1], 1, mine, last),
+                attend(back_end, [total], [7], 0, mine, last_but),
+                attend(back_end, [total], [1], 0, mine, last),
+                attend(back_end, [90, total], [1, 1], 2, torch.cat((other, mine)),
+                       torch.cat((q[:1], last))),
+                attend(back_end, [90, total], [1, 33], 1, torch.cat((other, mine)),
+                       torch.cat((q[:1], q[total - 33 :]))),
+            )
+        ]  # fmt: skip
+
+    first, *others = cuts(cuda_deterministic)
+    assert all(torch.equal(first, out) for out in others)
+    first, *others = cuts(cuda)
+    assert not all(torch.equal(first, out) for out in others)
 
 
 def test_outliers_do_not_overflow() -> None:
@@ -167,7 +212,7 @@ def test_plan_covers_every_key_once() -> None:
         lengths = torch.randint(0, [40, 900, 20000][trial % 3], (count,), dtype=torch.int32)
         cache = random(1, 2, 16, 16)
         longest = int(lengths.max()) + 1
-        split = plan(lengths.to(DEVICE), 4, cache, longest, number(count), trial % 2 == 0)
+        split = plan(lengths.to(DEVICE), 4, cache, longest, number(count))
         listed = split.items[: int(split.count[0])].tolist()
         assert len(listed) <= len(split.items)
         seen: dict[int, list[tuple[int, int]]] = {}

@@ -30,6 +30,7 @@ from kernels.activation import gelu_tanh_mul, silu_mul  # noqa: E402
 from kernels.attention_decode import attention_decode, plan  # noqa: E402
 from kernels.attention_prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
+from kernels.gemm_fixed import TILES, product  # noqa: E402
 from kernels.gemm_small_m import few_rows  # noqa: E402
 from kernels.gemv import gemv  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
@@ -142,6 +143,10 @@ def layers(d: Dims) -> None:
         few_rows(bf16(tokens, d.hidden), bf16(qkv, d.hidden), bf16(qkv))
         x = bf16(tokens, d.hidden)
         few_rows(bf16(tokens, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
+    for dtype, tiles in ((torch.bfloat16, TILES[2]), (torch.float32, TILES[4])):
+        x, weight = bf16(5, d.hidden).to(dtype), bf16(qkv, d.hidden).to(dtype)
+        for tile in tiles:
+            product(x, weight, None, None, tile)
 
 
 def attention(d: Dims) -> None:
@@ -162,19 +167,21 @@ def attention(d: Dims) -> None:
         )
         qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
         q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
-    attention_prefill(
-        q,
-        k_cache,
-        v_cache,
-        torch.empty_like(q),
-        meta.block_table,
-        meta.query_start,
-        meta.kv_len,
-        int32(2),
-        dim**-0.5,
-    )
-    for entries, deterministic in ((1, False), (20, False), (64, False), (512, False), (20, True)):
-        splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1), deterministic)
+    for deterministic in (False, True):
+        attention_prefill(
+            q,
+            k_cache,
+            v_cache,
+            torch.empty_like(q),
+            meta.block_table,
+            meta.query_start,
+            meta.kv_len,
+            int32(2),
+            dim**-0.5,
+            deterministic,
+        )
+    for entries in (1, 20, 64, 512):
+        splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
         q = bf16(entries, d.num_heads, dim)
         table = int32(entries, 512)
         attention_decode(q, k_cache, v_cache, torch.empty_like(q), table, dim**-0.5, splits)

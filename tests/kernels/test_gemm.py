@@ -1,9 +1,11 @@
-"""The matrix product for a few rows against float64."""
+"""Matrix products for a few rows, and of one order of summation, against float64."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from kernels import cuda
+from kernels import cuda, cuda_deterministic, gemm_fixed
 from kernels.gemm_small_m import few_rows
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
@@ -40,3 +42,46 @@ def test_every_number_of_tokens_means_the_same(tokens: int, dtype: torch.dtype) 
     assert row_error(got, ref_normed) < 2 * BOUND[dtype]
     ref += residual.double()
     assert row_error(cuda.linear_add(x, weight, None, residual), ref) < 2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(40, 300), (70, 128), (17, 130)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+def test_fixed(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows, outputs or columns that do not fill a tile; a bias or a residual left out."""
+    x, weight = random(tokens, shape[1], dtype=dtype), random(*shape, dtype=dtype)
+    bias, residual = random(shape[0], dtype=dtype), random(tokens, shape[0], dtype=dtype)
+    ref = x.double() @ weight.double().T
+    assert row_error(cuda_deterministic.linear(x, weight, None), ref) < BOUND[dtype]
+    ref += bias.double() + residual.double()
+    assert row_error(cuda_deterministic.linear_add(x, weight, bias, residual), ref) < BOUND[dtype]
+
+
+def test_every_tile_means_the_same() -> None:
+    """A tile that only large steps on a GPU would take: its grid, its groups, its edges."""
+    x, weight = random(300, 40, dtype=torch.float16), random(300, 40, dtype=torch.float16)
+    ref = x.double() @ weight.double().T
+    for tile in gemm_fixed.TILES[2]:
+        out = gemm_fixed.product(x, weight, None, None, tile)
+        assert row_error(out, ref) < BOUND[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fixed_rows_ignore_the_rest(dtype: torch.dtype) -> None:
+    """With deterministic kernels a row is the same bit by bit at any number of rows; with the
+    others it is not, or this test tests nothing."""
+    x, weight = random(130, 520, dtype=dtype), random(96, 520, dtype=dtype)
+    norm = random(520, dtype=dtype)
+
+    def differ(back_end: Any) -> bool:
+        def rows(count: int) -> torch.Tensor:
+            part = x[:count].contiguous()
+            gated = back_end.norm_gated_linear(part, norm, 1e-5, weight, None, "silu")
+            residual = torch.ones(count, 96, dtype=dtype, device=x.device)
+            return torch.cat([gated, back_end.linear_add(part, weight, None, residual)], dim=1)
+
+        whole = rows(130)
+        return not all(torch.equal(rows(n), whole[:n]) for n in (1, 2, 4, 63, 65))
+
+    assert not differ(cuda_deterministic)
+    assert differ(cuda)

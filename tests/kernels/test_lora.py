@@ -21,6 +21,7 @@ def make_step(
     ranks: list[dict[int, int]],
     max_rank: int,
     dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> LoraStep:
     """ranks[slot]: part -> rank. Matrices are random, laid out as engine.lora.weights does."""
     sizes = [(layer.in_features, out) for layer in layers for out in layer.outs]
@@ -40,7 +41,7 @@ def make_step(
         parts.append(views)
     sorted_slots = np.asarray(slots, dtype=np.int16)
     order = np.argsort(sorted_slots, kind="stable")
-    block = lora.tile_rows(len(slots))
+    block = lora.tile_rows(1 if deterministic else len(slots))
     tiles = make_tiles(sorted_slots[order], block)
     tiles = np.concatenate((tiles, [[-1, 0, 0]] * 2))  # as a graph has them
     segments = [
@@ -53,10 +54,13 @@ def make_step(
         block,
         slab.to(DEVICE),
         table.to(DEVICE),
-        torch.full((lora.partial_size(len(slots), max_rank),), float("nan"), device=DEVICE),
+        torch.full(
+            (lora.partial_size(len(slots), max_rank, deterministic),), float("nan"), device=DEVICE
+        ),
         max_rank,
         segments,
         parts,
+        deterministic,
     )
 
 
@@ -119,6 +123,31 @@ def test_splits_and_rank_blocks(dtype: torch.dtype) -> None:
     assert row_error(lora.lora_add(y, x, layer, step)[:2].cpu(), want[:2]) < 2 * BOUND[dtype]
 
 
+def test_deterministic_rows_ignore_the_rest() -> None:
+    """With deterministic steps a token is the same bit by bit alone and in a large step; without,
+    sums are split by the number of tokens, or this test tests nothing."""
+    torch.manual_seed(0)
+    layer = LoraLinear(0, 2100, (32, 32))
+    slots = [i % 3 - 1 for i in range(140)]
+    x = torch.randn(140, layer.in_features, device=DEVICE) / 64
+    y = torch.randn(140, 64, device=DEVICE)
+
+    def differ(deterministic: bool) -> bool:
+        outs = []
+        for count in (140, 3):
+            torch.manual_seed(1)  # the same matrices
+            step = make_step(slots[:count], [layer], [{0: 32}, {0: 16, 1: 48}], 48, torch.float32,
+                             deterministic)  # fmt: skip
+            part = x[:count].contiguous()
+            gated = lora.lora_gated(y[:count].clone(), part, layer, step, "silu")
+            added = lora.lora_add(y[:count].clone(), part, layer, step)
+            outs.append(torch.cat((added, gated), dim=1)[:3])
+        return not torch.equal(*outs)
+
+    assert not differ(True)
+    assert differ(False)
+
+
 def test_tiles() -> None:
     """Each token in one tile, of one slot, and never more tiles than a graph has room for."""
     generator = np.random.default_rng(0)
@@ -137,6 +166,7 @@ def test_tiles() -> None:
 
 def test_room_for_partial_sums() -> None:
     """Buffers are allocated once; a step of any size must fit."""
-    room = lora.partial_size(1500, 64)
+    room, fixed = (lora.partial_size(1500, 64, flag) for flag in (False, True))
     for count, parts in ((n, p) for n in range(1, 1501, 7) for p in (1, 2, 3)):
         assert count * parts * lora.num_splits(count, parts, 14336) * 64 <= room
+        assert count * parts * lora.num_splits(1, parts, 14336) * 64 <= fixed

@@ -118,3 +118,72 @@ def test_seeded_text_alone_and_together(folder: Path, prompts: list[list[int]]) 
     )
     first, second = run(core, prompts, filtered), run(core, prompts, filtered)
     assert [o.token_ids for o in first] == [o.token_ids for o in second]
+
+
+# ---- deterministic mode: test_deterministic.py, with what only a device has ----------------------
+
+RUNNING = (1, 2, 3, 4, 5, 8, 17, 33, 64, 100, 129, 200, 256)
+EXACT = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+CUTS: list[dict[str, Any]] = [
+    {"cuda_graphs": False},
+    {"max_num_batched_tokens": 300},
+    {"async_scheduling": False},
+    {"prefix_caching": True},
+    {"block_size": 1, "num_blocks": 131_072},
+    {"num_blocks": 640, "max_model_len": 400},
+]
+
+
+def differing(folder: Path, dtype: str, *, deterministic: bool) -> list[str]:
+    """Where the text or a log-probability is another than that of all 256 together."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, 300, (256,), generator=generator).tolist()
+    prompts = [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
+    fields: dict[str, Any] = {
+        "dtype": dtype,
+        "deterministic": deterministic,
+        "max_num_seqs": 256,
+        "num_blocks": 16_384,
+        "graph_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
+    }
+    core = cuda_engine(folder, **fields)
+    texts = [o.token_ids for o in run(core, prompts, EXACT)]
+    scores = [o.logprobs for o in run(core, prompts, GREEDY)]  # kernel by kernel
+    found = []
+    for count in RUNNING:
+        chosen = torch.randperm(256, generator=generator)[:count].tolist()
+        some = [prompts[i] for i in chosen]
+        if [o.token_ids for o in run(core, some, EXACT)] != [texts[i] for i in chosen]:
+            found.append(f"text of {count}")
+        if [o.logprobs for o in run(core, some, GREEDY)] != [scores[i] for i in chosen]:
+            found.append(f"log-probabilities of {count}")
+    del core
+    for cut in CUTS:
+        core = cuda_engine(folder, **{**fields, **cut})
+        if [o.token_ids for o in run(core, prompts, EXACT)] != texts:
+            found.append(f"text with {cut}")
+        if [o.logprobs for o in run(core, prompts, GREEDY)] != scores:
+            found.append(f"log-probabilities with {cut}")
+        if cut.get("num_blocks") == 640:
+            assert core.stats().preemptions > 0
+        del core
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_at_1_to_256_running(folder: Path, dtype: str) -> None:
+    """A product, a tile or a split that depends on the rest of the step, anywhere in a model."""
+    assert differing(folder, dtype, deterministic=True) == []
+
+
+def test_without_the_flag_numbers_differ(folder: Path) -> None:
+    """Then the test above tests nothing."""
+    assert differing(folder, "bfloat16", deterministic=False)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1024, 3072)], ids=str)
+def test_all_tiles_of_the_deterministic_product_agree(shape: tuple[int, int]) -> None:
+    """If one does not, it is left out and large steps take longer than need be."""
+    from kernels.gemm_fixed import TILES, agreeing
+
+    assert agreeing(torch.randn(shape, device="cuda").bfloat16()) == TILES[2]

@@ -1,0 +1,75 @@
+"""TokenPool: free KV blocks as a mask on the device, found by its cumulative sum.
+
+LightLLM's memory manager: contiguous blocks if there are any, else the first free ones. The engine
+needs block ids on the host to write tables, so that taking some waits for a few small kernels, on a
+stream of their own; the default, a list on the host, waits for nothing. Kept to be compared with.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+class TokenPool:
+    """`engine.block_manager.FreeBlocks`. contiguous, scattered: how often blocks were found so."""
+
+    def __init__(self, num_blocks: int, device: torch.device) -> None:
+        self._free = torch.ones(num_blocks, dtype=torch.bool, device=device)
+        self._index = torch.arange(num_blocks + 1, device=device)
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._count = num_blocks
+        self._returned: list[int] = []  # since blocks were last taken
+        self.contiguous = self.scattered = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        ids: list[int] = self._free.nonzero().flatten().tolist()
+        return iter(ids + self._returned)
+
+    def append(self, block: int, /) -> None:
+        self._returned.append(block)
+        self._count += 1
+
+    def extend(self, blocks: Iterable[int], /) -> None:
+        for block in blocks:
+            self.append(block)
+
+    def take(self, count: int) -> list[int]:
+        """See FreeBlocks. Raises RuntimeError if a block was returned that was free."""
+        if not count:
+            return []
+        assert count <= self._count
+        with self._stream_context():
+            twice, together, *blocks = self._take(count).tolist()
+        if twice:
+            raise RuntimeError("a block was freed twice")
+        self._count -= count
+        self._returned.clear()
+        self.contiguous += together
+        self.scattered += 1 - together
+        return blocks
+
+    def _stream_context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _take(self, count: int) -> Tensor:
+        """[2 + count]: whether a free block was returned, whether they are contiguous, blocks."""
+        free, index = self._free, self._index
+        returned = torch.tensor(self._returned, dtype=torch.int64).to(free.device)
+        twice = free[returned].any()
+        free[returned] = True
+        total = free.cumsum(0)
+        last = len(free) - count + 1
+        full = total[count - 1 :] - total[:last] + free[:last] == count
+        first = full.int().argmax()  # of the first run, if there is one
+        together = full[first]
+        apart = torch.searchsorted(total, index[1 : count + 1])  # the n-th free block, n = 1, 2 ..
+        blocks = torch.where(together, first + index[:count], apart)
+        free[blocks] = False
+        return torch.cat((torch.stack((twice, together)), blocks))

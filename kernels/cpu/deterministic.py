@@ -1,0 +1,139 @@
+"""The CPU back end where a token's numbers depend on its request alone
+(`engine.config.EngineConfig.deterministic`): not on who else is in the step, nor on how its own
+prompt was cut into chunks, found in the prefix cache, or computed again after a preemption.
+
+Generated products treat each row alike as it is. Generated attention is asked for every token as if
+it were a decode, because the other way, torch's over a whole chunk, adds in another order. What is
+left to torch goes row by row: its algorithms differ with the number of rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.attention import Attention, attention_for
+from kernels.metadata import AttentionMeta
+from kernels.reference import *  # noqa: F403
+
+DETERMINISTIC = True
+
+
+def _by_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """function(x [n, ...], *rest), which is to be the same for each row of x alone."""
+
+    def rows(x: Tensor, *rest: object) -> Tensor:
+        # Copies, because vector loops begin differently where a row is not aligned.
+        return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
+
+    return rows
+
+
+rms_norm = _by_row(reference.rms_norm)
+linear = _by_row(reference.linear)
+silu_mul = _by_row(reference.silu_mul)
+gelu_tanh_mul = _by_row(reference.gelu_tanh_mul)
+GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the layers of a step share."""
+
+    kernels: Attention | None  # None: reference, token by token
+    # All tokens as decodes; without kernels, each as a step of its own.
+    parts: list[AttentionMeta]
+
+
+def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    """The first layer does it."""
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    meta: AttentionMeta,
+) -> Tensor:
+    if meta.plan is None:
+        _, num_kv_heads, block_size, head_dim = k_cache.shape
+        kernels = attention_for(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            cos_sin.shape[1],
+            q_norm is not None,
+            k_cache.dtype,
+        )
+        every = _as_decodes(meta)
+        meta.plan = _Plan(kernels, [every] if kernels is not None else _apart(every))
+    if meta.plan.kernels is not None:
+        return meta.plan.kernels.rope_kv_write(
+            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
+        )
+    queries = [
+        reference.rope_kv_write(
+            row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part
+        )
+        for row, part in zip(qkv.split(1), meta.plan.parts, strict=True)
+    ]
+    return torch.cat(queries)
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+) -> Tensor:
+    plan = meta.plan
+    if plan.kernels is not None:
+        num_tokens, num_heads, head_dim = q.shape
+        out = q.new_empty(num_tokens, num_heads * head_dim)
+        plan.kernels.decode(q, k_cache, v_cache, scale, plan.parts[0], out)
+        return out
+    rows = [
+        reference.attention(row.clone(), k_cache, v_cache, scale, part)
+        for row, part in zip(q.split(1), plan.parts, strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
+    """Each token an entry with one query, which sees the keys up to its own."""
+    num_tokens = len(meta.positions)
+    lengths = meta.query_start.diff().long()
+    entry = torch.arange(len(lengths)).repeat_interleave(lengths)
+    assert len(entry) == num_tokens, "the CPU pads nothing"
+    return AttentionMeta(
+        positions=meta.positions,
+        slots=meta.slots,
+        query_start=torch.arange(num_tokens + 1, dtype=torch.int32),
+        kv_len=meta.positions + 1,
+        block_table=meta.block_table.index_select(0, entry),
+        num_decodes=num_tokens,
+        max_query_len=1,
+        max_kv_len=meta.max_kv_len,
+    )
+
+
+def _apart(every: AttentionMeta) -> list[AttentionMeta]:
+    start = torch.arange(2, dtype=torch.int32)
+    return [
+        AttentionMeta(
+            positions=every.positions[at : at + 1],
+            slots=every.slots[at : at + 1],
+            query_start=start,
+            kv_len=every.kv_len[at : at + 1],
+            block_table=every.block_table[at : at + 1],
+            num_decodes=1,
+            max_query_len=1,
+            max_kv_len=length,
+        )
+        for at, length in enumerate(every.kv_len.tolist())
+    ]

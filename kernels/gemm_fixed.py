@@ -1,0 +1,149 @@
+"""x @ weight.T whose rows do not depend on how many rows of x there are: products of the
+deterministic mode.
+
+A library takes another algorithm for another number of rows, and with it another order of
+summation. Here every output is one chain of multiply-adds along the columns, from the first to the
+last, never split; the tile decides only which outputs a program makes. That other tiles go through
+the same chain is what the hardware does and nobody promises, so it is tried: a tile is used for a
+weight's shape only after it gave the first tile's bits on that weight (`agreeing`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import num_sms
+
+
+class Tile(NamedTuple):
+    rows: int  # of x
+    outs: int  # rows of the weight
+    depth: int  # columns a turn
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of an element, the smallest first: it is right for any number of rows.
+TILES = {
+    2: (
+        Tile(64, 32, 128, 4, 4),
+        Tile(64, 128, 64, 4, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(128, 256, 64, 8, 3),
+    ),
+    4: (Tile(64, 32, 32, 4, 3),),
+}
+_PROBE = 200  # rows of x that tiles are compared on; no multiple of any tile's
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fixed_kernel(
+    x,  # [num_rows, IN]
+    weight,  # [OUT, IN]
+    bias,
+    residual,
+    out,  # [num_rows, OUT]
+    num_rows,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,  # blocks of rows that walk the weight together, to find it in the L2 cache
+):
+    row_blocks = tl.cdiv(num_rows, ROWS)
+    group = tl.program_id(0) // (GROUP * tl.cdiv(OUT, OUTS))
+    member = tl.program_id(0) % (GROUP * tl.cdiv(OUT, OUTS))
+    size = tl.minimum(row_blocks - group * GROUP, GROUP)
+    row = (group * GROUP + member % size) * ROWS + tl.arange(0, ROWS)
+    column = member // size * OUTS + tl.arange(0, OUTS)
+    depth = tl.arange(0, DEPTH)
+    x_at = x + row.to(tl.int64)[:, None] * IN + depth[None, :]
+    w_at = weight + column.to(tl.int64)[:, None] * IN + depth[None, :]
+    acc = tl.zeros([ROWS, OUTS], tl.float32)
+    for start in range(0, IN, DEPTH):
+        inside = (start + depth < IN)[None, :]
+        xs = tl.load(x_at + start, mask=(row < num_rows)[:, None] & inside, other=0.0)
+        ws = tl.load(w_at + start, mask=(column < OUT)[:, None] & inside, other=0.0)
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + column, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
+    at = row.to(tl.int64)[:, None] * OUT + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < OUT)[None, :]
+    if ADD:
+        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tile: Tile
+) -> Tensor:
+    """`linear_fixed` with a given tile."""
+    num_rows = x.shape[0]
+    outs, width = weight.shape
+    out = x.new_empty((num_rows, outs)) if residual is None else residual
+    if num_rows:
+        grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(outs, tile.outs),)
+        _fixed_kernel[grid](
+            x,
+            weight,
+            bias,
+            residual,
+            out,
+            num_rows,
+            OUT=outs,
+            IN=width,
+            BIAS=bias is not None,
+            ADD=residual is not None,
+            ROWS=tile.rows,
+            OUTS=tile.outs,
+            DEPTH=tile.depth,
+            GROUP=8,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+_agreeing: dict[tuple[object, ...], tuple[Tile, ...]] = {}
+
+
+def agreeing(weight: Tensor) -> tuple[Tile, ...]:
+    """The tiles that give the same bits for this weight; tried once for each shape. In a graph
+    that is being captured nothing can be tried, and what was not tried before is left out."""
+    key = (*weight.shape, weight.dtype, weight.device)
+    if key not in _agreeing:
+        tiles = TILES[weight.element_size()]
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return tiles[:1]
+        x = torch.randn((_PROBE, weight.shape[1]), device=weight.device).to(weight.dtype)
+        wanted = product(x, weight, None, None, tiles[0])
+        _agreeing[key] = tiles[:1] + tuple(
+            tile for tile in tiles[1:] if torch.equal(product(x, weight, None, None, tile), wanted)
+        )
+    return _agreeing[key]
+
+
+def linear_fixed(
+    x: Tensor,  # [rows, in], contiguous
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,  # [rows, out], overwritten by the result
+) -> Tensor:
+    """x @ weight.T + bias + residual: [rows, out]; accumulated in float32, rounded once."""
+    rows, outs = x.shape[0], weight.shape[0]
+    tiles = agreeing(weight)
+    enough = num_sms(x.device) * 3 // 4
+    # The largest that keeps the device busy and is not mostly empty.
+    fitting = (
+        tile
+        for tile in reversed(tiles)
+        if tile.rows <= max(rows, tiles[0].rows)
+        and triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) >= enough
+    )
+    return product(x, weight, bias, residual, next(fitting, tiles[0]))

@@ -1,0 +1,109 @@
+"""Token attention: blocks of one token, and the pool that finds free ones by a cumulative sum."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.admission import POLICIES
+from engine.block_manager import FreeBlocks, FreeList
+from engine.core import EngineCore
+from engine.runner.token_pool import TokenPool
+from tests.fakes import FakeRunner, expected, make_config, make_request, make_store, run
+
+
+def pool_of(count: int) -> TokenPool:
+    return TokenPool(count, torch.device("cpu"))
+
+
+def test_contiguous_first_then_scattered() -> None:
+    """LightLLM's order: the first run that is long enough, and only then any blocks."""
+    pool = pool_of(10)
+    assert pool.take(10) == list(range(10)) and len(pool) == 0
+    pool.extend([1, 3, 4, 7, 8, 9])
+    assert len(pool) == 6 and sorted(pool) == [1, 3, 4, 7, 8, 9]
+    assert pool.take(2) == [3, 4]
+    assert pool.take(3) == [7, 8, 9]
+    pool.extend([5, 8])
+    assert pool.take(2) == [1, 5]
+    assert (pool.contiguous, pool.scattered) == (3, 1)
+    assert pool.take(1) == [8] and pool.take(0) == [] and list(pool) == []
+
+
+def test_freed_twice() -> None:
+    """A block that two requests write to."""
+    pool = pool_of(4)
+    pool.take(2)
+    pool.append(3)
+    with pytest.raises(RuntimeError, match="freed twice"):
+        pool.take(1)
+
+
+def test_against_a_set() -> None:
+    """A count that drifts from the mask, a block given twice."""
+    rng = random.Random(0)
+    pool, free, used = pool_of(64), set(range(64)), set[int]()
+    for _ in range(2000):
+        if rng.random() < 0.5 and free:
+            count = rng.randint(1, min(8, len(free)))
+            blocks = pool.take(count)
+            assert len(set(blocks)) == count and set(blocks) <= free
+            runs = sorted(blocks)
+            if all(b == a + 1 for a, b in pairwise(runs)):
+                assert blocks == runs
+            free -= set(blocks)
+            used |= set(blocks)
+        elif used:
+            back = rng.sample(sorted(used), rng.randint(1, min(8, len(used))))
+            pool.extend(back)
+            free |= set(back)
+            used -= set(back)
+        assert len(pool) == len(free)
+    assert set(pool) == free
+
+
+@pytest.mark.parametrize("kept", ["list", "cumsum"])
+@pytest.mark.parametrize("admission", POLICIES)
+def test_blocks_of_one_token(admission: str, kept: str) -> None:
+    """A table index or a prefix that is off by one where every token has a block; memory that is
+    never full or never exceeded although every token counts."""
+
+    def free_blocks(count: int) -> FreeBlocks:
+        return FreeList(count) if kept == "list" else pool_of(count)
+
+    config = make_config(block_size=1, num_blocks=160, max_num_seqs=16, admission=admission)
+    core = EngineCore(config, FakeRunner(config), make_store(), free_blocks)
+    prefix = [3 + i % 40 for i in range(20)]
+    requests = [
+        make_request(
+            i,
+            prefix[: i % 21] + [2 + (i * 5 + j) % 45 for j in range(1 + i * 7 % 30)],
+            max_tokens=1 + i * 11 % 40,
+            ignore_eos=i % 2 == 0,
+        )
+        for i in range(60)
+    ]
+    wanted = {r.id: expected(replace_ids(r), core.config) for r in requests}
+    outputs = run(core, requests)
+    assert {id: (o.tokens, o.finish) for id, o in outputs.items()} == wanted
+    assert core.stats().prefix_hits > 0
+    if admission == "optimistic":
+        assert core.stats().preemptions > 0
+
+
+def replace_ids(request):  # type: ignore[no-untyped-def]
+    """A copy, because the engine writes into the request's tokens."""
+    import msgspec
+
+    return msgspec.structs.replace(request, token_ids=list(request.token_ids))
+
+
+def test_a_smaller_cache_has_a_pool_of_its_size() -> None:
+    """After the device ran short of memory blocks are given that are no more."""
+    config = make_config(block_size=1, num_blocks=160)
+    core = EngineCore(config, FakeRunner(config), make_store(), pool_of)
+    core.scheduler.shrink(130)
+    core.config = replace(core.config, num_blocks=130)
+    assert core.stats().free_blocks == 130 == core.scheduler.blocks.num_free

@@ -1,0 +1,124 @@
+"""Deterministic mode: a request's tokens and log-probabilities are the same bit by bit whatever
+else runs and however its own work is cut into steps. Without it they are not, or these tests test
+nothing. The same on a GPU: test_gpu.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.factory import build
+from engine.sampling_params import SamplingParams
+from tests.parity.engine_driver import Output, engine, run
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    if request.param == "llama":
+        model: Any = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+        )
+    else:
+        model = transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
+        )
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 15, 16, 17, 90, 150, 33, 64, 65, 7, 40]
+    prompts = [torch.randint(1, 512, (n,), generator=generator).tolist() for n in lengths]
+    prompts[7][:32] = prompts[8][:32] = prompts[9][:32]  # something for the prefix cache
+    return prompts
+
+
+def same(a: Output, b: Output) -> bool:
+    """Bit by bit: floats are compared as they are."""
+    return a.token_ids == b.token_ids and a.logprobs == b.logprobs
+
+
+def all_cuts(folder: Path, prompts: list[list[int]], params: SamplingParams, **fields: Any) -> bool:
+    """The outputs are the same alone, together, in another order, in chunks of any size, with the
+    prefix cache, and after preemptions."""
+    fields = {"num_threads": 1, "prefix_caching": False, **fields}
+    core = engine(folder, **fields)
+    whole = run(core, prompts, params)
+    good = all(map(same, run(core, prompts, params, together=False), whole))
+    good &= all(map(same, reversed(run(core, prompts[::-1], params)), whole))
+    cuts: list[dict[str, Any]] = [
+        {"max_num_batched_tokens": 37},
+        {"async_scheduling": False},
+        {"prefix_caching": True, "max_num_batched_tokens": 100},
+    ]
+    if fields["dtype"] == "bfloat16":  # torch, token by token, fills the last block up
+        cuts.append({"block_size": 1, "num_blocks": 4096})
+    for cut in cuts:
+        good &= all(map(same, run(engine(folder, **fields | cut), prompts, params), whole))
+    tight = engine(folder, **fields | {"num_blocks": 24, "max_model_len": 192})
+    good &= all(map(same, run(tight, prompts, params), whole))
+    assert tight.stats().preemptions > 0, "24 blocks were meant to be too few"
+    return good
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_numbers_depend_on_the_request_alone(
+    folder: Path, prompts: list[list[int]], dtype: str
+) -> None:
+    """Sums in another order for another number of rows, a chunk that is attended to in another way
+    than a decode. float32 has no generated kernels and goes row by row."""
+    assert all_cuts(folder, prompts, GREEDY, dtype=dtype, deterministic=True)
+    assert not all_cuts(folder, prompts, GREEDY, dtype=dtype)
+
+
+def test_sampled_texts_too(folder: Path, prompts: list[list[int]]) -> None:
+    """Noise that depends on the place in the batch."""
+    assert all_cuts(folder, prompts, SAMPLED, dtype="bfloat16", deterministic=True)
+
+
+def test_it_says_the_same_as_the_default(folder: Path, prompts: list[list[int]]) -> None:
+    """A deterministic kernel that is wrong alike in every batch."""
+    for dtype, close in (("float32", 1e-4), ("bfloat16", 0.05)):
+        fields = {"dtype": dtype, "num_threads": 1}
+        plain, exact = (
+            run(engine(folder, **fields, deterministic=flag), prompts, GREEDY)
+            for flag in (False, True)
+        )
+        first = [(a.logprobs[0], b.logprobs[0]) for a, b in zip(plain, exact, strict=True)]
+        assert all(a.token_id == b.token_id for a, b in first)
+        assert max(abs(a.logprob - b.logprob) for a, b in first) < close
+
+
+def test_what_cannot_be_had_is_refused(folder: Path) -> None:
+    """Adapters on the CPU, whose products are torch's, make it a promise that is not kept."""
+    config = EngineConfig(
+        model=str(folder), device="cpu", deterministic=True, max_loras=1, num_blocks=64
+    )
+    with pytest.raises(ConfigError, match="deterministic") as raised:
+        build(config)
+    assert raised.value.param == "deterministic"
