@@ -19,9 +19,12 @@ IMAGES = Path(__file__).parents[1] / "docs" / "img"
 
 # What made the files whose names begin so; the longest that fits.
 MADE_BY = {
+    "change": "`python -m loadtest.versus_engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "http": "streams through Ray Serve, against the same engine offline",
+    "long-context": "`python -m loadtest.long_context`: one long request at a time",
+    "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
     "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
     "versus-cpu": "`python -m loadtest.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m loadtest.versus_engine`: Manta's engine against vLLM's, offline",
@@ -56,8 +59,8 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those that compare two sides in a picture of ours; simulations have their own."""
-        if self.name.startswith("simulate"):
+        """Those that compare two sides in a picture; the docs draw others themselves."""
+        if self.name.startswith(("seeds", "simulate")):
             return []
         rows = self.document.get("rows", [])
         return [row for row in rows if row.get("ours") and row.get("peer") and "unit" in row]

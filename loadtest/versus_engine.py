@@ -2,6 +2,12 @@
 
     python -m loadtest.versus_engine --model FOLDER --name llama-8b --runs 3 --out loadtest/results
 
+With --change Manta runs against itself: changed, and as it is. What deterministic mode costs, and
+whether blocks of one token are as fast as blocks of sixteen:
+
+    python -m loadtest.versus_engine --model FOLDER --name llama-8b --change deterministic=true
+    python -m loadtest.versus_engine --model FOLDER --name llama-8b --change block_size=1
+
 FOLDER needs a config.json only: weights are random on both sides. Greedy, end tokens ignored,
 prefix cache off on both. Each run is a process of its own (both engines want the whole device),
 sides alternate, and the best run of each side counts. Every run's raw line is kept beside the
@@ -25,7 +31,24 @@ MAX_NUM_SEQS = 1024
 MEMORY_FRACTION = 0.85
 
 
-def run_manta(model: str, names: list[str]) -> None:
+PLAIN = "manta-as-it-is"  # without the change
+
+
+def engine_fields(items: list[str]) -> dict[str, Any]:
+    """["block_size=1", "admission=peak"] -> fields of EngineConfig."""
+    fields: dict[str, Any] = {}
+    for item in items:
+        key, _, text = item.partition("=")
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text
+    return fields
+
+
+def run_manta(
+    model: str, names: list[str], change: dict[str, Any] | None = None, side: str = "manta"
+) -> None:
     """One process: start, then each workload once; prints a JSON line for each."""
     from engine import LLM, SamplingParams
 
@@ -37,10 +60,11 @@ def run_manta(model: str, names: list[str]) -> None:
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,
         "prefix_caching": False,
+        **(change or {}),
     }
     with LLM(model, **config) as llm:
         _print(
-            side="manta",
+            side=side,
             ready_s=round(time.perf_counter() - began, 2),
             config=config,
             phases=llm.ready.start_seconds,
@@ -54,9 +78,7 @@ def run_manta(model: str, names: list[str]) -> None:
             start = time.perf_counter()
             outputs = llm.generate([ids for ids, _ in requests], params, detokenize=False)
             seconds = time.perf_counter() - start
-            _report(
-                "manta", name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds
-            )
+            _report(side, name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
 
 
 def run_vllm(model: str, names: list[str]) -> None:
@@ -115,8 +137,12 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _run_side(side: str, model: str, names: list[str], limit_s: float) -> list[dict[str, Any]]:
+def _run_side(
+    side: str, model: str, names: list[str], change: list[str], limit_s: float
+) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
+    if side == "manta" and change:
+        command += ["--change", *change]
     done = subprocess.run(
         [*command, "--workloads", *names], stdout=subprocess.PIPE, timeout=limit_s, check=True
     )
@@ -132,20 +158,24 @@ def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
     return max(line[key] for line in lines if line["side"] == side and line.get("workload") == name)
 
 
-def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> None:
-    """Alternate the sides and print the table.
+def compare(
+    model: str, label: str, names: list[str], runs: int, out: Path, change: list[str]
+) -> None:
+    """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is.
 
     Writes <out>/versus-engine-<label>-<date>.json (the table) and .jsonl (the raw lines).
     """
     import torch
 
+    other = PLAIN if change else "vllm"
+    sides = ("manta", other)
     lines: list[dict[str, Any]] = []
     for _ in range(runs):
-        for side in ("manta", "vllm"):
-            lines += _run_side(side, model, names, limit_s=400)
+        for side in sides:
+            lines += _run_side(side, model, names, change, limit_s=400)
     rows = []
     for name in names:
-        ours, peer = _best(lines, "manta", name), _best(lines, "vllm", name)
+        ours, peer = _best(lines, "manta", name), _best(lines, other, name)
         rows.append(
             {
                 "case": f"{label}/{name}",
@@ -157,30 +187,31 @@ def compare(model: str, label: str, names: list[str], runs: int, out: Path) -> N
         )
     ready = {
         side: min(li["ready_s"] for li in lines if li["side"] == side and "ready_s" in li)
-        for side in ("manta", "vllm")
+        for side in sides
     }
     rows.append(
         {
             "case": f"{label}/ready",
             "ours": ready["manta"],
-            "peer": ready["vllm"],
+            "peer": ready[other],
             "unit": "s",
-            "ratio": round(ready["manta"] / ready["vllm"], 3),
+            "ratio": round(ready["manta"] / ready[other], 3),
         }
     )
     configs = {
         side: next(li["config"] for li in lines if li["side"] == side and "config" in li)
-        for side in ("manta", "vllm")
+        for side in sides
     }
     document = {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
-        "config": {"ours": configs["manta"], "peers": {"vllm": configs["vllm"]}},
+        "config": {"ours": configs["manta"], "peers": {other: configs[other]}},
         "rows": rows,
     }
     out.mkdir(parents=True, exist_ok=True)
-    stem = f"versus-engine-{label}-{document['date']}"
+    name = f"versus-engine-{label}" if not change else f"change-{'-'.join(change)}-{label}"
+    stem = f"{name.replace('=', '-')}-{document['date']}"
     (out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for row in rows:
@@ -202,14 +233,17 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["single", "uniform", "dialogue"])
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
-    parser.add_argument("--side", choices=["manta", "vllm"], help="run one side only, here")
+    parser.add_argument(
+        "--change", nargs="+", default=[], metavar="KEY=VALUE", help="compare Manta with itself"
+    )
+    parser.add_argument("--side", choices=["manta", PLAIN, "vllm"], help="run one side only, here")
     args = parser.parse_args()
-    if args.side == "manta":
-        run_manta(args.model, args.workloads)
+    if args.side in ("manta", PLAIN):
+        run_manta(args.model, args.workloads, engine_fields(args.change), args.side)
     elif args.side == "vllm":
         run_vllm(args.model, args.workloads)
     else:
-        compare(args.model, args.name, args.workloads, args.runs, args.out)
+        compare(args.model, args.name, args.workloads, args.runs, args.out, args.change)
 
 
 if __name__ == "__main__":

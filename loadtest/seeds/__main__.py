@@ -1,0 +1,81 @@
+"""The seeds' workloads inside Manta, each with one feature switched off; claimed and reached ratio.
+
+    python -m loadtest.seeds --out loadtest/results
+    python -m loadtest.seeds W6 W12 --simulated
+
+"simulated" rows run Manta's own core, scheduler and block manager on a device that only keeps the
+time of a step (loadtest/seeds/simulated.py says how it is reckoned); "measured" rows run on this
+machine's CPU. W4: ShareGPT at 200 requests/s. W5: what token attention and the exact peak add to
+static slots. W6: lengths that differ widely. W7: fused and unfused. W12: continuous and static
+batches. W13: text beside the loop or in it. W14: 8-bit and 16-bit weights. W15: ragged and filled
+prompts. W16: requests in a given memory.
+"""
+
+import argparse
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from loadtest.seeds import measured, simulated
+from loadtest.seeds.rows import Row, table
+from loadtest.versus_engine import commit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="loadtest.seeds", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    every = sorted({*simulated.WORKLOADS, *measured.WORKLOADS}, key=lambda name: int(name[1:]))
+    parser.add_argument("workloads", nargs="*", metavar="W", help=f"of {', '.join(every)}")
+    parser.add_argument("--simulated", action="store_true", help="these only")
+    parser.add_argument("--measured", action="store_true", help="these only")
+    parser.add_argument("--model", type=Path, help="folder; default: the default model")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    parser.add_argument("--rounds", type=int, default=2, help="of what is measured")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    chosen = args.workloads or every
+    if unknown := set(chosen) - set(every):
+        parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    rows: list[Row] = []
+
+    def add(new: list[Row]) -> None:
+        for row in new:
+            print(json.dumps(row.line()), flush=True)
+        rows.extend(new)
+
+    for name in chosen:
+        if name in simulated.WORKLOADS and not args.measured:
+            add(simulated.WORKLOADS[name](args.scale))
+        if name in measured.WORKLOADS and not args.simulated:
+            add(measured.WORKLOADS[name](_folder(args), args.scale, args.rounds))
+    print(table(rows))
+    if args.out:
+        _write(args.out, rows, {"scale": args.scale, "rounds": args.rounds})
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    if args.model is None:
+        from deployments.models import resolve_model
+
+        args.model = resolve_model("default")
+    return Path(args.model)
+
+
+def _write(out: Path, rows: list[Row], options: dict[str, Any]) -> None:
+    document = {
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "device": f"{os.cpu_count()} CPU cores; simulated: A100-80G",
+        "config": {"ours": options, "peers": {"feature off": "the same otherwise"}},
+        "rows": [row.line() for row in rows],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"seeds-{document['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    stem.with_suffix(".jsonl").write_text("".join(json.dumps(row.line()) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The random load of loadtest.memory_load: seconds on the CPU, ten minutes on a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.factory import build
+from engine.session import make_config
+from loadtest import long_context
+from loadtest.memory_load import Report, load
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def engine(folder: Path, model: dict[str, Any], **fields: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**TINY, **model}))
+    return build(make_config(str(folder), {"load_format": "dummy", **fields}))[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_size": 1, "allocation": "cumsum"}], ids=str)
+def test_on_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Requests that fail, stall or lose blocks when memory is always short."""
+    tokens = 600
+    core = engine(
+        tmp_path, {}, device="cpu", num_threads=1, max_num_seqs=16, max_model_len=256,
+        max_num_batched_tokens=128, num_blocks=tokens // fields.get("block_size", 16), **fields,
+    )  # fmt: skip
+    report = load(core, 1.5)
+    assert not report.faults
+    assert report.ended > 10 and report.aborted < report.ended and report.output_tokens > 100
+
+
+def test_faults_are_told() -> None:
+    """A load that shows nothing passes for one that shows something."""
+    assert not Report(preemptions=1).faults
+    assert len(Report(preemptions=0, out_of_memory=1, failed=2, reserved=5).faults) == 4
+
+
+def test_long_context(tmp_path: Path) -> None:
+    """The command that reports W18 breaks unseen, since it is meant for a GPU."""
+    core = engine(tmp_path, {}, device="cpu", num_threads=1, max_num_seqs=2, max_model_len=1024)
+    line = long_context.measure(core, 1024)
+    assert line["tokens"] == 1024 and line["ttft_s"] > 0 and line["out_of_memory"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_ten_minutes_on_a_device(tmp_path: Path) -> None:
+    """Memory that grows while it serves, and a step that finds none."""
+    model = {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    core = engine(
+        tmp_path, model, device="cuda", dtype="bfloat16", max_num_seqs=512,
+        kv_cache_bytes=8 << 30,
+    )  # fmt: skip
+    report = load(core, 600, say=True)
+    assert not report.faults
