@@ -51,6 +51,7 @@ _HEALTH_TIMEOUT = 10.0
 _DRAIN_POLL = (
     0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
 )
+_SURGE = 20  # percent of the replicas, at least one: as many as Serve's update stops at a time
 _MAX_HAPROXY_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
 _KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
 
@@ -93,6 +94,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
     )
     engines = []
+    logging_config = {"encoding": config.log.format.upper()}
     for name, pool in pools(config, Machine.here()).items():
         settings = ReplicaSettings(
             engine=config.engine_options(pool),
@@ -104,6 +106,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         engine = _deployment(EngineReplica).options(
             name=deployment_name(name),
             **autoscaling.replica_options(name, pool, config),
+            **({"max_surge_percent": _SURGE} if pool.start_first else {}),
             ray_actor_options=_actor_options(pool),
             max_ongoing_requests=100,
             health_check_period_s=_HEALTH_PERIOD,
@@ -111,6 +114,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             graceful_shutdown_wait_loop_s=_DRAIN_POLL,
             graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
             request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
+            logging_config=logging_config,
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     http = config.http
@@ -126,6 +130,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         max_ongoing_requests=2 * config.limits.in_flight,
         graceful_shutdown_wait_loop_s=_DRAIN_POLL,
         graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
+        logging_config=logging_config,
     )
     return router.bind(
         RouterSettings(
@@ -144,8 +149,6 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 channel=channel,
             ),
             api_key_digests=tuple(digest(key) for key in keys),
-            body_bytes=config.limits.body_bytes,
-            strict=http.strict,
             admin_key_digests=tuple(digest(key) for key in admin_keys),
             adapters=AdapterSettings(
                 model=config.name(),
@@ -153,8 +156,11 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 roots=tuple(config.adapters.roots),
                 watch=config.adapters.watch,
             ),
+            body_bytes=config.limits.body_bytes,
+            strict=http.strict,
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
+            log_level=config.log.level,
         ),
         *engines,
     )
@@ -248,17 +254,17 @@ def _actor_options(pool: PoolConfig) -> dict[str, Any]:
 def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[str, Any]:
     """Serve's config schema (ServeDeploySchema) for a configuration.
 
-    Deploying by it again restarts only what changed: replica counts stand outside the arguments,
-    whose change would restart every replica.
+    Deploying by it again restarts nothing if only counts and limits of replicas differ: they stand
+    outside the arguments, and whatever changes there or in the policy restarts every replica.
     """
     config = as_config(config)
     resolved = pools(config, Machine.here())
     router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
     counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
     args = counted.model_dump(exclude_defaults=True)
+    uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
     args["pools"] = {
-        name: pool.model_copy(update={"replicas": 1, "max_replicas": None}).model_dump()
-        for name, pool in resolved.items()
+        name: pool.model_copy(update=uncounted).model_dump() for name, pool in resolved.items()
     }
     deployments: list[dict[str, Any]] = []
     for name, pool in resolved.items():

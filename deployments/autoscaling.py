@@ -1,18 +1,24 @@
 """Serve's autoscaling policies over scaling.decide: what Serve reports becomes Demand and Seen, the
-plan becomes Serve's decision. The controller calls them ten times a second, so they do little.
+plan becomes Serve's decision. The controller calls them ten times a second, in its only loop, so
+they decide once a second.
 
-`PoolsPolicy` decides for all pools of the application together, from what the routers report; Serve
+`PoolsPolicy` decides for all pools of the application together, with what the routers report; Serve
 takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
 `serve.run` has; it knows only what the pool's own engines report, so it neither wakes a pool from
 zero by itself nor weighs one pool against another.
+
+Whatever stands in a policy's arguments restarts every replica when it changes, as Serve's code
+version is made of them. Limits are therefore read from Serve's own options.
 
 Serve ships these classes by value: all state is in the instance.
 """
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from deployments.config import MantaConfig, PoolConfig
@@ -24,8 +30,7 @@ ENGINE_PREFIX = "engine-"  # of the deployments of pools
 ROUTER = "router"
 _SMOOTHING = 0.3  # weight of the newest start-up time
 _KEY = "manta/scaling/"
-
-
+_EVERY = 1.0  # seconds between two decisions
 _RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}  # tokens/s, until measured
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
 _REPORT_SECONDS = 1.0  # between two reports of a replica
@@ -45,8 +50,6 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
                 "output_rate": _RATES[name][1],
                 "start_seconds": pool.start_seconds,
                 "price": pool.price or _PRICES[name],
-                "minimum": pool.min_replicas,
-                "maximum": pool.max_replicas,
             }
             for name, pool in pools.items()
             if scales(pool)
@@ -72,15 +75,14 @@ def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[st
 
 
 def limits(pool: PoolConfig) -> dict[str, Any]:
-    """Serve's autoscaling_config without a policy. Its own delays are off: the policy has its."""
+    """Serve's autoscaling_config of a pool, without a policy."""
     assert pool.max_replicas is not None
-    return {
-        **counts(pool.min_replicas, pool.max_replicas),
-        "initial_replicas": min(max(pool.replicas, pool.min_replicas), pool.max_replicas),
-    }
+    return counts(pool.min_replicas, pool.max_replicas)
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
+    """No initial_replicas: each deploying would begin there again, whatever the load. Serve's own
+    delays are off: the policy has its."""
     return {
         "min_replicas": least,
         "max_replicas": most,
@@ -98,6 +100,8 @@ class Context(Protocol):
     app_name: str | None
     current_num_replicas: int
     target_num_replicas: int
+    capacity_adjusted_min_replicas: int
+    capacity_adjusted_max_replicas: int
     current_time: float | None
 
     @property
@@ -115,7 +119,8 @@ class PoolsPolicy:
         self._promise = Promise(**promise)
         self._memory = Memory()
         self._started: dict[str, tuple[float, int]] = {}  # when more were wanted, how many
-        self._told: dict[str, int] = {}
+        self._plan: Plan | None = None
+        self._decided = 0.0  # when
 
     def __call__(
         self, contexts: Mapping[Any, Context]
@@ -142,40 +147,43 @@ class PoolsPolicy:
         """Decide, and tell if it is news. engines: by pool."""
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
-        pools = {name: self._measured(name, router) for name in engines}
+        last = self._plan
+        if last and engines.keys() == last.targets.keys() and 0 <= now - self._decided < _EVERY:
+            return last
         seen = {name: self._seen(name, context, now) for name, context in engines.items()}
+        pools = {name: self._measured(name, context) for name, context in engines.items()}
         plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
-        self._memory = plan.memory
-        if plan.targets != self._told:
-            self._told = dict(plan.targets)
+        self._memory, self._plan, self._decided = plan.memory, plan, now
+        if last is None or plan.targets != last.targets:
             _tell(any_context.app_name or "", plan, now)
         return plan
 
-    def _measured(self, name: str, router: Context | None) -> Pool:
-        """With the rates that the routers have measured, once they have."""
-        pool = self._pools[name]
-        prompt = _mean(_values(router, f"{ENGINE_PREFIX}{name}_prompt_rate"))
-        output = _mean(_values(router, f"{ENGINE_PREFIX}{name}_output_rate"))
-        if prompt > 0 and output > 0:
-            fields = {field: getattr(pool, field) for field in Pool.__dataclass_fields__}
-            pool = Pool(**{**fields, "prompt_rate": prompt, "output_rate": output})
-            self._pools[name] = pool
+    def _measured(self, name: str, context: Context) -> Pool:
+        """With Serve's limits, and what its engines have measured, once they have."""
+        pool = replace(
+            self._pools[name],
+            minimum=context.capacity_adjusted_min_replicas,
+            maximum=context.capacity_adjusted_max_replicas,
+        )
+        prompt, output = _values(context, "prompt_able"), _values(context, "output_able")
+        if prompt and output:
+            pool = replace(pool, prompt_rate=_mean(prompt), output_rate=_mean(output))
+        self._pools[name] = pool
         return pool
 
     def _seen(self, name: str, context: Context, now: float) -> Seen:
-        ready = context.current_num_replicas
-        starting = max(0, context.target_num_replicas - ready)
+        ready, target = context.current_num_replicas, context.target_num_replicas
+        starting = max(0, target - ready)
         began = self._started.get(name)
-        if starting and (began is None or began[1] != context.target_num_replicas):
-            self._started[name] = (now, context.target_num_replicas)
+        if starting and (began is None or began[1] < target):
+            self._started[name] = (now, target)
         elif not starting and began is not None:
             # All that were wanted are there: so long does it take here, a node included.
             del self._started[name]
             if ready >= began[1]:
                 pool = self._pools[name]
-                fields = {field: getattr(pool, field) for field in Pool.__dataclass_fields__}
                 took = pool.start_seconds + _SMOOTHING * (now - began[0] - pool.start_seconds)
-                self._pools[name] = Pool(**{**fields, "start_seconds": took})
+                self._pools[name] = replace(pool, start_seconds=took)
         return Seen(ready, starting, _mean(_values(context, "kv_usage")))
 
 
@@ -198,12 +206,16 @@ def _demand(engines: Mapping[str, Context], router: Context | None, now: float) 
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
         output += sum(_values(context, "output_rate"))
-    waiting_tokens = sum(_values(router, "queued_tokens"))
+    # What waits in the routers is told with its expected output.
+    share = prompt / (prompt + output) if prompt + output > 0 else 0.5
+    waiting_tokens = share * sum(_values(router, "queued_tokens"))
+    waiting = sum(_values(router, "queued"))
+    running = 0.0
     for context in engines.values():
         waiting_tokens += sum(_values(context, "waiting_tokens"))
-    waiting = sum(_values(router, "queued"))
-    waiting += sum(context.total_queued_requests or 0.0 for context in engines.values())
-    return Demand(now, prompt, output, waiting_tokens, round(waiting))
+        waiting += context.total_queued_requests or 0.0
+        running += sum(_values(context, "running"))
+    return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
 
 
 def _values(context: Context | None, metric: str) -> list[float]:
@@ -213,8 +225,7 @@ def _values(context: Context | None, metric: str) -> list[float]:
 
 
 def _mean(values: list[float]) -> float:
-    known = [value for value in values if value > 0]
-    return sum(known) / len(known) if known else 0.0
+    return sum(values) / len(values) if values else 0.0
 
 
 # -- told to people
@@ -224,8 +235,11 @@ def _tell(app: str, plan: Plan, now: float) -> None:
     """To the controller's log, and for `scaling_decisions`."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
+    from deployments.serve_metrics import scaling_export  # not by value: one for the process
+
     for name, target in plan.targets.items():
         logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
+    scaling_export(app).tell(plan.targets)
     if _internal_kv_initialized():
         record = {"time": now, "targets": plan.targets, "reasons": plan.reasons}
         _internal_kv_put(_KEY + app, json.dumps(record).encode(), overwrite=True)

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
-_OWNED_BY_TOP = ("model", "revision")  # fields of EngineConfig that are set at the top of the file
+_OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
 _MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
@@ -67,7 +67,10 @@ class PoolConfig(_Section):
     """Engine replicas of one kind: one Serve deployment."""
 
     replicas: int = Field(
-        1, ge=0, le=4096, description="Engine replicas. 1: the least that serves."
+        1,
+        ge=0,
+        le=4096,
+        description="Engine replicas, where max_replicas is not set. 1: the least that serves.",
     )
     max_replicas: int | None = Field(
         None,
@@ -80,8 +83,9 @@ class PoolConfig(_Section):
         1,
         ge=0,
         le=4096,
-        description="Where max_replicas is set. 0: the pool may go, if nothing is asked or another "
-        "pool carries all; the first request then waits for a start.",
+        description="Where max_replicas is set: how many there are at first, and always. 0: the "
+        "pool may go, if nothing is asked or another pool carries all; the first request then "
+        "waits for a start (see router.wait_seconds).",
     )
     price: float | None = Field(
         None,
@@ -96,6 +100,12 @@ class PoolConfig(_Section):
         le=3600,
         description="From the decision to a replica's first answer, until it was measured: how far "
         "ahead to look.",
+    )
+    start_first: bool = Field(
+        False,
+        description="In an update a new replica starts before an old one stops, which needs room "
+        "for one more. Off: a machine that is full could not be updated; of a single replica "
+        "requests wait until the new one is there.",
     )
     num_cpus: float | None = Field(
         None,
@@ -242,6 +252,11 @@ class HttpConfig(_Section):
         description="File with one API key a line, readable by its owner only. Default none: no "
         "key is asked for, which suits loopback.",
     )
+    admin_keys_file: str | None = Field(
+        None,
+        description="The same for keys that may also change what is served: /v1/adapters. Default "
+        "none: nobody may where api_keys_file is set, and everybody where no key is asked for.",
+    )
     strict: bool = Field(
         False,
         description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
@@ -249,14 +264,22 @@ class HttpConfig(_Section):
     )
 
 
+class LogConfig(_Section):
+    """What goes into Serve's log files. See docs/observability.md."""
+
+    level: Literal["info", "debug"] = Field(
+        "info",
+        description="debug: lines for each request in router, replica and engine, with its id. "
+        "info: those of requests that failed or moved.",
+    )
+    format: Literal["text", "json"] = Field(
+        "text", description="json: an object a line, with the request's id and our fields."
+    )
+
+
 class LimitsConfig(_Section):
     """Bounds on what the service takes in."""
 
-    admin_keys_file: str | None = Field(
-        None,
-        description="The same for keys that may also change what is served: /v1/adapters. Default "
-        "none: nobody may where api_keys_file is set, and everybody where no key is asked for.",
-    )
     in_flight: int = Field(
         4096,
         ge=1,
@@ -372,30 +395,21 @@ class MantaConfig(_Section):
     pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":
         if self.pools and "replicas" in self.model_fields_set:
             raise ValueError("replicas and pools are both set; give the counts in pools")
-        if self.pools and not any(pool.replicas for pool in self.pools.values()):
-    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+        if self.pools and not any(p.max_replicas or p.replicas for p in self.pools.values()):
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
-        return self
-
-    def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
-        """EngineConfig's fields for a pool, model and revision included."""
-        return {"model": self.model, "revision": self.revision, **self.engine, **pool.engine}
-
-    def name(self) -> str:
-        """What requests call the model."""
-        if self.served_name is not None:
-            return self.served_name
         if self.adapters != AdaptersConfig():
             self.adapters.check_names(self.name())
             for pool in self.pools.values() or [PoolConfig()]:
@@ -404,6 +418,17 @@ class MantaConfig(_Section):
                         "adapters: engine.max_loras is 0, so none could be loaded; set it to how "
                         "many are on a device at once"
                     )
+        return self
+
+    def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
+        """EngineConfig's fields for a pool, model and revision included."""
+        top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
+        return {**top, **self.engine, **pool.engine}
+
+    def name(self) -> str:
+        """What requests call the model."""
+        if self.served_name is not None:
+            return self.served_name
         if self.model == "default":
             return "SmolLM2-135M-Instruct"
         path = Path(self.model)

@@ -20,11 +20,13 @@ from deployments.autoscaling import Rates
 from deployments.backend import BackendState, GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits, FromReplica, Submit
 from deployments.decision import Work
+from deployments.explain import Stories, log_story
 from deployments.fleet import Fleet
 from deployments.gate import Gate, GateLimits
 from deployments.ledger import PROOF, Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
+from deployments.models import Identity
 from deployments.prefix_index import chain, pack
 from deployments.routing import route
 from engine.errors import MantaError, Overloaded, RequestFailed
@@ -70,8 +72,10 @@ class Dispatcher:
         self._card = card
         self._card_known = False  # a replica has said what it can really do
         self._tokenizer = tokenizer
+        self._vocabulary = "" if identity is None else identity.tokenizer
         self._limits = limits
-        self._name = name
+        self.name = name
+        self._stories = Stories()
         self._links: dict[str, Link] = {}
         self._fleet = Fleet()
         self._rates = Rates(time.monotonic())
@@ -80,8 +84,6 @@ class Dispatcher:
         self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
         self._ids = itertools.count(1)
         self._random = Random()
-        self._gate = Gate(
-            GateLimits(limits.wait_seconds, limits.waiting, limits.admission),
         calls = self._calls = AdapterCalls(
             self._links, self._fleet, self._random, limits.wait_seconds
         )
@@ -91,6 +93,8 @@ class Dispatcher:
         )
         self._stale = StaleAdapters(self.adapters, self._place_again)
         self._set_models()
+        self._gate = Gate(
+            GateLimits(limits.wait_seconds, limits.waiting, limits.admission),
             self._links,
             self._random.random,
             lambda: self._card.max_model_len,
@@ -167,13 +171,25 @@ class Dispatcher:
             "choices": sum(len(link.choices) for link in links),
         }
 
+    def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
+        """What became of the requests with this id; see explain.py."""
+        unfinished = (entry.story for entry in self._entries)
+        now = time.monotonic()
+        return [story.tell(self.name, now) for story in self._stories.find(id, owner, unfinished)]
+
     def ready(self) -> bool:
         return any(link.available for link in self._links.values())
 
     # -- for the router
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """These are the running replicas, id -> what each published."""
+        """These are the running replicas, id -> what each published. Those of a model with another
+        tokenizer are left to the routers that come with them, while an update is under way."""
+        mine = ("", self._vocabulary)
+        if self._vocabulary:
+            replicas = {
+                name: told for name, told in replicas.items() if told.get("tokenizer", "") in mine
+            }
         for replica in self._links.keys() - replicas.keys():
             link = self._links.pop(replica)
             logger.info("replica %s has left, %d choices there", replica, len(link.choices))
@@ -186,7 +202,7 @@ class Dispatcher:
                 replica,
                 endpoint,
                 self._limits.channel,
-                self._name,
+                self.name,
                 self._fleet,
                 on_open=self._on_open,
                 on_frame=self._on_frame,
@@ -210,25 +226,21 @@ class Dispatcher:
             - sum(metrics.cached_tokens.values.values()),
             requests=sum(metrics.prompt_size.counts),
         )
-        stats: dict[str, int | float] = {
+        return {
             "prompt_rate": rates["prompt"],
             "output_rate": rates["requests"] * output,
             "queued": self._gate.choices + len(self._waiting) + self._calls.waiting,
             "queued_tokens": self._gate.tokens,
         }
-        for pool, (prompt_rate, output_rate) in self._fleet.rates().items():
-            stats[f"{pool}_prompt_rate"] = prompt_rate
-            stats[f"{pool}_output_rate"] = output_rate
-        return stats
 
     def close(self) -> None:
         """Fail what is in flight and leave the replicas."""
+        self.adapters.close()
+        self._stale.close()
         for entry in list(self._entries):
             entry.fail(Overloaded("the router is shutting down", code="draining"))
         for link in [*self._links.values(), *self._closing]:
             link.close("the router is shutting down")
-        self.adapters.close()
-        self._stale.close()
 
     # -- placing
 
@@ -249,6 +261,13 @@ class Dispatcher:
             chain(request.token_ids + choices[0].emitted, request.adapter, request.cache_salt),
             request.adapter.partition("@")[0],  # as replicas call it
         )
+        weights = next((choice.weights for choice in choices if choice.emitted), "")
+        if weights:
+            links = [
+                link
+                for link in (self._links.values() if links is None else links)
+                if link.endpoint.weights == weights
+            ]
         everywhere = links is None or len(links) == len(self._links)
         among = None if everywhere else [link.replica for link in links or ()]
         now = time.monotonic()
@@ -264,15 +283,16 @@ class Dispatcher:
         entry = choices[0].entry
         entry.placed = now
         entry.replicas.append(replica)
+        entry.story.sent(decision, now, len(choices[0].emitted))
         for choice in choices:
             choice.place = replica
+            choice.weights = link.endpoint.weights
             choice.begun = len(choice.emitted)
             link.choices[choice.id] = choice
             link.intake.book(choice.id, tokens, entry.placed)
             link.connection.send(
                 Submit(
                     choice.as_request(),
-                    request.request_id,
                     links=pack(work.links),
                     adapter_path=request.adapter_path,
                     adapter_version=0 if entry.begun else request.adapter_version,
@@ -300,6 +320,8 @@ class Dispatcher:
 
     def _ended(self, entry: Entry) -> None:
         self._entries.discard(entry)
+        self._stories.add(entry.story)
+        log_story(entry.story)
         self._gate.ended(entry)
 
     def _abort(self, choices: list[Choice]) -> None:
@@ -342,6 +364,7 @@ class Dispatcher:
             created=self._card.created,
             root=self._card.root,
         )
+        self._set_models()
         self._place_waiting()
 
     def _on_frame(self, link: Link, message: FromReplica) -> None:
@@ -357,7 +380,6 @@ class Dispatcher:
         choices = link.choices
         for delta in message.deltas:
             choice = choices.get(delta.id)
-        self._set_models()
             if choice is None:
                 continue  # aborted while the delta was on its way
             if delta.cached >= 0:  # its first
@@ -365,8 +387,13 @@ class Dispatcher:
             if delta.finish:
                 link.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):
+                    self.metrics.migrations.add()
+                    choice.entry.migrations += 1
+                    choice.entry.story.moves(link.replica, "it is to stop", now)
                     self._place([choice])
                     continue
+            if delta.finish == "error" and self._stale.takes(choice, delta):
+                continue
             choice.entry.take(choice, delta, now)
         self._gate.news(link)
 
@@ -376,13 +403,18 @@ class Dispatcher:
             self._place(list(choices))
         self._gate.fill()
 
+    def _place_again(self, choices: list[Choice]) -> None:
+        """They asked for an adapter that means something else now. New numbers, because some may
+        not have ended yet."""
+        self._abort(choices)
+        self._resume(choices)
+
     def _on_lost(self, link: Link, lost: list[Choice], reason: str) -> None:
+        self._calls.lost(link)
         self._closing.discard(link)
         level = logging.WARNING if lost or not link.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", link.replica, reason, len(lost))
         for choice in lost:
-            if delta.finish == "error" and self._stale.takes(choice, delta):
-                continue
             if choice.done:
                 continue  # its entry failed with another choice of this loop
             given = len(choice.emitted) - choice.begun
@@ -392,17 +424,18 @@ class Dispatcher:
             allowed = self._limits.losses
             if choice.losses > allowed or choice.doubts > 2 * allowed + 1:
                 message = f"lost {choice.doubts} replicas soon after it had come to them"
-    def _place_again(self, choices: list[Choice]) -> None:
-        """They asked for an adapter that means something else now. New numbers, because some may
-        not have ended yet."""
-        self._abort(choices)
-        self._resume(choices)
-
                 choice.entry.fail(RequestFailed(message))
-        self._calls.lost(link)
                 continue
             self.metrics.migrations.add()
             choice.entry.migrations += 1
+            choice.entry.story.moves(link.replica, f"lost: {reason}", time.monotonic())
+            logger.warning(
+                "moves from %s after %d tokens: %s",
+                link.replica,
+                len(choice.emitted),
+                reason,
+                extra={"request_id": choice.entry.request.request_id},
+            )
             if choice.losses:
                 # It may be the cause: let those that are not go first, to be ahead of its next
                 # death; and let all news of replicas that died at once arrive.

@@ -30,7 +30,6 @@ HARM = 0.1  # what a second of each running stream counts against a second of th
 _SETTLE = 0.02  # seconds that a request may take to show in a replica's figures, and two steps
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
 _STEP_TOKENS = 2048  # of a step, for a replica that does not tell
-_ROWS = 256  # sequences of a full batch: more make tokens slow, and are not planned for
 _OUTPUT = 128.0  # output tokens of a request, until some have ended
 _FADE = 1.002  # popularity: a request counts half as much as one that came 350 later
 _ADAPTER_SECONDS = 0.1  # a load, until one was seen
@@ -213,24 +212,6 @@ class Fleet:
     def adapter_loaded(self, seconds: float) -> None:
         """A request whose adapter was absent had its first token so much later than expected."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
-
-    def rates(self) -> dict[str, tuple[float, float]]:
-        """By pool, once measured: prompt tokens/s, output tokens/s, of a busy replica that does
-        only that."""
-        found: dict[str, list[tuple[float, float]]] = {}
-        for replica in self.replicas.values():
-            if replica.steps.measured:
-                cost, rows = replica.steps.cost, min(replica.stats.rows or _ROWS, _ROWS)
-                prompt = 1 / (cost.token + cost.base / replica.step_tokens)
-                output = rows / max(1e-6, cost.base + cost.sequence * rows)
-                found.setdefault(replica.pool, []).append((prompt, output))
-        return {
-            pool: (
-                sum(one for one, _ in rates) / len(rates),
-                sum(other for _, other in rates) / len(rates),
-            )
-            for pool, rates in found.items()
-        }
 
     # -- columns
 

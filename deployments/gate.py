@@ -2,9 +2,10 @@
 with a clock and replicas."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deployments.admission import AdmissionLimits, Capacity, OutputEstimate, Queue, Ticket
 from deployments.backend import GenerationRequest
@@ -45,6 +46,7 @@ class Gate:
         self._tickets: dict[Entry, Ticket[Entry]] = {}
         self._estimate = OutputEstimate()
         self._capacity = (0.0, Capacity())  # good until, what
+        self._rate = math.inf  # tokens/s, of the replicas when it was last known
 
     @property
     def choices(self) -> int:
@@ -166,5 +168,11 @@ class Gate:
         if now >= until:
             intakes = [link.intake for link in self._links.values() if link.available]
             capacity = Capacity.of([(one.rate(), one.rows, one.free_rows()) for one in intakes])
+            if capacity.rate < math.inf:
+                self._rate = capacity.rate
+            elif intakes:
+                # All are new, after an update or from another pool: until they show how fast they
+                # are, what waits for them already must not count as more than they can do.
+                capacity = replace(capacity, rate=self._rate)
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from deployments.backend import GenerationRequest, Timing
+from deployments.explain import Story
 from deployments.metrics import RouterMetrics
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
@@ -33,6 +34,7 @@ class Choice:
     begun: how many there were when it was placed there. losses: replicas lost in a row before a
     token came from them; a request that kills its replicas is given up by this. doubts: replicas
     lost before they had given PROOF tokens, which tells of one that kills after a token or two.
+    weights: of the replica that it went to last; what was emitted can only go on with the same.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Choice:
         "last",
         "losses",
         "place",
+        "weights",
     )
 
     def __init__(self, entry: "Entry", index: int, id: int) -> None:
@@ -54,6 +57,7 @@ class Choice:
         self.id = id
         self.emitted: list[int] = []
         self.place = ""
+        self.weights = ""
         self.losses = 0
         self.begun = 0
         self.doubts = 0
@@ -77,6 +81,7 @@ class Choice:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             priority=request.priority,
+            request_id=request.request_id,
         )
 
 
@@ -101,6 +106,7 @@ class Entry:
         self.request = request
         self.arrived = time.monotonic()
         self.choices = [Choice(self, index, first_id + index) for index in range(request.params.n)]
+        self.story = Story(request, self.arrived)
         self.timers: list[asyncio.TimerHandle] = []
         self.placed = 0.0  # monotonic seconds of the last Submit
         self.replicas: list[str] = []  # where it has been
@@ -120,14 +126,14 @@ class Entry:
         self._error: MantaError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def next(self) -> list[tuple[int, Delta]]:
-        while not self._items:
-            if self._error is not None:
     @property
     def begun(self) -> bool:
         """Tokens have come for any choice."""
         return any(choice.emitted for choice in self.choices)
 
+    async def next(self) -> list[tuple[int, Delta]]:
+        while not self._items:
+            if self._error is not None:
                 raise self._error
             if not self._open:
                 return []
@@ -143,6 +149,7 @@ class Entry:
         stopped = [one for one in wanted if not one.done]
         if stopped:
             self._metrics.finished.add(len(stopped), "abort")
+            self.story.finish += ["abort"] * len(stopped)
             self._end(stopped)
 
     def timing(self) -> Timing:
@@ -163,6 +170,7 @@ class Entry:
             metrics.first_token.observe(now - self.arrived)
             queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
             self._queue_s = max(self._queue_s, queued)
+            self.story.begun(delta, now)
             if delta.cached > 0:
                 metrics.cached_tokens.add(delta.cached)
             choice.last = now
@@ -178,6 +186,7 @@ class Entry:
             choice.done = True
             self._open -= 1
             metrics.finished.add(1, delta.finish)
+            self.story.finish.append(delta.finish)
             metrics.output_size.observe(len(choice.emitted))
             if not self._open:
                 self._finish(now)
@@ -190,6 +199,7 @@ class Entry:
         """Nobody reads. What is left to compute gives its place to others, until somebody does:
         then it goes on as after the loss of a replica."""
         self._metrics.paused.add()
+        self.story.moves(self.choices[0].place, "nobody read what came", time.monotonic())
         error = MantaError(
             f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
         )
@@ -218,6 +228,8 @@ class Entry:
         for timer in self.timers:
             timer.cancel()
         self._metrics.request.observe(now - self.arrived)
+        emitted = sum(len(choice.emitted) for choice in self.choices)
+        self.story.ends(emitted, "" if self._error is None else self._error.code, now)
         self._on_end(self)
 
     def _wake(self) -> None:

@@ -25,6 +25,7 @@ class Endpoint:
     """What a replica publishes: where it listens, the secret, and what its engine can do.
 
     step_tokens: of a step, at most. adapter_slots: adapters on the device. 0: not told.
+    weights, tokenizer: of models.Identity.
     """
 
     host: str
@@ -36,6 +37,8 @@ class Endpoint:
     step_tokens: int = 0
     adapter_slots: int = 0
     prefix_caching: bool = True
+    weights: str = ""
+    tokenizer: str = ""
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> "Endpoint":
@@ -49,6 +52,8 @@ class Endpoint:
             step_tokens=int(metadata.get("step_tokens", 0)),
             adapter_slots=int(metadata.get("adapter_slots", 0)),
             prefix_caching=bool(metadata.get("prefix_caching", True)),
+            weights=str(metadata.get("weights", "")),
+            tokenizer=str(metadata.get("tokenizer", "")),
         )
 
 

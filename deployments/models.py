@@ -83,6 +83,30 @@ def resolve_model(
     return _from_hub(spec, revision)
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Tells models apart on any machine: what a request may go on with elsewhere (weights), and
+    which replicas understand a router's token ids (tokenizer). "" is unknown, and equals any."""
+
+    weights: str = ""
+    tokenizer: str = ""
+
+    @classmethod
+    def of(cls, model: str | Path) -> "Identity":
+        """Of a local folder; of files it reads only the ends, where two trainings differ as they do
+        everywhere. Anything else is its own name."""
+        folder = Path(model)
+        if not folder.is_dir():
+            return cls(str(model))
+        weights = hashlib.blake2b(digest_size=16)
+        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+            weights.update(f"{path.name} {path.stat().st_size} ".encode())
+            for end in _ends(path):
+                weights.update(end)
+        vocabulary = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
+        return cls(weights.hexdigest(), vocabulary.hexdigest())
+
+
 def check_model(spec: str, *, weights: bool = True) -> None:
     """Find the faults of a model specification that need no download and no loading, in
     milliseconds.
@@ -131,12 +155,16 @@ def _fingerprint(path: Path) -> str:
     """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
-    end = 1 << 20
-    with path.open("rb") as file:
-        digest.update(file.read(end))
-        file.seek(max(0, stat.st_size - end))
-        digest.update(file.read(end))
+    for end in _ends(path):
+        digest.update(end)
     return digest.hexdigest()
+
+
+def _ends(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield file.read(size)
+        file.seek(max(0, path.stat().st_size - size))
+        yield file.read(size)
 
 
 def _cached(

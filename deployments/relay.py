@@ -34,8 +34,7 @@ _ROUTER_BITS = 40  # engine id = connection's index above, the router's own numb
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _MAX_STRANGERS = 64  # connections that have not proved the secret
 _IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
-
-
+_FAREWELL = 0.2  # seconds for the last frames to leave before the connections are cut
 _MAX_HEARD = 4096  # bytes of links in a frame: those of eight long prompts
 
 T = TypeVar("T")
@@ -61,12 +60,12 @@ class Engine(Protocol):
     def submit(self, request: EngineRequest) -> None: ...
 
     def abort(self, ids: list[int]) -> None: ...
+
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
     ) -> AdapterInfo: ...
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo: ...
-
 
     async def close(self) -> None: ...
 
@@ -86,6 +85,7 @@ class Relay:
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
+        self.steps = StepModel(Cost.mean(()))  # what this engine's steps were seen to cost
         self.failed: Failed | None = None
         self.port = 0
         self._limits = limits
@@ -96,10 +96,12 @@ class Relay:
         self._routers: dict[int, ReplicaEnd] = {}
         self._indices = itertools.count(1)
         self._draining = False
+        self._leaving = False
         self._stall = stall
         self._watch = Watch(stall)
         self._watch_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        self._frame_at = self._loop.time()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
         """Start the engine, then listen on a free port of host. Raises what the engine's start
@@ -118,19 +120,30 @@ class Relay:
         for connection in [*self._strangers, *self._routers.values()]:
             connection.live.clear()  # the engine ends as a whole
             connection.close("the replica has stopped")
+        self._adapters.close()
         await self._engine.close()
 
-        self._adapters.close()
     async def drain(self, seconds: float) -> None:
-        """Tell the routers to send nothing new, and let what runs end, for so long at most.
-
-        What is left then moves to other replicas: its connection breaks and the routers' ledgers go
-        on elsewhere.
-        """
+        """Tell the routers to send nothing new, and let what runs end, for so long at most; then
+        hand it over."""
         self.refuse_new()
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline and self.failed is None:
             await asyncio.sleep(0.05)
+        self.hand_over()
+        await asyncio.sleep(_FAREWELL)
+
+    def hand_over(self) -> None:
+        """Give back what runs and what still comes: the routers' ledgers go on elsewhere. A
+        connection that breaks would do the same, but blame the requests that were here."""
+        self.refuse_new()
+        self._leaving = True
+        for router in list(self._routers.values()):
+            if router.live and self.failed is None:
+                ids = sorted(router.live)
+                router.live.clear()
+                self._tell(self._engine.abort, self._adapters.take_back(router, ids))
+                router.send(StepFrame(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids]))
 
     def refuse_new(self) -> None:
         """Routers send nothing new from now on; what runs goes on."""
@@ -169,13 +182,21 @@ class Relay:
     # -- from the engine
 
     def on_frame(self, frame: StepFrame) -> None:
-        stats = frame.stats
+        stats, last, now = frame.stats, self.stats, self._loop.time()
+        if last.running and stats.step > last.step:  # it was busy from that frame to this
+            self.steps.observe(
+                stats.step - last.step,
+                stats.output_tokens - last.output_tokens,
+                stats.prompt_tokens - last.prompt_tokens,
+                now - self._frame_at,
+            )
+        self._frame_at = now
         if self._draining:
             stats.draining = True
         stats.routers = len(self._routers)
         self.stats = stats
         # No frame will follow this one: a router without it would see load until the next beat.
-        last = not stats.running and not stats.waiting
+        idle = not stats.running and not stats.waiting
         routers = self._routers
         if len(routers) == 1:
             (router,) = routers.values()
@@ -188,7 +209,7 @@ class Relay:
                     mine.append(delta)
                     if delta.finish:
                         router.live.discard(id)
-            if mine or last or router.since_sent(self._loop.time()) > _IDLE_NEWS:
+            if mine or idle or router.since_sent(now) > _IDLE_NEWS:
                 router.send(StepFrame(stats, mine))
             return
         by_router: dict[int, list[Delta]] = {}
@@ -202,10 +223,9 @@ class Relay:
             by_router.setdefault(index, []).append(delta)
             if delta.finish:
                 found.live.discard(id)
-        now = self._loop.time()
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
-            if deltas or last or router.since_sent(now) > _IDLE_NEWS:
+            if deltas or idle or router.since_sent(now) > _IDLE_NEWS:
                 router.send(StepFrame(stats, deltas or [], bytes(router.heard)))
                 router.heard.clear()
 
@@ -257,17 +277,39 @@ class Relay:
             self._adapters.order(connection, message)
             return
         request = message.request
+        if self._leaving:
+            connection.send(StepFrame(self.stats, [_given_back(request.id)]))
+            return
         id = base | request.id
         if not 0 <= request.id <= _ROUTER_MASK or id in connection.live:
             connection.close(f"request number {request.id} is out of range or in use")
             return
         request.id = id
+        logger.debug(
+            "from router %s: %d tokens",
+            connection.router,
+            len(request.token_ids),
+            extra={"request_id": request.request_id},
+        )
         for other in self._routers.values():
             # A prompt begins with what is shared; what is too much at once is left out.
             if other is not connection and len(other.heard) < _MAX_HEARD:
                 other.heard += message.links[:_MAX_HEARD]
         connection.live.add(id)
+        if message.adapter_path:
+            held = Held(connection, request, message.adapter_path, message.adapter_version)
+            self._adapters.submit(held)
+        else:
+            self._start(request)
+
+    def _start(self, request: EngineRequest) -> None:
         self._tell(self._engine.submit, request)
+
+    def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
+        connection.live.discard(id)
+        text = f"{error.code}: {error.message}"
+        delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
+        connection.send(StepFrame(self.stats, [delta]))
 
     def _closed(self, connection: ReplicaEnd, reason: str) -> None:
         self._strangers.discard(connection)
@@ -290,18 +332,10 @@ class Relay:
 
     def _announce(self) -> None:
         self.stats.draining = True
-        if message.adapter_path:
-            held = Held(connection, request, message.adapter_path, message.adapter_version)
-            self._adapters.submit(held)
-        else:
-            self._start(request)
-
-    def _start(self, request: EngineRequest) -> None:
         for router in list(self._routers.values()):
             router.send(StepFrame(self.stats, []))
-    def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
-        connection.live.discard(id)
-        text = f"{error.code}: {error.message}"
-        delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
-        connection.send(StepFrame(self.stats, [delta]))
 
+
+def _given_back(id: int) -> Delta:
+    """A request's end here, as an engine that drains says it. id: the router's."""
+    return Delta(id, [], "error", error="draining: this replica is about to end")

@@ -4,6 +4,7 @@ go by the relay."""
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,15 +13,22 @@ import msgspec
 import ray
 from ray._private.state import state
 
+from deployments.autoscaling import Rates
 from deployments.channel import ChannelLimits
+from deployments.metrics import replica_families
+from deployments.models import Identity
 from deployments.relay import Relay
 from deployments.serve_logging import log_through_serve
+from deployments.serve_metrics import ServeExport
 from deployments.watch import StallLimits
 from engine.config import EngineConfig
 
 logger = logging.getLogger("manta.replica")
 
 _NOTICE_SECONDS = 1.0  # between looks at whether this node is to go
+_BEFORE_DEADLINE = 2.0  # seconds: what still runs then is handed over
+_STEP_TOKENS = 2048  # of a step, for an engine that does not tell
+_ROWS = 256  # sequences of a full batch: more make tokens slow, and are not planned for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,12 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
     ) -> None:
-        log_through_serve()
+        log_through_serve(settings.engine.get("log_level", "info"))
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
+        identity = await asyncio.to_thread(Identity.of, config.model)
+        self._rates = Rates(time.monotonic())
+        self._step_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self._relay = Relay(settings.channel, StallLimits(step=settings.stall_seconds))
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
@@ -59,6 +70,7 @@ class EngineReplica:
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
         logger.info("%s", ready.memory_table)
         self._notice = asyncio.create_task(self._await_notice())
+        self._export = ServeExport(lambda: replica_families({"": self._relay.stats}))
         self._metadata = {
             "host": host,
             "port": self._relay.port,
@@ -66,6 +78,8 @@ class EngineReplica:
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
             "eos_token_ids": list(ready.eos_token_ids),
+            "weights": identity.weights,
+            "tokenizer": identity.tokenizer,
             "step_tokens": config.max_num_batched_tokens,
             "adapter_slots": config.max_loras,
             "prefix_caching": config.prefix_caching,
@@ -76,26 +90,39 @@ class EngineReplica:
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Serve's hook: the signals of the autoscaling policy."""
+        """Serve's hook, for autoscaling.py: the engine's load, tokens/s computed since the last
+        call, and tokens/s that it was measured to be able to do."""
         stats = self._relay.stats
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        rates = self._rates.update(
+            time.monotonic(), prompt=stats.prompt_tokens, output=stats.output_tokens
+        )
+        able = self._relay.steps.rates(min(stats.rows or _ROWS, _ROWS), self._step_tokens)
         return {
             "running": stats.running,
             "waiting": stats.waiting,
             "waiting_tokens": stats.waiting_tokens,
             "kv_usage": used,
-            "step_seconds": stats.step_seconds,
+            "prompt_rate": rates["prompt"],
+            "output_rate": rates["output"],
+            **(dict(zip(("prompt_able", "output_able"), able, strict=True)) if able else {}),
         }
 
     async def _await_notice(self) -> None:
         """When this node is to be drained (a spot instance's notice, an operator's order): nothing
-        new from then on. Serve starts a replacement at the same time, and ends this replica before
-        the deadline."""
+        new from then on, and what runs goes elsewhere before the deadline. Serve starts a
+        replacement at the same time and ends this replica when that is there."""
         node = cast(Any, ray).get_runtime_context().get_node_id()
-        while node not in await asyncio.to_thread(_draining_nodes):
+        while node not in (deadlines := await asyncio.to_thread(_draining_nodes)):
             await asyncio.sleep(_NOTICE_SECONDS)
-        logger.warning("this node is to be drained: no new requests")
         self._relay.refuse_new()
+        if not deadlines[node]:
+            logger.warning("this node is to be drained: no new requests")
+            return
+        left = deadlines[node] / 1000 - time.time()
+        logger.warning("this node is to be drained in %.0f s: no new requests", left)
+        await asyncio.sleep(max(0.0, left - _BEFORE_DEADLINE))
+        self._relay.hand_over()
 
     def check_health(self) -> None:
         """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
@@ -118,13 +145,15 @@ class EngineReplica:
         """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
         relay = getattr(self, "_relay", None)
         if relay is not None:
-            self._notice.cancel()
             await relay.drain(self._drain_seconds)
+            self._notice.cancel()  # until now: its deadline may be the nearer one
+            self._export.stop()
             await relay.stop()
 
 
 def _draining_nodes() -> Mapping[str, int]:
-    """Node ids. Empty while the control plane cannot be asked."""
+    """Node id -> deadline in milliseconds since 1970, 0 for none. Empty while the control plane
+    cannot be asked."""
     try:
         return cast(Mapping[str, int], state.get_draining_nodes())
     except Exception as error:

@@ -3,6 +3,7 @@ and the API's."""
 
 import asyncio
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import asgi_call, discovery
@@ -23,10 +26,17 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
 from deployments.dispatcher import Dispatcher, DispatchLimits
+from deployments.metrics import families
+from deployments.models import Identity
 from deployments.serve_logging import log_through_serve
 from deployments.serve_metrics import ServeExport
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.router")
+
+_ASK_SECONDS = 5.0  # for the other routers to say what they know of a request
+_ASKERS = 8  # questions to the other routers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +52,27 @@ class RouterSettings:
     strict: bool
     share_by: str
     deadline_seconds: float | None
-
-
     adapters: AdapterSettings
     admin_key_digests: tuple[str, ...] = ()
+    log_level: str = "info"
+
+
 class Router:
     """engines: the handle of each engine deployment; used for discovery, not for tokens."""
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
-        log_through_serve()
+        log_through_serve(settings.log_level)
         self._settings = settings
         self._engines = engines
         self._replicas: dict[str, discovery.Replicas] = {}
         self._unsubscribe: list[Callable[[], None]] = []
+        self._asking = asyncio.Semaphore(_ASKERS)
 
     async def __serve_build_asgi_app__(self) -> asgi_call.AsgiApp:
         """Serve's hook: runs once on the loop that will carry the requests."""
         settings = self._settings
-        card, tokenizer = await asyncio.to_thread(self._load_model)
+        card, tokenizer, identity = await asyncio.to_thread(self._load_model)
+        name = f"router-{secrets.token_hex(4)}"
         dispatcher = Dispatcher(
             card,
             tokenizer,
@@ -70,10 +83,10 @@ class Router:
             RayBook(serve.get_replica_context().app_name),
         )
         self._dispatcher = dispatcher
+        await dispatcher.adapters.start()
         loop = asyncio.get_running_loop()
         for engine in self._engines:
             # Any option makes the handle follow its deployment from now on, not from the first
-        await dispatcher.adapters.start()
             # call.
             engine.options(method_name="stats")
             set_replicas = partial(self._set_replicas, engine.deployment_name)
@@ -86,7 +99,7 @@ class Router:
             self._unsubscribe.append(
                 discovery.subscribe(engine.app_name, engine.deployment_name, listener)
             )
-        self._export = ServeExport(dispatcher.metrics, lambda: dispatcher.state().in_flight)
+        self._export = ServeExport(lambda: families(dispatcher.metrics, dispatcher.state()))
         options = ApiOptions(
             strict=settings.strict,
             api_keys=frozenset(map(bytes.fromhex, settings.api_key_digests)),
@@ -96,6 +109,7 @@ class Router:
             share_by=settings.share_by,
             deadline_s=settings.deadline_seconds,
             metrics=dispatcher.prometheus,
+            explain=self._explain,
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )
         # Whoever holds a handle is inside the cluster: no key.
@@ -106,7 +120,7 @@ class Router:
         self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
         return self._http
 
-    def _load_model(self) -> tuple[ModelCard, Tokenizer]:
+    def _load_model(self) -> tuple[ModelCard, Tokenizer, Identity]:
         folder = self._settings.find_model()
         model = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.load(folder)
@@ -118,7 +132,7 @@ class Router:
             created=int(time.time()),
             root=self._settings.model_name,
         )
-        return card, tokenizer
+        return card, tokenizer, Identity.of(folder)
 
     def _set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
         self._replicas[deployment] = replicas
@@ -154,6 +168,7 @@ class Router:
         flight; pid and tasks (of asyncio) are for finding leaks."""
         state = self._dispatcher.state()
         return {
+            "name": self._dispatcher.name,
             "model": self._settings.model_name,
             "pid": os.getpid(),
             "tasks": len(asyncio.all_tasks()),
@@ -168,7 +183,30 @@ class Router:
             "replicas": {
                 name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()
             },
+            "metrics": self._dispatcher.metrics.told(),
         }
+
+    async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
+        """What this router knows of a request, lately ended or in flight: one for each prompt; see
+        explain.py. owner: None for everyone's."""
+        return self._dispatcher.explain(request_id, owner)
+
+    async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
+        """The same of whichever router had it: this one, or the others are asked."""
+        if found := self._dispatcher.explain(request_id, owner):
+            return found
+        context = serve.get_replica_context()
+        async with self._asking:
+            handle = serve.get_deployment_handle(context.deployment, context.app_name)
+            try:
+                async with asyncio.timeout(_ASK_SECONDS):
+                    answers = await handle.broadcast("explain", request_id, owner).results_async(
+                        return_exceptions=True
+                    )
+            except (RayError, RayServeException, TimeoutError) as error:
+                logger.warning("the other routers cannot be asked: %s", type(error).__name__)
+                return []
+        return [part for answer in answers if isinstance(answer, list) for part in answer]
 
     async def __del__(self) -> None:
         for unsubscribe in self._unsubscribe:

@@ -14,11 +14,13 @@ the first cannot do yet, and leaves when it can.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _TREND_SECONDS = 60.0  # of the past that the trend is taken from
 _SAMPLE_SECONDS = 2.0  # the memory keeps no closer samples
-_KV_FULL = 0.85  # share of the KV cache in use beyond which a pool is too small, whatever its speed
+_KV_FULL = (
+    0.85  # share of the KV cache in use beyond which, if something waits, a pool is too small
+)
 _LEVEL_SECONDS = 20.0  # that the present level is the mean of
 _SLACK = 0.04  # of a replica's time: replicas go only when the rest would still have it to spare
 _DRAIN = 0.65  # of the start-up time: what has gathered until then should be done in so much more
@@ -55,13 +57,14 @@ class Seen:
 class Demand:
     """now: seconds of any clock. prompt_rate, output_rate: tokens/s that arrive, the output as its
     requests are expected to have. waiting_tokens: prompt tokens not yet computed. waiting: requests
-    that no replica has taken."""
+    that no replica has taken. running: those that one has."""
 
     now: float
     prompt_rate: float
     output_rate: float
     waiting_tokens: float = 0.0
     waiting: int = 0
+    running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,14 @@ class Promise:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """samples: (second, prompt rate, output rate), oldest first. busy_at: when there was work.
-    targets: of the last plan. started_at: by pool, when those that are starting now were wanted."""
+    targets: of the last plan. started_at: by pool, when those that are starting now were wanted.
+    raised_at: by pool, when its target last rose."""
 
     samples: tuple[tuple[float, float, float], ...] = ()
     busy_at: float = -math.inf
     targets: Mapping[str, int] = field(default_factory=dict)
     started_at: Mapping[str, float] = field(default_factory=dict)
+    raised_at: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ def decide(
     promise: Promise,
 ) -> Plan:
     """Call it every second or so. At least one pool."""
-    memory = _remember(memory, demand, promise)
+    memory = _remember(memory, demand, promise, any(one.starting for one in seen.values()))
     names = sorted(pools, key=lambda name: _price(pools[name], demand))
     main = names[0]
     targets: dict[str, int] = {}
@@ -114,7 +119,7 @@ def decide(
         for name in names
     }
     idle = demand.now - memory.busy_at >= promise.idle_seconds
-    holder = _holder(pools, names, memory, promise)
+    holder = _holder(pools, names, seen, memory, promise)
     for name in names:
         pool = pools[name]
         if idle:
@@ -125,6 +130,10 @@ def decide(
             count, reason = _carry(
                 pool, seen[name], demand, memory, promise, demand.now - started[name]
             )
+            have = seen[name].ready + seen[name].starting
+            if count < have and demand.now - memory.raised_at.get(name, -math.inf) < _LEVEL_SECONDS:
+                # What it grew for is not yet in the level that it would shrink to.
+                count, reason = have, "it has just grown"
         else:
             count, reason = _overflow(pools[main], seen[main], pool, seen[name], demand, promise)
             before = memory.targets.get(name, 0)
@@ -144,19 +153,33 @@ def decide(
         elif bounded < count:
             reason = f"maximum, {count} wanted; {reason}"
         targets[name], reasons[name] = bounded, reason
-    return Plan(targets, reasons, Memory(memory.samples, memory.busy_at, targets, started))
+    rose = {name for name in names if targets[name] > memory.targets.get(name, 0)}
+    raised = {**memory.raised_at, **dict.fromkeys(rose, demand.now)}
+    memory = replace(memory, targets=targets, started_at=started, raised_at=raised)
+    return Plan(targets, reasons, memory)
 
 
-def _remember(memory: Memory, demand: Demand, promise: Promise) -> Memory:
+def _remember(memory: Memory, demand: Demand, promise: Promise, starting: bool) -> Memory:
     samples = memory.samples
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
         return memory
     kept = max(promise.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
-    busy = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
+    asked = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
+    # Nobody new, but an answer that takes longer than that, or a replica that nobody could ask yet.
+    busy = asked or demand.running > 0 or starting
     since = demand.now if busy or memory.busy_at == -math.inf else memory.busy_at
-    return Memory(samples, since, memory.targets, memory.started_at)
+    return replace(memory, samples=samples, busy_at=since)
+
+
+def _levels(pool: Pool, memory: Memory, promise: Promise) -> list[float]:
+    """The work of the calm time, as smooth as the present level."""
+    last = memory.samples[-1][0]
+    window = sum(when > last - _LEVEL_SECONDS for when, _, _ in memory.samples)
+    since = last - promise.calm_seconds - _LEVEL_SECONDS
+    works = [pool.work(prompt, output) for when, prompt, output in memory.samples if when >= since]
+    return [sum(works[at : at + window]) / window for at in range(max(1, len(works) - window + 1))]
 
 
 def _price(pool: Pool, demand: Demand) -> float:
@@ -165,16 +188,24 @@ def _price(pool: Pool, demand: Demand) -> float:
 
 
 def _holder(
-    pools: Mapping[str, Pool], names: Sequence[str], memory: Memory, promise: Promise
+    pools: Mapping[str, Pool],
+    names: Sequence[str],
+    seen: Mapping[str, Seen],
+    memory: Memory,
+    promise: Promise,
 ) -> str | None:
     """A pool dearer by the token that carries everything for less than one replica of the first
     costs: a CPU replica at night."""
     main = pools[names[0]]
     if main.minimum > 0:
         return None
+    known = memory.samples[-1][0] - memory.samples[0][0]
+    if known < promise.calm_seconds and seen[names[0]].ready + seen[names[0]].starting:
+        return None  # a new controller or policy has not seen what those there are for
     for name in names[1:]:
         pool = pools[name]
-        most = max(pool.work(prompt, output) for _, prompt, output in memory.samples)
+        last = [pool.work(prompt, output) for _, prompt, output in memory.samples[-2:]]
+        most = max(*_levels(pool, memory, promise), min(last))
         # With one of the first pool there, it must be clearly less, or the two would alternate.
         share = _RETURN if memory.targets.get(names[0], 0) else 1.0
         count = max(1, math.ceil(most / promise.busy))
@@ -207,10 +238,11 @@ def _carry(
         extra = gathered / max(_DRAIN * pool.start_seconds, promise.ttft)
     needed = max(level, ahead) / promise.busy + extra
     count = max(math.ceil(needed - 0.05), 1)
-    if seen.kv_used > _KV_FULL:
+    full = seen.kv_used > _KV_FULL and bool(demand.waiting_tokens or demand.waiting)
+    if full:
         count = max(count, math.ceil(seen.ready * seen.kv_used / _KV_FULL))
     if count > have:
-        if seen.kv_used > _KV_FULL:
+        if full:
             return count, f"KV cache {seen.kv_used:.0%} full"
         if extra > 0.5 and demand.waiting_tokens:
             return count, f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
@@ -222,12 +254,7 @@ def _carry(
     if count < have and extra:
         return have, f"{demand.waiting_tokens:.0f} prompt tokens wait"
     if count < have:
-        # The highest level of the calm time, as smooth as the one now.
-        window = max(1, len([one for one in works if one[0] > demand.now - _LEVEL_SECONDS]))
-        levels = [
-            sum(work for _, work in works[at : at + window]) / window
-            for at in range(max(1, len(works) - window + 1))
-        ]
+        levels = _levels(pool, memory, promise)
         calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
         full_window = works[0][0] <= demand.now - promise.calm_seconds
         count = max(count, calm, 1) if full_window else have

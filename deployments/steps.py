@@ -65,6 +65,15 @@ class StepModel:
         """It is more than its prior."""
         return self._frames >= _REFIT
 
+    def rates(self, rows: int, step_tokens: int) -> tuple[float, float] | None:
+        """Prompt tokens/s and output tokens/s of a busy replica that does only that; None until
+        measured. rows: sequences of a full batch. step_tokens: of a step, at most."""
+        if not self.measured:
+            return None
+        cost = self.cost
+        prompt = 1 / (cost.token + cost.base / step_tokens)
+        return prompt, rows / max(1e-6, cost.base + cost.sequence * rows)
+
     def _add(self, s: float, o: float, p: float, seconds: float, weight: float) -> None:
         weight /= seconds * seconds  # errors count relative to the time
         m, v = self._matrix, self._vector

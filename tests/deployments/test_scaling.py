@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.autoscaling import PoolPolicy, PoolsPolicy, Rates
+from deployments.autoscaling import PoolPolicy, PoolsPolicy, Rates, _demand
 from deployments.scaling import Demand, Memory, Pool, Promise, Seen, decide
 
 GPU = Pool(10_000, 5_000, start_seconds=30, price=1.0, maximum=20)
@@ -87,8 +87,18 @@ def test_what_waits_counts():
 def test_a_full_kv_cache_counts():
     """Long contexts: little work a second, and no room."""
     seen = {"gpu": Seen(4, 0, kv_used=0.97)}
-    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2]), Memory(), PROMISE)
+    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2], 500), Memory(), PROMISE)
     assert plan.targets["gpu"] == 5 and "KV" in plan.reasons["gpu"]
+    # Full, and nobody waits for it: as it should be.
+    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2]), Memory(), PROMISE)
+    assert plan.targets["gpu"] == 4
+
+
+def test_what_has_just_grown_stays():
+    """Up for a jump, and down again a moment later, because the mean has not seen it yet."""
+    jump = [work(2)] * 100 + [work(10), work(10), work(9), work(7)] * 30
+    targets = [plan.targets["gpu"] for plan in play(jump, start={"gpu": 3})]
+    assert targets[103] >= 11 and targets[100:120] == sorted(targets[100:120])
 
 
 def test_limits_hold_and_are_named():
@@ -128,11 +138,22 @@ def test_a_cpu_pool_holds_takes_the_overflow_and_leaves():
     assert all(one["gpu"] or one["cpu"] for one in ended)
 
 
+def test_a_start_is_no_idleness():
+    """A pool that is given up before its first replica is there, because that takes longer than
+    idle_seconds: it never comes."""
+    slow = Pool(10_000, 5_000, start_seconds=3 * PROMISE.idle_seconds, maximum=2)
+    plans = play([(0, 0, 0)] * int(4.5 * PROMISE.idle_seconds), pools={"gpu": slow})
+    counts = [plan.targets["gpu"] for plan in plans]
+    assert set(counts[: int(3.9 * PROMISE.idle_seconds)]) == {1} and counts[-1] == 0
+
+
 # -- Serve's policies
 
 
 def context(name, ready, target, now, **metrics):
     return SimpleNamespace(
+        capacity_adjusted_min_replicas=0,
+        capacity_adjusted_max_replicas=20,
         deployment_name=name,
         app_name="manta",
         current_num_replicas=ready,
@@ -143,13 +164,7 @@ def context(name, ready, target, now, **metrics):
     )
 
 
-FIELDS = {
-    "prompt_rate": 10_000.0,
-    "output_rate": 5_000.0,
-    "start_seconds": 30.0,
-    "minimum": 0,
-    "maximum": 20,
-}
+FIELDS = {"prompt_rate": 10_000.0, "output_rate": 5_000.0, "start_seconds": 30.0}
 
 
 def test_the_application_policy_reads_routers_and_engines():
@@ -163,13 +178,49 @@ def test_the_application_policy_reads_routers_and_engines():
         decisions, states = policy(contexts)
     assert decisions["id-router"] == 2
     assert decisions["id-gpu"] >= 5 and states["id-gpu"]["reason"]
-    # What the routers have measured replaces what the configuration says.
-    contexts["id-router"].aggregated_metrics.update(
-        {"engine-gpu_prompt_rate": {"r1": 40_000.0}, "engine-gpu_output_rate": {"r1": 20_000.0}}
-    )
-    contexts["id-gpu"].current_time = 40
-    assert policy._measured("gpu", contexts["id-router"]).prompt_rate == 40_000
+    # What the engines have measured replaces what the configuration says; Serve's limits hold.
+    fast = {"prompt_able": 40_000.0, "output_able": 20_000.0}
+    contexts["id-gpu"] = context("engine-gpu", 1, 1, 40, **fast)
+    contexts["id-gpu"].capacity_adjusted_max_replicas = 2
+    assert policy(contexts)[0]["id-gpu"] == 2
+    assert policy._pools["gpu"].output_rate == 20_000
     assert policy({"id-router": contexts["id-router"]}) == ({"id-router": 2}, {})
+
+
+def test_what_waits_in_the_routers_counts_once():
+    """A queue told in tokens of prompt and output, taken for prompts alone: four times the work."""
+    policy = PoolsPolicy({"gpu": FIELDS}, {"busy": 0.9})
+    queue = {"prompt_rate": 1_000, "output_rate": 3_000, "queued_tokens": 8_000, "queued": 20}
+    router, engine = context("router", 2, 2, 0, **queue), context("engine-gpu", 2, 2, 0, running=3)
+    demand = _demand({"gpu": engine}, router, 0.0)
+    assert (demand.waiting_tokens, demand.waiting, demand.running) == (2_000, 20, 3)
+    assert policy({"r": router, "e": engine})[0]["e"] == 2
+
+
+def test_decides_once_a_second():
+    """A controller that is busy with what it decided a tenth of a second ago."""
+    policy = PoolsPolicy({"gpu": FIELDS}, {})
+    policy({"gpu": context("engine-gpu", 1, 1, 5.0, running=1)})
+    unread = context("engine-gpu", 1, 1, 5.5)
+    del unread.aggregated_metrics
+    assert policy({"gpu": unread})[0] == {"gpu": 1}
+
+
+def test_a_new_policy_leaves_a_gpu_that_is_there():
+    """An update of the configuration: the new policy has no past yet, takes the load for none, and
+    gives everything to the CPU pool."""
+    pools = {"gpu": GPU, "cpu": CPU}
+    plans = play([(0, 0, 0)] * 3 + [work(2)] * 70, pools=pools, start={"gpu": 3, "cpu": 1})
+    assert min(plan.targets["gpu"] for plan in plans) == 3
+
+
+def test_a_long_answer_is_no_idleness():
+    """The only replica is stopped under the stream of a request that came before idle_seconds."""
+    memory = Memory()
+    for now in range(300):
+        plan = decide({"gpu": GPU}, {"gpu": Seen(1)}, Demand(now, 0, 0, running=1), memory, PROMISE)
+        memory = plan.memory
+    assert plan.targets == {"gpu": 1}
 
 
 def test_the_policy_measures_how_long_a_start_takes():

@@ -98,12 +98,16 @@ class Load:
         record.end_s = time.monotonic() - began
         record.first_s = said.first - began if said.first else record.end_s
         record.gap_s, record.gap_at_s = said.gap, said.gap_end - began if said.gap_end else 0.0
-        right = self._wanted[which].outcome
+        right = self.right(which)
         if said.error:
             record.error = said.error
-        elif said.outcome != right:
+        elif said.outcome not in right:
             record.error = f"{said.outcome} instead of {right}"
         return record
+
+    def right(self, which: int) -> list[tuple[Any, ...]]:
+        """Outcomes that are right for this prompt."""
+        return [self._wanted[which].outcome]
 
     async def capacity(self, seconds: float, at_once: int) -> float:
         """Requests a second that so many clients get through, one after the other."""

@@ -7,9 +7,9 @@ from tests.faults.load import Run
 WIDTH = 1100
 
 
-def picture(run: Run, title: str) -> str:
+def picture(run: Run, title: str, happened: str = " killed") -> str:
     """Replicas, requests in flight and the longest pause of each stream over time; a vertical line
-    for each kill."""
+    for each kill, or what else happened to its target."""
     done = sorted(run.requests, key=lambda one: one.gap_at_s)
     changes = sorted(
         [(one.at_s, 1) for one in run.requests] + [(one.end_s, -1) for one in run.requests]
@@ -43,7 +43,7 @@ def picture(run: Run, title: str) -> str:
         ),
     ]
     marks = [
-        Mark(kill.at_s, kill.target[0].upper(), f"{kill.target} killed at {kill.at_s:.1f} s")
+        Mark(kill.at_s, kill.target[0].upper(), f"{kill.target}{happened} at {kill.at_s:.1f} s")
         for kill in run.kills
     ]
     svg = timeline(panels, name=title, end=run.seconds, width=WIDTH, marks=marks)

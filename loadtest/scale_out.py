@@ -1,0 +1,262 @@
+"""One, two and four engine replicas behind the routers of one server: throughput against so many
+times that of one, and how soon after the decision a new replica gives its first answer.
+
+    python -m loadtest.scale_out --model FOLDER --name llama-8b --load-script http_load.py \
+        --replicas 1 2 4 --out loadtest/results
+
+For a machine with as many GPUs; --cpu tries it on one without. FOLDER and the load script are those
+of loadtest.versus_http. The server runs throughout: each step deploys a higher count, as `serve
+deploy` does, while single requests come; the first that the new replica answers is timed from the
+decision. Then the `dialogue` workload, streams and requests in proportion to the replicas. Every
+line is written when it is there.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
+from loadtest.versus_http import LOAD_S, READY_S
+
+ROUTERS = 4  # for each replica of the largest step
+FIRST_ANSWER_S = 15.0  # promised
+SCALES = 0.95
+
+
+def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
+    """In the form of manta.yaml."""
+    engine: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
+    if args.cpu:
+        engine |= {"max_model_len": 2048, "max_num_seqs": args.streams, "num_blocks": 1024}
+        pool = {"cpu": {"replicas": replicas, "num_cpus": 1, "engine": {"num_threads": 1}}}
+    else:
+        engine |= {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+        engine |= {"max_num_seqs": MAX_NUM_SEQS, "memory_fraction": MEMORY_FRACTION}
+        pool = {"gpu": {"replicas": replicas}}
+    return {
+        "model": args.model,
+        "served_name": "m",
+        "engine": engine,
+        "pools": pool,
+        "limits": {"queue_seconds": LOAD_S},
+        "router": {"replicas": 2 if args.cpu else ROUTERS * max(args.replicas)},
+        "http": {"port": args.port},
+    }
+
+
+class Server:
+    """A server in this process's own Ray cluster."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from deployments.cli.cluster import Cluster
+        from deployments.config import parse_config
+
+        self.args = args
+        self.url = f"http://127.0.0.1:{args.port}"
+        self._parse = parse_config
+        self._cluster = Cluster("local")
+
+    def __enter__(self) -> "Server":
+        config = self._parse(configuration(self.args, min(self.args.replicas)))
+        try:
+            self._cluster.start(config)
+            self.deploy(min(self.args.replicas))
+            limit = time.monotonic() + READY_S
+            while self._get("/ready") is None:
+                if time.monotonic() > limit:
+                    raise SystemExit(f"not ready within {READY_S} s")
+                time.sleep(0.1)
+        except BaseException:
+            self._cluster.close(config.app_name)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.close("manta")
+
+    def deploy(self, replicas: int) -> None:
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        from deployments.app import serve_config
+
+        schema = serve_config(configuration(self.args, replicas))
+        serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema.model_validate(schema))
+
+    def answered(self) -> dict[str, float]:
+        """Output tokens by replica, as some router has heard of them."""
+        text = self._get("/metrics") or ""
+        found = {}
+        for line in text.splitlines():
+            if line.startswith("manta_engine_generation_tokens_total{"):
+                name = line.split('replica="')[1].split('"')[0]
+                found[name] = float(line.rsplit(" ", 1)[1])
+        return found
+
+    def ask(self) -> None:
+        """One token, of a prompt of its own."""
+        body = {"model": "m", "prompt": [time.monotonic_ns() % 9973 + 16] * 8, "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+
+    def _get(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError):
+            return None
+
+
+def grow(server: Server, replicas: int) -> dict[str, Any]:
+    """From the decision to the first answers of all new replicas, seconds."""
+    old = set(server.answered())
+    stop, failed = threading.Event(), list[str]()
+
+    def client() -> None:
+        while not stop.wait(0.02):
+            try:
+                server.ask()
+            except (urllib.error.URLError, OSError) as error:
+                failed.append(str(error))
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for one in clients:
+        one.start()
+    times: dict[str, float] = {}
+    began = time.monotonic()
+    try:
+        server.deploy(replicas)
+        while len(times) < replicas - len(old) and time.monotonic() < began + READY_S:
+            time.sleep(0.05)
+            for name, tokens in server.answered().items():
+                if tokens and name not in old:
+                    times.setdefault(name, round(time.monotonic() - began, 2))
+    finally:
+        stop.set()
+        for one in clients:
+            one.join()
+    return {"label": "grow", "to": replicas, "first_answers_s": [*times.values()], "failed": failed}
+
+
+def load(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> dict[str, Any]:
+    script = args.load_script
+    streams, count = args.streams * replicas, max(1, int(args.count * replicas * share))
+    command = [sys.executable, script.name, "--model", "m", "--workload", "dialogue"]
+    command += ["--url", f"{url}/v1/completions", "--label", f"{replicas} replicas"]
+    command += ["--concurrency", str(streams), "--limit", str(count)]
+    command += ["--procs", str(min(streams, (1 if args.cpu else 8) * replicas))]
+    done = subprocess.run(
+        command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
+    )
+    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    return {**line, "replicas": replicas}
+
+
+def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cases <name>/<replicas>: tokens/s against so many times one replica's; and the longest time
+    to a first answer against the promised one."""
+    rows: list[dict[str, Any]] = []
+
+    def add(case: str, ours: float, peer: float, unit: str) -> None:
+        ratio = round(ours / peer, 3) if peer else None
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+
+    rates = {line["replicas"]: line["out_tok_s"] for line in lines if "out_tok_s" in line}
+    for replicas, rate in rates.items():
+        if replicas > 1 and 1 in rates:
+            add(f"{name}/{replicas}", rate, round(replicas * rates[1], 1), "tok/s")
+    for line in lines:
+        if line["label"] == "grow" and line["first_answers_s"]:
+            case = f"{name}/{line['to']}/first_answer"
+            add(case, max(line["first_answers_s"]), FIRST_ANSWER_S, "s")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--load-script", type=Path, required=True, help="see loadtest.versus_http")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--streams", type=int, default=128, help="at once, for each replica")
+    parser.add_argument("--count", type=int, default=256, help="requests for each replica")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--cpu", action="store_true", help="a pool of CPU replicas, one core each")
+    parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    args = parser.parse_args()
+    args.model = str(Path(args.model).resolve())
+    args.load_script = args.load_script.resolve()
+    args.replicas.sort()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    args.out.mkdir(parents=True, exist_ok=True)
+    today = datetime.date.today().isoformat()
+    raw = args.out / f"scale-out-{args.name}-{today}.jsonl"
+    lines: list[dict[str, Any]] = []
+
+    def keep(line: dict[str, Any]) -> None:
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        raw.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    with tempfile.TemporaryDirectory(prefix="so") as folder:
+        os.environ["TMPDIR"] = folder  # short: haproxy puts sockets in it
+        began = time.monotonic()
+        with Server(args) as server:
+            keep({"label": "start", "ready_s": round(time.monotonic() - began, 1)})
+            for replicas in args.replicas:
+                if replicas > min(args.replicas):
+                    keep(grow(server, replicas))
+                load(args, server.url, replicas, 0.25)  # warm
+                keep(load(args, server.url, replicas))
+    rows = rows_of(args.name, lines)
+    document = {
+        "commit": commit(),
+        "date": today,
+        "device": _device(args.cpu),
+        "config": {
+            "ours": configuration(args, max(args.replicas)),
+            "peers": {"so many times one replica": {}},
+            "load": f"dialogue, {args.streams} streams and {args.count} requests a replica",
+        },
+        "rows": rows,
+    }
+    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    for row in rows:
+        figures = f"{row['ours']:>10} {row['peer']:>10} {row['unit']:<6} {row['ratio']:>7}"
+        print(f"{row['case']:<38} {figures}")
+    kept = all(
+        row["ratio"] >= SCALES if row["unit"] == "tok/s" else row["ratio"] <= 1 for row in rows
+    )
+    return int(not kept)
+
+
+def _device(cpu: bool) -> str:
+    if cpu:
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
