@@ -43,6 +43,7 @@ class GenerationRequest:
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     key: str = ""  # whose it is: what waits is served in turn by key
+    owner: str = ""  # digest of the API key: who else may ask what became of it
 
 
 @dataclass(frozen=True, slots=True)

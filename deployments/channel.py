@@ -70,14 +70,13 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
-    request_id and trace (a W3C traceparent) are for the replica's logs and spans. links: of the
-    prompt's chain (prefix_index.py), joined; the replica passes them on to its other routers.
-    adapter_path, adapter_version: of the record of request.adapter, which is "name@revision";
-    version 0: it has begun, and goes on with that revision though there may be a newer one.
+    trace (a W3C traceparent) is for the replica's spans. links: of the prompt's chain
+    (prefix_index.py), joined; the replica passes them on to its other routers. adapter_path,
+    adapter_version: of the record of request.adapter, which is "name@revision"; version 0: it has
+    begun, and goes on with that revision though there may be a newer one.
     """
 
     request: EngineRequest
-    request_id: str = ""
     trace: str = ""
     links: bytes = b""
     adapter_path: str = ""

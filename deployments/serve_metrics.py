@@ -8,7 +8,8 @@ difference.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
 from ray.serve import metrics as ray_metrics
@@ -58,6 +59,12 @@ def _make(
     return ray_metrics.Gauge(name, family.help, tag_keys=keys)
 
 
+@cache
+def scaling_export(app: str) -> "ScalingExport":
+    """The one of this process."""
+    return ScalingExport(app)
+
+
 class ScalingExport:
     """Of the autoscaling policy, which has no event loop and no replica."""
 
@@ -76,7 +83,7 @@ class ScalingExport:
             (*keys, "direction"),
         )
 
-    def tell(self, targets: dict[str, int]) -> None:
+    def tell(self, targets: Mapping[str, int]) -> None:
         """The pools' numbers are now these."""
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}

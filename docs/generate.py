@@ -107,7 +107,7 @@ def _engine_table() -> str:
     hints = get_type_hints(EngineConfig)
     rows = []
     for field in msgspec.structs.fields(EngineConfig):
-        if field.name in ("model", "revision"):
+        if field.name in ("model", "revision", "log_level"):
             continue
         default = "" if field.default in (None, msgspec.NODEFAULT, ()) else str(field.default)
         rows.append((field.name, _type(hints[field.name]), default, told.get(field.name, "")))

@@ -8,6 +8,7 @@ anything for each request: whoever uses them maps ids to requests.
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from engine.messages import (
     EngineStats,
     Failed,
     FromEngine,
+    LogLine,
     Progress,
     Pulse,
     Ready,
@@ -36,6 +38,8 @@ from engine.messages import (
     StepFrame,
 )
 from engine.supervisor import EngineProcess
+
+logger = logging.getLogger("manta.engine")
 
 START_SECONDS = 600.0  # a large checkpoint from a slow disk
 STOP_SECONDS = 5.0
@@ -146,6 +150,9 @@ class _Client:
         if type(message) is StepFrame:
             self.stats = message.stats
             self._on_frame(message)
+        elif type(message) is LogLine:
+            extra = {"request_id": message.request_id} if message.request_id else None
+            logger.log(message.level, "%s", message.message, extra=extra)
         elif type(message) is Pulse:
             self.pulses += 1
             self.pulse = message

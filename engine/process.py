@@ -8,6 +8,7 @@ whose end is the parent's, and on Linux the kernel kills it when the parent's sp
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from engine.messages import (
     EngineStats,
     Failed,
     FromEngine,
+    LogLine,
     Progress,
     Pulse,
     Ready,
@@ -41,6 +43,8 @@ from engine.messages import (
 )
 
 PR_SET_PDEATHSIG = 1
+logger = logging.getLogger("manta.engine")
+
 LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
 PULSE_SECONDS = 0.5
 
@@ -195,6 +199,11 @@ class EngineLoop:
                 self._refuse(raw, str(error))
                 continue
             if isinstance(message, EngineRequest):
+                logger.debug(
+                    "queued: %d tokens",
+                    len(message.token_ids),
+                    extra={"request_id": message.request_id},
+                )
                 self._core.add(message)
             elif isinstance(message, Abort):
                 self._core.abort(message.ids)
@@ -221,6 +230,18 @@ class EngineLoop:
             self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
         else:
             print(f"engine: dropped a malformed message: {reason}", file=sys.stderr, flush=True)
+
+
+class LogToParent(logging.Handler):
+    """Our loggers' lines go where the parent's go: nobody looks at this process."""
+
+    def __init__(self, send: Callable[[FromEngine], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name = getattr(record, "request_id", "")
+        self._send(LogLine(record.levelno, self.format(record), name))
 
 
 def _watch_parent() -> None:
@@ -287,6 +308,11 @@ def main() -> int:
         with outbox_lock:
             if not outbox.closed:
                 outbox.send(encoder.encode(message))
+
+    ours = logging.getLogger("manta")
+    ours.addHandler(LogToParent(send))
+    ours.propagate = False
+    ours.setLevel(start.config.log_level.upper())
 
     shown: list[tuple[str, int]] = []  # the last (phase, percent) sent
 

@@ -1,5 +1,6 @@
 """Queue: the requests without a row, in line or waiting for their adapters."""
 
+import time
 from bisect import bisect_left, insort
 
 from engine.lora.adapter import Adapter
@@ -36,6 +37,7 @@ class Queue:
         """It steps aside until its adapter is on the device."""
         self.waiting.remove(request)
         request.phase = Phase.PARKED
+        request.adapter_us -= time.monotonic_ns() // 1000
         self.parked.setdefault(adapter, []).append(request)
 
     def unpark(self, adapter: Adapter) -> bool:
@@ -43,6 +45,7 @@ class Queue:
         requests = self.parked.pop(adapter, [])
         for request in requests:
             request.phase = Phase.WAITING
+            request.adapter_us += time.monotonic_ns() // 1000
             insort(self.waiting, request)
         return bool(requests)
 

@@ -47,6 +47,7 @@ from deployments.api.generations import start
 from deployments.api.json_body import parse_json
 from deployments.api.messages import check_messages, text_size
 from deployments.api.options import ApiOptions
+from deployments.api.requests_route import REQUESTS, explain_request, owner_of
 from deployments.backend import Backend, ModelCard
 from engine.errors import MantaError
 
@@ -156,6 +157,7 @@ class Api:
             if call.card.parent is not None:
                 call.adapter = await self._pin(call.card.id, deadline)
             call.key, call.deadline = key, deadline
+            call.owner = owner_of(exchange, self.options) or ""
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             await self._answer(exchange, call, chat)
         finally:
@@ -272,6 +274,10 @@ async def _detokenize(api: Api, exchange: Exchange) -> None:
     await exchange.answer(200, msgspec.json.encode({"prompt": text}))
 
 
+async def _request(api: Api, exchange: Exchange) -> None:
+    await explain_request(exchange, api.options)
+
+
 async def _health(api: Api, exchange: Exchange) -> None:
     await exchange.answer(200, b'{"status":"ok"}')
 
@@ -317,6 +323,8 @@ def _find(exchange: Exchange) -> tuple[str, Handler]:
     label, found = path, _ROUTES.get(path)
     if found is None and path.startswith(_MODELS) and len(path) > len(_MODELS):
         label, found = _MODELS + "{id}", (_GET, _one_model)
+    elif found is None and path.startswith(REQUESTS):
+        label, found = REQUESTS + "{id}", (_GET, _request)
     if found is None and path.startswith(_ADAPTERS) and len(path) > len(_ADAPTERS):
         label, found = _ADAPTERS + "{name}", (("GET", "HEAD", "DELETE"), adapters.one_adapter)
     if found is None:

@@ -48,7 +48,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class Call:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
-    key: whose it is. deadline: monotonic seconds.
+    key, owner: whose it is, for turns and for questions. deadline: monotonic seconds.
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
     timing: usage tells how the request fared (the header x-return-timing).
@@ -66,6 +66,7 @@ class Call:
     cache_salt: str = ""
     priority: int = 0
     key: str = ""
+    owner: str = ""
     deadline: float | None = None
     return_token_ids: bool = False
     prompt_logprobs: bool = False
@@ -93,6 +94,7 @@ class Call:
                 adapter_version=0 if adapter is None else adapter.version,
                 priority=self.priority,
                 key=self.key,
+                owner=self.owner,
                 deadline=self.deadline,
             )
             for ids in self.prompts

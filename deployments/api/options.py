@@ -1,7 +1,11 @@
 """ApiOptions: what the operator decides about the HTTP API."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+# (id, owner or None for everyone's) -> one for each prompt of the call.
+Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class ApiOptions:
         means.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
     metrics: gives the text of /metrics (Prometheus exposition format).
+    explain: what routers know of a request, for /v1/requests/{id}; see explain.py.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
@@ -44,6 +49,7 @@ class ApiOptions:
     )
     tell_request_id: bool = True
     metrics: Callable[[], str] | None = None
+    explain: Explain | None = None
     observe: Callable[[str, int, float], None] | None = None
 
     def __post_init__(self) -> None:
