@@ -9,25 +9,36 @@ and then runs without and with adapters in the same process; `kept` is the best 
 them over the best without. Both sides read the same files and get the same adapter for the same
 request.
 
+A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
+adapters are added, read and copied to the device, against the times while as many requests without
+an adapter come instead.
+
     python -m loadtest.versus_lora --model FOLDER --name llama-8b --sides loads
 
-measures one of 64 streams, of ours alone: its times between tokens while 32 adapters are added,
-read and copied to the device, against the times while nothing is.
+Each line is kept as soon as it is there. --resume takes up the day's lines in --out and runs only
+what is not there, so that the comparison fits where a command may not run for long. A side that
+fails is told with the end of what it said, and the others go on.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.errors import AdapterError
 from loadtest import workloads
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
 
@@ -35,6 +46,17 @@ RANK = 16
 TURNS = 2  # without and with adapters, in one process
 WORKLOAD = "dialogue"
 STREAMS, STREAM_TOKENS, LOADED = 64, 1024, 32  # of the measurement while adapters load
+LOAD_SECONDS = 0.05  # from one load to the next, at least
+SIDE_SECONDS = 580
+# What a run's last line has, and how many of such lines it prints.
+WHOLE = {"manta": ("run", 2 * TURNS), "vllm": ("run", 2 * TURNS), "loads": ("loading_p99_ms", 1)}
+# Without the second vLLM wants a compiler at the start.
+VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def make_adapters(model: Path, out: Path, count: int) -> None:
@@ -125,9 +147,6 @@ def run_manta(model: str, adapters: Path, count: int) -> None:
 
 def run_vllm(model: str, adapters: Path, count: int) -> None:
     """The same for vLLM, with its defaults but for what must be equal."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
     from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
@@ -164,58 +183,67 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
             _report("vllm", count, label, requests, counts, seconds)
 
 
-def run_loads(model: str, adapters: Path, count: int) -> None:
-    """One process; prints the percentiles of the times between tokens, quiet and while loading."""
+def run_loads(model: str, adapters: Path, count: int, streams: int, config: dict[str, Any]) -> None:
+    """One process; prints the percentiles of the times between tokens, quiet and while loading.
+
+    config: of the engine, beyond what is the same everywhere.
+    """
     from engine import LLM, SamplingParams
 
-    prompts = [ids for ids, _ in workloads.build(WORKLOAD)][:STREAMS]
+    prompts = [ids for ids, _ in workloads.build(WORKLOAD)][:streams]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=STREAM_TOKENS)
-    with LLM(
-        model,
-        load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
-        memory_fraction=MEMORY_FRACTION,
-        prefix_caching=False,
-        max_loras=8,
-        max_lora_rank=RANK,
-        lora_host_bytes=16 << 30,
-    ) as llm:
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    fixed = {"dtype": "bfloat16", "prefix_caching": False, "max_loras": 8, "max_lora_rank": RANK}
+    with LLM(model, **fixed, **config) as llm:
         llm.generate(prompts, params, detokenize=False)
 
-        def load() -> None:
-            """Add each, and use it once, so that it goes to the device and others leave it."""
-            one = SamplingParams(temperature=0.0, max_tokens=1)
+        def disturb(load: bool, done: threading.Event) -> None:
+            """Add each adapter and use it once, so that it goes to the device and others leave it;
+            or only what is no loading of that."""
             for number in range(count):
-                llm.add_adapter(f"a{number}", adapters / f"a{number}")
-                llm.generate([prompts[0][:8]], one, adapter=f"a{number}", detokenize=False)
+                began = time.perf_counter()
+                if load:
+                    llm.add_adapter(f"a{number}", adapters / f"a{number}")
+                name = f"a{number}" if load else ""
+                llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
+                if done.wait(max(0.0, began + LOAD_SECONDS - time.perf_counter())):
+                    return
 
         gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
         for _ in range(TURNS):
             for label, times in gaps.items():
                 handles = [llm.start_request(ids, params, detokenize=False) for ids in prompts]
-                loader = threading.Thread(target=load)
+                done = threading.Event()
+                other = threading.Thread(target=disturb, args=(label == "loading", done))
                 last = 0.0
                 for number, _ in enumerate(handles[0]):
                     now = time.perf_counter()
-                    if number == 16 and label == "loading":
-                        loader.start()
-                    if number > 16:
+                    if number == 16:
+                        other.start()
+                    if number > 16 and other.is_alive():
                         times.append(now - last)
                     last = now
-                if label == "loading":
-                    loader.join()
-                    for name in range(count):
-                        llm.remove_adapter(f"a{name}")
                 for handle in handles:
                     handle.sync()
                     handle.release()
-        ms = {
+                done.set()
+                other.join()
+            for number in range(count):
+                with contextlib.suppress(AdapterError):  # the streams ended before its turn came
+                    llm.remove_adapter(f"a{number}")
+        figures = {
             f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
             for label, times in gaps.items()
             for name, share in (("p50", 0.5), ("p99", 0.99))
         }
-        _print(side="loads", adapters=count, loads=llm.stats().adapter_loads, **ms)
+        _print(
+            side="loads",
+            adapters=count,
+            config=fixed | config,
+            loads=llm.stats().adapter_loads,
+            gaps={label: len(times) for label, times in gaps.items()},
+            **figures,
+        )
 
 
 def _report(
@@ -241,70 +269,165 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _run_side(side: str, model: str, adapters: Path, count: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "loadtest.versus_lora", "--side", side, "--model", model]
-    done = subprocess.run(
-        [*command, "--adapters", str(adapters), "--counts", str(count)],
-        stdout=subprocess.PIPE,
-        timeout=580,
-        check=True,
-    )
-    lines = [line for line in done.stdout.decode().splitlines() if line.startswith("{")]
-    for line in lines:
-        print(line, flush=True)
-    return [json.loads(line) for line in lines]
+def run_side(command: list[str], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run a side in a process of its own; keep each JSON line that it prints when it comes.
+
+    Raises SideFailed with the cause and the end of the log.
+    """
+    environment = VLLM_ENVIRONMENT | os.environ
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        # An engine's own processes too, which would keep the device's memory.
+        timer = threading.Timer(SIDE_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        said: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                keep(json.loads(line))
+            else:
+                said.append(line)
+        code = process.wait()
+        timer.cancel()
+        if code:
+            log.seek(0)
+            raise SideFailed(f"exit code {code}\n{explain([*said, *log])}")
 
 
-def _best(lines: list[dict[str, Any]], side: str, count: int, run: str) -> float:
-    return max(
-        line["out_tok_s"]
+class SideFailed(Exception):
+    """A side ended before it was done."""
+
+
+def explain(lines: list[str]) -> str:
+    """The line that names the cause, and the last 40.
+
+    The first exception is the cause: what comes after it tells of the processes that waited.
+    """
+    error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
+    cause = next((line.strip() for line in lines if error.search(line)), "no exception was printed")
+    return "".join([f"cause: {cause}\n", *lines[-40:]])
+
+
+def wait_for_device() -> None:
+    """Until the memory of the side before is free."""
+    for _ in range(30):
+        used = ask_device("memory.used")
+        if not used.isdigit() or int(used) < 2000:
+            return
+        time.sleep(1)
+
+
+def ask_device(what: str) -> str:
+    """A property of the first GPU, without a context on it; "" if there is none."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return said.splitlines()[0].strip()
+
+
+def whole_runs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the lines of runs that were cut off."""
+    counts = Counter(
+        (line["side"], line["adapters"], line["start"])
         for line in lines
-        if (line["side"], line["adapters"], line.get("run")) == (side, count, run)
+        if WHOLE[line["side"]][0] in line
     )
+    return [
+        line
+        for line in lines
+        if counts[line["side"], line["adapters"], line["start"]] >= WHOLE[line["side"]][1]
+    ]
 
 
-def compare(
-    model: str, label: str, counts: list[int], runs: int, out: Path, sides: list[str]
-) -> None:
-    """Alternate the sides, print the shares, write <out>/versus-lora-<date>.json and .jsonl."""
-    import torch
-
-    lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        adapters = Path(folder)
-        make_adapters(Path(model), adapters, max(counts))
-        for count in counts:
-            for _ in range(runs):
-                for side in sides:
-                    lines += _run_side(side, model, adapters, count)
+def rows_of(label: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of whole runs: <label>/<adapters>, and <label>/loads, with what is there."""
     rows = []
-    for count in counts:
+    for count in sorted({line["adapters"] for line in lines if line["side"] != "loads"}):
         row: dict[str, Any] = {"case": f"{label}/{count}", "unit": "tok/s"}
         for side, name, kept in (("manta", "ours", "kept"), ("vllm", "peer", "peer_kept")):
-            if side in sides:
-                row[f"{name}_base"] = _best(lines, side, count, "none")
-                row[name] = _best(lines, side, count, "adapters")
+            runs: dict[str, list[float]] = {"none": [], "adapters": []}
+            for line in lines:
+                if (line["side"], line["adapters"]) == (side, count) and "run" in line:
+                    runs[line["run"]].append(line["out_tok_s"])
+            if all(runs.values()):
+                row[f"{name}_base"], row[name] = max(runs["none"]), max(runs["adapters"])
                 row[kept] = round(row[name] / row[f"{name}_base"], 3)
-        if len(sides) == 2:
+        if "kept" in row and "peer_kept" in row:
             row["ratio"] = round(row["ours"] / row["peer"], 3)
         rows.append(row)
-    configs = {
-        side: [li["config"] for li in lines if li["side"] == side and "config" in li][0:1]
-        for side in sides
-    }
+    loads = [line for line in lines if line["side"] == "loads"]
+    if loads:
+        best = min(loads, key=lambda line: line["loading_p99_ms"] / line["quiet_p99_ms"])
+        ratio = round(best["loading_p99_ms"] / best["quiet_p99_ms"], 3)
+        quiet, loading = best["quiet_p99_ms"], best["loading_p99_ms"]
+        row = {"case": f"{label}/loads", "unit": "ms", "quiet_p99": quiet, "loading_p99": loading}
+        rows.append(row | {"ratio": ratio})
+    return rows
+
+
+def compare(args: argparse.Namespace) -> bool:
+    """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
+    lines in .jsonl. Returns whether all has worked."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    today = datetime.date.today().isoformat()
+    raw = args.out / f"versus-lora-{today}.jsonl"
+    there = raw.read_text().splitlines() if args.resume and raw.exists() else []
+    lines = whole_runs([json.loads(line) for line in there])
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        make_adapters(Path(args.model), Path(folder), max([*args.counts, LOADED]))
+        plan = [
+            (LOADED if side == "loads" else count, start, side)
+            for count in args.counts
+            for start in range(args.runs)
+            for side in args.sides
+        ]
+        for count, start, side in dict.fromkeys(plan):
+            key = (side, count, start)
+            if key in {(line["side"], line["adapters"], line["start"]) for line in lines}:
+                continue
+
+            def keep(line: dict[str, Any], start: int = start) -> None:
+                line["start"] = start
+                lines.append(line)
+                print(json.dumps(line), flush=True)
+                with raw.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+            command = [sys.executable, "-m", "loadtest.versus_lora", "--side", side]
+            command += ["--model", args.model, "--adapters", folder, "--counts", str(count)]
+            wait_for_device()
+            try:
+                run_side(command, keep)
+            except SideFailed as failure:
+                good = False
+                print(f"{side} with {count} adapters failed: {failure}", flush=True)
+            _write(args.name, whole_runs(lines), raw)
+    for row in rows_of(args.name, whole_runs(lines)):
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    return good
+
+
+def _write(label: str, lines: list[dict[str, Any]], raw: Path) -> None:
+    configs = {line["side"]: line["config"] for line in lines if "config" in line}
     document = {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
+        "device": ask_device("name") or "cpu",
         "config": {"ours": configs.get("manta"), "peers": {"vllm": configs.get("vllm")}},
-        "rows": rows,
+        "rows": rows_of(label, lines),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    stem = f"versus-lora-{document['date']}"
-    (out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> None:
@@ -314,22 +437,27 @@ def main() -> None:
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 16, 64], help="adapters")
     parser.add_argument("--runs", type=int, default=1, help="alternating starts of each side")
     parser.add_argument(
-        "--sides", nargs="+", choices=["manta", "vllm", "loads"], default=["manta", "vllm"]
+        "--sides", nargs="+", choices=list(WHOLE), default=["manta", "vllm", "loads"]
     )
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
-    parser.add_argument("--side", choices=["manta", "vllm"], help="run one side only, here")
+    parser.add_argument("--resume", action="store_true", help="keep the day's lines in --out")
+    parser.add_argument("--side", choices=list(WHOLE), help="run one side only, here")
     parser.add_argument("--adapters", type=Path, help="for --side: where they are")
     args = parser.parse_args()
     if args.side == "manta":
         run_manta(args.model, args.adapters, args.counts[0])
     elif args.side == "vllm":
         run_vllm(args.model, args.adapters, args.counts[0])
-    elif args.sides == ["loads"]:
-        with tempfile.TemporaryDirectory() as folder:
-            make_adapters(Path(args.model), Path(folder), LOADED)
-            run_loads(args.model, Path(folder), LOADED)
-    else:
-        compare(args.model, args.name, args.counts, args.runs, args.out, args.sides)
+    elif args.side == "loads":
+        config = {
+            "load_format": "dummy",
+            "max_model_len": MAX_MODEL_LEN,
+            "memory_fraction": MEMORY_FRACTION,
+            "lora_host_bytes": 16 << 30,
+        }
+        run_loads(args.model, args.adapters, args.counts[0], STREAMS, config)
+    elif not compare(args):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
