@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from deployments.decision import Decision, Work
 from deployments.prefix_index import STRIDE, PrefixIndex
 from deployments.steps import Cost, StepModel
+from engine.lora.popularity import Popularity
 from engine.messages import EngineStats
 
 Column = NDArray[np.float64]
@@ -31,7 +32,6 @@ _SETTLE = 0.02  # seconds that a request may take to show in a replica's figures
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
 _STEP_TOKENS = 2048  # of a step, for a replica that does not tell
 _OUTPUT = 128.0  # output tokens of a request, until some have ended
-_FADE = 1.002  # popularity: a request counts half as much as one that came 350 later
 _ADAPTER_SECONDS = 0.1  # a load, until one was seen
 
 
@@ -66,9 +66,8 @@ class Fleet:
         self.rows: list[Replica | None] = []
         self.replicas: dict[str, Replica] = {}
         self.holders: dict[str, set[int]] = {}  # adapter -> rows
-        self.popularity: dict[str, float] = {}  # of adapters
+        self.popularity = Popularity()  # of adapters
         self.adapter_seconds = _ADAPTER_SECONDS
-        self.gain = 1.0
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
@@ -196,7 +195,7 @@ class Fleet:
         replica.booked_tokens += tokens
         replica.booked_sequences += sequences
         if work.adapter:
-            self._count(work.adapter)
+            self.popularity.count(work.adapter)
             if work.adapter not in replica.adapters:
                 replica.sent_adapters[work.adapter] = now
                 slots = replica.adapter_slots or 2**31
@@ -222,14 +221,6 @@ class Fleet:
             for adapter in adapters:
                 self.holders.setdefault(adapter, set()).add(replica.row)
             replica.adapters = adapters
-
-    def _count(self, adapter: str) -> None:
-        self.gain *= _FADE
-        self.popularity[adapter] = self.popularity.get(adapter, 0.0) + self.gain
-        if self.gain > 1e100:
-            kept = {name: count / 1e100 for name, count in self.popularity.items()}
-            self.popularity = {name: count for name, count in kept.items() if count > 1e-9}
-            self.gain /= 1e100
 
     def _refresh(self, replica: Replica) -> None:
         """From what is known of a replica to its columns."""
@@ -266,7 +257,7 @@ class Fleet:
         table[8, row] = ending
         table[7, row] = 0.0
         if replica.adapters and len(replica.adapters) >= replica.adapter_slots > 0:
-            table[7, row] = self.popularity.get(replica.adapters[-1], 0.0)
+            table[7, row] = self.popularity[replica.adapters[-1]]
 
 
 def _share(stats: EngineStats) -> int:

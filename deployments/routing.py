@@ -33,6 +33,7 @@ _OUTPUT_WEIGHT = 0.1  # what a second of these counts against a second before th
 _TIE = (0.05, 0.5)  # of the cost; in steps
 _ADAPTER_TIE = 2.0  # in steps: copies of an adapter cost others their places
 _VICTIM = 2.0  # most that pushing out another adapter counts, in loads
+_COPY = 4.0  # what a load counts against waiting: its slot is worth more than its own delay
 
 
 def route(
@@ -73,8 +74,8 @@ def route(
     has: NDArray[np.bool_] | None = None
     if work.adapter:
         load = fleet.adapter_seconds
-        own = fleet.popularity.get(work.adapter, 0.0) + fleet.gain
-        absent = load + load * np.minimum(_VICTIM, fleet.victim / own)
+        own = fleet.popularity[work.adapter] + fleet.popularity.one
+        absent = _COPY * load * (1 + np.minimum(_VICTIM, fleet.victim / own))
         holding = fleet.holders.get(work.adapter)
         if holding:
             has = np.zeros(len(cost), np.bool_)

@@ -1,5 +1,9 @@
 """DeviceSlots: which adapter each slot on the device holds, and whom it is promised to.
 
+When one has to go it is the one that is asked for least, not the one used longest ago: with many
+more adapters than slots, most of those that come are not wanted again soon, and each would push out
+one that is. One that requests wait for goes only if all are like that.
+
 A slot is pinned by every row that may still run on it, and what is pinned is not replaced. When all
 are pinned and an adapter waits, the slot with the fewest rows is promised to it: nobody new gets in
 there, and when its last row ends the slot changes hands. So no adapter starves.
@@ -8,6 +12,7 @@ there, and when its last row ends the slot changes hands. So no adapter starves.
 from dataclasses import dataclass
 
 from engine.lora.adapter import Adapter
+from engine.lora.popularity import Popularity
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +24,11 @@ class Slot:
     promised: Adapter | None = None
     used: int = 0  # when, in touches
 
+    @property
+    def wanted(self) -> bool:
+        """Requests run on it or wait to."""
+        return self.adapter is not None and self.adapter.users > 0
+
 
 class DeviceSlots:
     """count: how many there are."""
@@ -26,6 +36,7 @@ class DeviceSlots:
     def __init__(self, count: int) -> None:
         self._slots = [Slot(index) for index in range(count)]
         self._clock = 0
+        self.popularity = Popularity()  # of adapters by their names
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -39,7 +50,7 @@ class DeviceSlots:
         slot.used = self._clock
 
     def free(self, adapter: Adapter) -> Slot | None:
-        """One for it that nobody runs on: empty, promised to it, or the least recently used."""
+        """One for it that nobody runs on: empty, promised to it, or the least worth keeping."""
         free = [
             slot
             for slot in self._slots
@@ -47,7 +58,16 @@ class DeviceSlots:
             and (slot.ready or slot.adapter is None)
             and slot.promised in (None, adapter)
         ]
-        return min(free, key=lambda s: (s.adapter is not None, s.used), default=None)
+        return min(free, key=self._worth, default=None)
+
+    def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
+        """The least goes first."""
+        adapter = slot.adapter
+        if adapter is None:
+            return (False, False, 0.0, 0)
+        # Among those that are waited for the order is that of use, so that each gets its turn.
+        asked = 0.0 if slot.wanted else self.popularity[adapter.info.name]
+        return (True, slot.wanted, asked, slot.used)
 
     def give(self, slot: Slot, adapter: Adapter) -> None:
         """It takes a slot that nobody runs on; the caller fills it and makes it ready."""
@@ -90,9 +110,9 @@ class DeviceSlots:
 
     @property
     def resident(self) -> list[str]:
-        """Names of the adapters on the device, the last used first."""
+        """Names of the adapters on the device, the next to go last."""
         slots = [s for s in self._slots if s.adapter is not None and s.ready]
-        slots.sort(key=lambda s: -s.used)
+        slots.sort(key=self._worth, reverse=True)
         return [s.adapter.info.name for s in slots if s.adapter is not None]
 
     def check_integrity(self, pins: dict[int, int]) -> None:

@@ -2,7 +2,8 @@
 
     disk or object store --read (thread)--> host memory --upload (thread)--> device slot
 
-Host memory (host.py) and slots (slots.py) are LRU: host memory with a byte budget, slots by number.
+Host memory (host.py) has a byte budget and forgets what was used longest ago; of the slots
+(slots.py) the one that is asked for least is given away.
 All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
 a load never stalls a step, and only the requests that need that adapter wait.
 """
@@ -143,6 +144,7 @@ class AdapterStore:
         """A request was accepted: bring its adapter into host memory while the request waits, if
         that drives out no other and is not far ahead of its turn."""
         adapter.users += 1
+        self._slots.popularity.count(adapter.info.name)
         room = self._host.has_room and self._reading < READ_AHEAD
         if adapter.error is None and room:
             self._read(adapter)
@@ -348,7 +350,7 @@ class AdapterStore:
 
     @property
     def resident(self) -> list[str]:
-        """Names of the adapters on the device, the last used first."""
+        """Names of the adapters on the device, the next to go last."""
         return self._slots.resident
 
     @property

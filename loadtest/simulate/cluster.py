@@ -15,6 +15,7 @@ class Policy(Protocol):
     """Chooses replicas; is told what a router of its kind would hear."""
 
     name: str
+    popular: bool  # its engines keep the adapters that are asked for most, not last
 
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None: ...
 
@@ -82,7 +83,10 @@ def run(
     """Serve `work` until all has its first token, for `patience` seconds after the last arrival at
     most."""
     dice = Random(seed)
-    replicas = [SimReplica(index, speed, routers) for index, speed in enumerate(speeds)]
+    replicas = [
+        SimReplica(index, speed, routers, popular=policy.popular)
+        for index, speed in enumerate(speeds)
+    ]
     policy.start(replicas, routers, dice)
     events: list[tuple[float, int, int, int]] = []  # time, number, replica, its version
     number = 0

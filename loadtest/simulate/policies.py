@@ -20,6 +20,7 @@ class _Counting:
     """Counts the requests in flight at each replica, from sending to end."""
 
     name = ""
+    popular = False
 
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
         self.replicas = replicas
@@ -118,6 +119,7 @@ class Manta:
     """deployments.routing.route over deployments.fleet.Fleet, each router with its own."""
 
     name = "manta"
+    popular = True
 
     def __init__(self, *, echo: bool = True) -> None:
         self.echo = echo

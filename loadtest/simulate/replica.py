@@ -1,5 +1,5 @@
 """SimReplica: an engine replica in discrete events: continuous batching with a token budget a step,
-chunked prefill, a KV limit, a prefix cache and adapter slots, both LRU.
+chunked prefill, a KV limit, a prefix cache and adapter slots.
 
 What is simpler than the engine: a request reserves the memory of its whole length when it starts,
 so nothing is preempted; shared blocks count for each request that uses them; attention's growth
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from deployments.prefix_index import STRIDE
+from engine.lora.popularity import Popularity
 from engine.messages import EngineStats
 
 _BLOCK = 16
@@ -69,9 +70,13 @@ class Job:
 
 
 class SimReplica:
-    """Call `submit`, then `begin` when idle; `finish` when the time that `begin` gave has come."""
+    """Call `submit`, then `begin` when idle; `finish` when the time that `begin` gave has come.
 
-    def __init__(self, index: int, speed: Speed, routers: int) -> None:
+    popular: the adapter that is asked for least goes, as in our engine; else the one used longest
+    ago, as in others.
+    """
+
+    def __init__(self, index: int, speed: Speed, routers: int, *, popular: bool = False) -> None:
         self.index = index
         self.speed = speed
         self.waiting: deque[Job] = deque()
@@ -82,6 +87,8 @@ class SimReplica:
         self.cache: OrderedDict[bytes, None] = OrderedDict()
         self.adapters: OrderedDict[str, float] = OrderedDict()  # -> when usable; oldest use first
         self.using: dict[str, int] = {}  # running requests
+        self.wanted: dict[str, int] = {}  # requests, the waiting ones included
+        self.popularity = Popularity() if popular else None
         self.step = 0
         self.busy = False
         self.began = 0.0
@@ -100,6 +107,10 @@ class SimReplica:
         job.left = job.prompt
         self.waiting.append(job)
         self.waiting_tokens += job.prompt
+        if job.adapter:
+            self.wanted[job.adapter] = self.wanted.get(job.adapter, 0) + 1
+            if self.popularity is not None:
+                self.popularity.count(job.adapter)
 
     def begin(self, now: float) -> float:
         """Start the next step or stretch of equal steps; its end, or the next time something can
@@ -162,6 +173,7 @@ class SimReplica:
             self.of_router[job.router] -= 1
             if job.adapter:
                 self.using[job.adapter] -= 1
+                self.wanted[job.adapter] -= 1
             self._keep(job.full_links or job.links)
         return ended
 
@@ -182,7 +194,9 @@ class SimReplica:
             output_tokens=self.outputs,
             step_seconds=self.seconds,
             finished=self.ended,
-            adapters=list(reversed(self.adapters)),
+            adapters=sorted(self.adapters, key=self._rank, reverse=True)
+            if self.popularity is not None
+            else list(reversed(self.adapters)),
             adapter_loads=self.loads,
             rows=self.speed.max_num_seqs,
             routers=len(self.of_router),
@@ -238,13 +252,21 @@ class SimReplica:
                 for one, usable in self.adapters.items()
                 if not self.using.get(one) and usable <= now
             )
-            victim = next(victims, None)
+            if self.popularity is None:
+                victim = next(victims, None)
+            else:
+                victim = min(victims, key=self._rank, default=None)
             if victim is None:
                 return now + 0.01  # a slot may have become free by then
             del self.adapters[victim]
         self.loads += 1
         self.adapters[adapter] = now + self.speed.adapter_seconds
         return self.adapters[adapter]
+
+    def _rank(self, adapter: str) -> tuple[bool, float]:
+        """The least goes first."""
+        assert self.popularity is not None
+        return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
 
     def _keep(self, links: list[bytes]) -> None:
         cache = self.cache

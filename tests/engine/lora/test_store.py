@@ -31,6 +31,45 @@ def test_slots_and_host_memory_are_lru() -> None:
     assert store.reads == 4 and store.loads == 4
 
 
+def ask_for(store: AdapterStore, name: str) -> None:
+    """A request that starts and ends at once."""
+    adapter = store.find(name)
+    store.claim(adapter)
+    assert load(store, name)
+    slot = store.pin(adapter, first=True)
+    store.unpin(slot)
+    store.release(adapter, started=True)
+
+
+def test_the_slot_that_is_asked_for_least_is_given_away() -> None:
+    """Bug: one request each for many adapters pushes out the one that everybody uses; or one that
+    was popular long ago stays for ever."""
+    store = make_store("abcdefg", max_loras=2)
+    for name in "aaaa":
+        ask_for(store, name)
+    for name in "bcdefg":
+        ask_for(store, name)
+        assert store.resident[0] == "a"
+    assert store.loads == 7
+    for _ in range(1500):
+        ask_for(store, "b")
+    ask_for(store, "c")
+    ask_for(store, "c")
+    assert store.resident == ["b", "c"], "a has faded"
+
+
+def test_what_is_waited_for_is_not_given_away() -> None:
+    """Bug: an adapter that was just loaded for its first request goes again before that starts."""
+    store = make_store("abc", max_loras=2)
+    for name in "aab":
+        ask_for(store, name)
+    waiting = store.find("b")
+    store.claim(waiting)
+    store.claim(store.find("c"))
+    assert load(store, "c") and store.resident == ["c", "b"]
+    store.release(waiting, started=False)
+
+
 def test_a_pinned_slot_stays_and_nobody_starves() -> None:
     """Bug: weights change under a running request; or a busy adapter keeps all others out."""
     store = make_store("ab", max_loras=1)
