@@ -106,7 +106,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         engine = _deployment(EngineReplica).options(
             name=deployment_name(name),
             **autoscaling.replica_options(name, pool, config),
-            **({"max_surge_percent": _SURGE} if pool.start_first else {}),
+            **_update_options(pool),
             ray_actor_options=_actor_options(pool),
             max_ongoing_requests=100,
             health_check_period_s=_HEALTH_PERIOD,
@@ -237,6 +237,10 @@ def pools(config: MantaConfig, machine: Machine) -> dict[str, PoolConfig]:
             }
         )
     return resolved
+
+
+def _update_options(pool: PoolConfig) -> dict[str, Any]:
+    return {"max_surge_percent": _SURGE} if pool.start_first else {}
 
 
 def _actor_options(pool: PoolConfig) -> dict[str, Any]:
