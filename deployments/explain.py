@@ -58,6 +58,7 @@ class Story:
         "placed",
         "prompt_tokens",
         "received_at",
+        "started",
         "state",
     )
 
@@ -73,8 +74,9 @@ class Story:
         self.received_at = time.time()
         self.state = "waiting"
         self.placed = 0.0  # the first time
-        self.engine_us = -1  # from there to its first step; of the choice that waited longest
+        self.engine_us = -1  # in the engine that brought the first token, until its first step
         self.adapter_us = -1  # part of that: until its adapter was on the device
+        self.started = 0.0  # then
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
@@ -93,11 +95,14 @@ class Story:
         self._placements.append((now, decision, emitted))
 
     def begun(self, delta: Delta, now: float) -> None:
-        """The first tokens of a choice have come."""
-        self.first = self.first or now
-        self.engine_us = max(self.engine_us, delta.queued_us)
-        self.adapter_us = max(self.adapter_us, delta.adapter_us)
-        self.cached = max(self.cached, delta.cached)
+        """The first tokens of a choice have come. Those of the first choice are told."""
+        if self.first:
+            return
+        self.first = now
+        self.engine_us = delta.queued_us
+        self.adapter_us = delta.adapter_us
+        self.cached = max(0, delta.cached)
+        self.started = self._placements[-1][0] + max(0, delta.queued_us) / 1e6
 
     def moves(self, place: str, why: str, now: float) -> None:
         """A choice has left its replica and goes on elsewhere."""
@@ -126,7 +131,6 @@ class Story:
         reached."""
         end = self.ended or now
         waited = (self.placed or end) - self.arrived
-        started = self.placed + max(0, self.engine_us) / 1e6
         decode = end - self.first if self.first else None
         return {
             "state": self.state,
@@ -143,7 +147,7 @@ class Story:
             "timing_ms": {
                 "queue": _ms(waited),
                 "engine_queue": _ms(self.engine_us / 1e6) if self.engine_us >= 0 else None,
-                "prefill": _ms(self.first - started) if self.first else None,
+                "prefill": _ms(self.first - self.started) if self.first else None,
                 "first_token": _ms(self.first - self.arrived) if self.first else None,
                 "decode": _ms(decode),
                 "total": _ms(end - self.arrived),

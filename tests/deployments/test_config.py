@@ -90,7 +90,7 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
             2,
             "min_replicas is above max_replicas",
         ),
-        ("router:\n  silence_seconds: 1", 1, "heartbeat_seconds"),
+        ("router:\n  silence_seconds: 0.9", 1, "heartbeat_seconds"),
         ("replicas: -1", 1, "replicas"),
         ("replicas: 1.5", 1, "replicas"),
         ("replicas: yes", 1, "got 'yes'"),

@@ -1,0 +1,289 @@
+"""Metrics, dashboard and `manta status`: one name for one thing, in all of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.backend import BackendState
+from deployments.cli.status import Look, page, summarise
+from deployments.metrics import (
+    PREFIX,
+    SCALING_DECISIONS,
+    SCALING_TARGET,
+    RouterMetrics,
+    families,
+    quantile,
+    render,
+    replica_families,
+)
+from engine.messages import EngineStats
+
+ROOT = Path(__file__).parents[2]
+
+
+def exported() -> set[str]:
+    """Names that Ray's exporter gives ours."""
+    names = {PREFIX + SCALING_TARGET, PREFIX + SCALING_DECISIONS}
+    state = BackendState()
+    for family in (*families(RouterMetrics(), state), *replica_families({"": EngineStats()})):
+        if family.kind == "histogram":
+            names |= {family.name + suffix for suffix in ("_bucket", "_sum", "_count")}
+        else:
+            names.add(family.name)
+    return {f"ray_{name}" for name in names}
+
+
+# -- the dashboard
+
+
+def panels() -> list[dict[str, Any]]:
+    loaded = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    found: list[dict[str, Any]] = loaded["panels"]
+    return found
+
+
+def test_the_dashboard_asks_for_what_we_export() -> None:
+    """A renamed metric is an empty panel, which looks like a quiet service."""
+    import ray.serve
+
+    names: set[str] = set()
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            names |= set(re.findall(r"\bray_\w+(?=\{)", target["expr"]))
+    ours = {name for name in names if name.startswith("ray_manta_")}
+    assert len(ours) > 25
+    assert ours <= exported(), ours - exported()
+    serve = Path(ray.serve.__file__).parent
+    text = "".join(path.read_text() for path in (serve / "_private").glob("*.py"))
+    for name in names - ours:
+        assert f'"{name.removeprefix("ray_")}"' in text, name
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    """Two panels of one id, or a query that ends in the middle: Grafana shows nothing of it."""
+    loaded = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    assert {"uid", "title", "schemaVersion", "templating", "time", "panels"} <= loaded.keys()
+    variables = {one["name"] for one in loaded["templating"]["list"]}
+    assert variables == {"datasource", "Application", "Cluster"}  # the names that Ray's have
+    ids = [panel["id"] for panel in loaded["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in loaded["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"] == "${datasource}" and panel["targets"]
+        for target in panel["targets"]:
+            expr = target["expr"]
+            for a, b in ("()", "{}", "[]"):
+                assert expr.count(a) == expr.count(b), expr
+            selectors = re.findall(r"\w+\{([^}]*)\}", expr)
+            assert selectors, expr
+            for selector in selectors:
+                assert selector == 'application=~"$Application",ray_io_cluster=~"$Cluster"'
+            for variable in re.findall(r"\$(\w+)", expr):
+                assert variable in variables | {"__rate_interval"}
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                assert re.search(rf"by \([^)]*\b{label}\b", expr), expr
+
+
+def test_standard_names_are_there() -> None:
+    """Dashboards and alerts that people bring along look for them."""
+    text = render(RouterMetrics(), BackendState({"r": EngineStats()}), "m")
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+        "num_preemptions_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "num_adapters_loaded",
+        "adapter_loads_total",
+    ):
+        assert f"\nmanta_{name}{{" in text, name
+
+
+# -- through Ray's exporter
+
+
+class FakeMetric:
+    """ray.serve.metrics.Counter and Gauge, as far as they are used."""
+
+    made: dict[str, "FakeMetric"]
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert name not in self.made, "Ray takes a name once"
+        self.made[name] = self
+        self.keys = tag_keys
+        self.values: dict[tuple[str, ...], float] = {}
+
+    def _key(self, tags: dict[str, str]) -> tuple[str, ...]:
+        assert set(tags) == set(self.keys)
+        return tuple(tags.values())
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values[self._key(tags)] = value
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "Ray raises"
+        self.values[self._key(tags)] = self.values.get(self._key(tags), 0.0) + value
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
+    from deployments import serve_metrics
+
+    found: dict[str, FakeMetric] = {}
+    for kind in ("Counter", "Gauge"):
+        monkeypatch.setattr(
+            serve_metrics.ray_metrics, kind, type(kind, (FakeMetric,), {"made": found})
+        )
+    return found
+
+
+async def test_counters_go_on_and_histograms_are_whole(made: dict[str, FakeMetric]) -> None:
+    """A counter that is counted twice at each export; a histogram whose buckets are not sums."""
+    from deployments.serve_metrics import ServeExport
+
+    metrics = RouterMetrics()
+    export = ServeExport(lambda: families(metrics, BackendState(in_flight=3)))
+    metrics.output_tokens.add(5)
+    metrics.routed.add(2, "prefix")
+    metrics.between.observe(0.004, 10)
+    export._export()
+    metrics.output_tokens.add(2)
+    metrics.between.observe(3600.0)
+    export._export()
+    export._export()
+    export.stop()
+    assert made["manta_generation_tokens"].values == {(): 7}  # Ray adds _total
+    assert made["manta_routed"].values == {("prefix",): 2}
+    assert made["manta_router_requests_in_flight"].values == {(): 3}
+    buckets = made["manta_inter_token_latency_seconds_bucket"].values
+    assert buckets["0.0025",] == 0 and buckets["0.005",] == 10 and buckets["+Inf",] == 11
+    assert made["manta_inter_token_latency_seconds_count"].values == {(): 11}
+    assert not [
+        name
+        for name in made
+        if f"ray_{name}"
+        not in exported() | {f"ray_{name}" for name in made if f"ray_{name}_total" in exported()}
+    ]
+
+
+def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
+    """A policy that swings, which nobody sees in the number of replicas."""
+    from deployments.serve_metrics import ScalingExport
+
+    export = ScalingExport("manta")
+    for targets in ({"gpu": 1, "cpu": 1}, {"gpu": 3, "cpu": 1}, {"gpu": 2, "cpu": 0}):
+        export.tell(targets)
+    assert made["manta_scaling_target_replicas"].values == {
+        ("manta", "gpu"): 2,
+        ("manta", "cpu"): 0,
+    }
+    assert made["manta_scaling_decisions"].values == {
+        ("manta", "gpu", "up"): 1,
+        ("manta", "gpu", "down"): 1,
+        ("manta", "cpu", "down"): 1,
+    }
+
+
+# -- manta status
+
+
+def router(name: str, metrics: RouterMetrics, **replicas: EngineStats) -> dict[str, Any]:
+    import msgspec
+
+    stats = {
+        f"engine-{k.replace('_', '/')}": msgspec.structs.asdict(v) for k, v in replicas.items()
+    }
+    load = {"in_flight": 4, "queued": 1, "queued_tokens": 700}
+    told = {"name": name, "model": "m", **load, "replicas": stats, "metrics": metrics.told()}
+    return json.loads(json.dumps(told))
+
+
+def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
+    """A load that is counted once for each router; rates since the start of time."""
+    one, two = RouterMetrics(), RouterMetrics()
+    one.first_token.observe(0.05, 100)  # before we looked
+    before = Look(
+        10.0,
+        "manta",
+        "RUNNING",
+        {"gpu": {"RUNNING": 2}},
+        [router("a", one, gpu_1=EngineStats(step=5, output_tokens=100)), router("b", two)],
+    )
+    one.first_token.observe(0.5, 3)
+    two.prompt_size.observe(10.0, 4)
+    two.failed.add(2, "overloaded")
+    two.routed.add(4, "load")
+    two.output_tokens.add(60)
+    old = EngineStats(step=6, running=9, output_tokens=120, total_blocks=10, free_blocks=10)
+    new = EngineStats(
+        step=9, running=3, output_tokens=300, total_blocks=10, free_blocks=4, rows=8, draining=True
+    )
+    after = Look(
+        12.0,
+        "manta",
+        "RUNNING",
+        {"gpu": {"RUNNING": 2, "STARTING": 1}, "cpu": {}},
+        [router("a", one, gpu_1=old), router("b", two, gpu_1=new)],
+        {"time": 11.0, "targets": {"gpu": 3}, "reasons": {"gpu": "a trend [x]"}},
+        silent=1,
+    )
+    found = summarise(after, before)
+    (replica,) = found["replicas"]
+    assert (replica["running"], replica["kv_used"], replica["draining"]) == (3, 0.6, True)
+    assert replica["output_tokens_per_second"] == 100.0
+    assert found["pools"]["gpu"]["target"] == 3 and found["pools"]["gpu"]["starting"] == 1
+    assert found["pools"]["cpu"]["kv_used"] is None
+    assert found["rates"]["requests"] == 2.0 and found["rates"]["failed"] == 1.0
+    assert found["rates"]["output_tokens"] == 30.0
+    assert 250 < found["latency_ms"]["first_token"]["p50"] <= 500
+    assert found["latency_ms"]["between_tokens"]["p99"] is None
+    assert found["routed"] == {"load": 4}
+    json.dumps(found)
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(page(found))
+    shown = console.export_text()
+    for text in (
+        "gpu to 3: a trend [x]",
+        "engine-gpu/1 draining",
+        "1 routers do not answer",
+        "3/8",
+    ):
+        assert text in shown, shown
+
+
+def test_status_without_an_earlier_look_or_any_router() -> None:
+    """The first second of an application, and the last."""
+    found = summarise(Look(1.0, "manta", "DEPLOYING", {"cpu": {"STARTING": 1}}, []))
+    assert found["rates"]["requests"] is None and found["model"] is None
+    page(found)
+    fresh = router("new", RouterMetrics())
+    before = Look(1.0, "manta", "RUNNING", {}, [router("gone", RouterMetrics())])
+    page(summarise(Look(2.0, "manta", "RUNNING", {}, [fresh]), before))
+
+
+def test_quantiles() -> None:
+    """The bound below, the bound above, or nothing at all."""
+    assert quantile((1.0, 2.0), (0, 0, 0), 0.5) is None
+    assert quantile((1.0, 2.0), (4, 0, 0), 0.5) == 0.5
+    assert quantile((1.0, 2.0), (1, 2, 0), 1.0) == 2.0
+    assert quantile((1.0, 2.0), (1, 0, 9), 0.99) == 2.0
