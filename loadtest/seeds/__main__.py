@@ -4,11 +4,14 @@
     python -m loadtest.seeds W6 W12 --simulated
 
 "simulated" rows run Manta's own core, scheduler and block manager on a device that only keeps the
-time of a step (loadtest/seeds/simulated.py says how it is reckoned); "measured" rows run on this
-machine's CPU. W4: ShareGPT at 200 requests/s. W5: what token attention and the exact peak add to
-static slots. W6: lengths that differ widely. W7: fused and unfused. W12: continuous and static
-batches. W13: text beside the loop or in it. W14: 8-bit and 16-bit weights. W15: ragged and filled
-prompts. W16: requests in a given memory.
+time of a step (loadtest/seeds/simulated.py says how it is reckoned); "measured" rows run on one
+core of this machine, by processor time.
+
+W4   ShareGPT at 200 requests/s                   W13  text beside the loop, or in it
+W5   tokens and the exact peak against slots      W14  8-bit and 16-bit weights
+W6   lengths that differ widely                   W15  ragged and filled prompts
+W7   fused and unfused                            W16  requests in a given memory
+W12  continuous and static batches
 """
 
 import argparse

@@ -27,12 +27,15 @@ def widely_different(count: int, seed: int = 0) -> Sizes:
     return [(rng.randint(32, 64), output.draw(rng)) for _ in range(count)]
 
 
-def batches(sizes: Sizes, size: int) -> list[Sizes]:
-    """In order, each filled up to its longest prompt and its longest output: what a static batch
+def batches(sizes: Sizes, size: int, *, fill_prompts: bool = True) -> list[Sizes]:
+    """In order, each filled up to its longest output, and its longest prompt: what a static batch
     computes."""
     filled = []
     for at in range(0, len(sizes), size):
         group = sizes[at : at + size]
-        longest = max(prompt for prompt, _ in group), max(output for _, output in group)
-        filled.append([longest] * len(group))
+        prompts = [prompt for prompt, _ in group]
+        if fill_prompts:
+            prompts = [max(prompts)] * len(group)
+        output = max(output for _, output in group)
+        filled.append([(prompt, output) for prompt in prompts])
     return filled

@@ -1,9 +1,12 @@
 """Workloads that fit this machine's CPU, measured on it: a feature on and off, in turns, best of
-the rounds. The default model unless said otherwise, one process with the core in it."""
+the rounds. The default model unless said otherwise, one process with the core in it.
 
-import asyncio
+What is measured is processor time of one core, which tells the same on a busy machine.
+"""
+
 import contextlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +16,11 @@ from unittest import mock
 
 import torch
 
-from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.detokenizer import ChoiceDecoder
 from engine.factory import build
+from engine.llm import LLM
 from engine.messages import Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -28,13 +31,19 @@ from loadtest.seeds.rows import Row
 
 
 def _core(folder: Path, **fields: Any) -> EngineCore:
-    values = {"max_model_len": 2048, "num_blocks": 1024, "prefix_caching": False, **fields}
+    values = {
+        "max_model_len": 2048,
+        "num_blocks": 1024,
+        "num_threads": 1,
+        "prefix_caching": False,
+        **fields,
+    }
     return build(EngineConfig(model=str(folder), device="cpu", **values))[0]
 
 
 def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
-    """Seconds for the groups one after another, each all at once."""
-    begin = time.perf_counter()
+    """Processor seconds for the groups one after another, each all at once."""
+    begin = time.process_time()
     number = 0
     for group in groups:
         for prompt, output in group:
@@ -44,7 +53,7 @@ def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
             number += 1
         while core.has_work():
             core.step()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def _in_turns(rounds: int, *sides: Callable[[], float]) -> list[float]:
@@ -66,7 +75,7 @@ def _unfused() -> Iterator[None]:
 
 def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
     """Inputs of 5, 13, 27 and 51 tokens in turn, outputs of one length; fused and unfused."""
-    output = max(4, int(64 * scale))
+    output = max(4, int(32 * scale))
     rows = []
     fused = _core(folder)
     with _unfused():
@@ -96,10 +105,10 @@ def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
 def w12(folder: Path, scale: float, rounds: int) -> list[Row]:
     """Continuous against static batches, ShareGPT's lengths at a tenth."""
     rows = []
-    sizes = sharegpt(max(16, int(64 * scale)), scale=0.1)
+    sizes = sharegpt(max(16, int(48 * scale)), scale=0.1)
     for limit, ideal in ((8, 2.20), (16, 2.56)):
         core = _core(folder, max_num_seqs=limit)
-        filled = batches(sizes, limit)
+        filled = batches(sizes, limit, fill_prompts=False)
         ours, theirs = _in_turns(
             rounds, lambda core=core: _serve(core, [sizes]),
             lambda core=core, filled=filled: _serve(core, filled),
@@ -128,23 +137,25 @@ TINY = {
 
 def w13(folder: Path, scale: float, rounds: int) -> list[Row]:
     """256 streams of a model of two tiny layers with the default model's tokenizer: text made in
-    the engine's loop, or beside it."""
+    the engine's loop, or beside it. What the loop's process has to do for a token, because that is
+    what bounds it where there are cores for both."""
     count, output = max(16, int(256 * scale)), 64
     tokenizer = Tokenizer.load(folder)
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = [f"Request {i}: tell me about the number {i * 7919}." for i in range(count)]
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=output, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     with tempfile.TemporaryDirectory(prefix="manta-seeds-") as name:
         tiny = Path(name)
         (tiny / "config.json").write_text(json.dumps({**TINY, "vocab_size": vocab}))
-        config = EngineConfig(
-            model=name, device="cpu", load_format="dummy", num_threads=1, max_num_seqs=256,
-            num_blocks=4096, max_model_len=512, prefix_caching=False,
-        )  # fmt: skip
+        fields: dict[str, Any] = {
+            "model": name, "device": "cpu", "load_format": "dummy", "num_threads": 1,
+            "max_num_seqs": 256, "num_blocks": 4096, "max_model_len": 512, "prefix_caching": False,
+        }  # fmt: skip
+        core = build(EngineConfig(**fields))[0]
         ours, theirs = _in_turns(
             rounds,
-            lambda: asyncio.run(_beside(config, tokenizer, prompts, params)),
-            lambda: _inline(build(config)[0], tokenizer, prompts, params),
+            lambda: _beside(fields, tokenizer, prompts, params),
+            lambda: _inline(core, tokenizer, prompts, params),
         )
     return [
         Row.of(
@@ -162,24 +173,28 @@ def _chunk(text: str) -> bytes:
     return json.dumps({"choices": [{"index": 0, "text": text}]}).encode()
 
 
-async def _beside(
-    config: EngineConfig, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
+def _beside(
+    fields: dict[str, Any], tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
 ) -> float:
-    async with await AsyncEngine.start(config, tokenizer=tokenizer) as engine:
-        begin = time.perf_counter()
+    """Processor seconds of the engine's process."""
+    with LLM(**fields, tokenizer=tokenizer) as llm:
+        begin = _processor_seconds(llm.pid)
+        handles = [llm.start_request(prompt, params) for prompt in prompts]
+        for handle in handles:
+            handle.sync()
+        return _processor_seconds(llm.pid) - begin
 
-        async def one(prompt: str) -> None:
-            async for out in engine.stream(prompt, params):
-                _chunk(out.outputs[0].text)
 
-        await asyncio.gather(*(one(prompt) for prompt in prompts))
-        return time.perf_counter() - begin
+def _processor_seconds(pid: int) -> float:
+    """Linux: user and system time of all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _inline(
     core: EngineCore, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
 ) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     decoders = []
     for number, prompt in enumerate(prompts):
         ids = tokenizer.encode(prompt)
@@ -189,13 +204,14 @@ def _inline(
         deltas: list[Delta] = core.step()
         for delta in deltas:
             _chunk(decoders[delta.id].feed(delta.token_ids, delta.finish).text)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
     """A product with weights in 8 bits and in 16, by rows; the seed's 4 bits do not exist here."""
     if not has_int8():
         return []
+    torch.set_num_threads(1)
     rows = []
     weight = torch.randn(4096, 4096).mul_(0.02).bfloat16()
     eight, sixteen = PackedInt8(weight, None), PackedLinear(weight, None)
@@ -204,10 +220,10 @@ def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
 
         def seconds(product: PackedLinear, x: torch.Tensor = x) -> float:
             product(x)
-            begin = time.perf_counter()
+            begin = time.process_time()
             for _ in range(4):
                 product(x)
-            return (time.perf_counter() - begin) / 4
+            return (time.process_time() - begin) / 4
 
         ours, theirs = _in_turns(
             4 * rounds, lambda f=seconds: f(eight), lambda f=seconds: f(sixteen)
@@ -228,7 +244,7 @@ def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
 
 def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
     """Prompts of prefill batches as they are, and filled up to the longest; ShareGPT at a third."""
-    sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(64 * scale)), scale=0.33)]
+    sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(32 * scale)), scale=0.33)]
     core = _core(folder)
     rows = []
     for size, share in ((4, 0.63), (16, 0.81)):

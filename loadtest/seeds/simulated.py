@@ -140,9 +140,12 @@ def serve(
     )
 
 
-def serve_in_batches(sizes: Sizes, size: int, device: Device, **options: Any) -> Outcome:
-    """Batches that begin together and end with their longest; prompts filled up to the longest."""
-    parts = [serve(group, device, **options) for group in batches(sizes, size)]
+def serve_in_batches(
+    sizes: Sizes, size: int, device: Device, *, fill_prompts: bool = True, **options: Any
+) -> Outcome:
+    """Batches that begin together and end with their longest; see `batches`."""
+    groups = batches(sizes, size, fill_prompts=fill_prompts)
+    parts = [serve(group, device, **options) for group in groups]
     steps = sum(part.steps for part in parts)
     return Outcome(
         sum(part.seconds for part in parts),
@@ -237,16 +240,18 @@ def w6(scale: float) -> list[Row]:
 
 
 def w12(scale: float) -> list[Row]:
-    """Continuous against static batches at a limit of requests; the claim is 2 to 3 times."""
+    """Continuous against static batches, which run to their longest output, at a limit of requests.
+    The claim is 2 to 3 times; the ratios of steps that these lengths make possible are between."""
     rows = []
     sizes = sharegpt(int(1024 * scale))
     for limit, ideal in ((8, 2.20), (16, 2.56), (32, 2.78), (64, 2.97)):
-        memory = {"capacity": 400_000}
+        ours = serve(sizes, LLAMA_7B, 400_000, max_num_seqs=limit)
+        static = serve_in_batches(sizes, limit, LLAMA_7B, fill_prompts=False, capacity=400_000)
         rows += _rates(
             f"W12 at most {limit} at once",
             len(sizes),
-            ("continuous", serve(sizes, LLAMA_7B, max_num_seqs=limit, **memory)),
-            [("static batches", serve_in_batches(sizes, limit, LLAMA_7B, **memory), ideal)],
+            ("continuous", ours),
+            [(f"static batches ({static.steps / ours.steps:.2f} times the steps)", static, ideal)],
         )
     return rows
 

@@ -14,7 +14,9 @@ def test_lengths_have_the_seeds_means() -> None:
         assert abs(sum(size[at] for size in sizes) / len(sizes) - mean) < 0.05 * mean
     long = sum(output > 64 for _, output in widely_different(1000))
     assert 250 < long < 350
-    assert batches([(1, 9), (5, 2), (3, 3)], 2) == [[(5, 9), (5, 9)], [(3, 3)]]
+    sizes = [(1, 9), (5, 2), (3, 3)]
+    assert batches(sizes, 2) == [[(5, 9), (5, 9)], [(3, 3)]]
+    assert batches(sizes, 2, fill_prompts=False) == [[(1, 9), (5, 9)], [(3, 3)]]
 
 
 def test_time_is_that_of_bytes_and_arithmetic() -> None:
