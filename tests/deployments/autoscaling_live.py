@@ -5,7 +5,7 @@ replicas, requests through the HTTP endpoint.
 
 A GPU pool of 0 to 3 replicas (on the CPU; Ray is told of GPUs) and a CPU pool of 0 or 1 on nodes of
 their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more;
-then that of half a GPU; then nothing; then one request. Every text is compared with that of the
+then that of half of one; then nothing; then one request. Every text is compared with that of the
 quiet beginning. Writes what came of it as JSON: phases, counts of replicas and nodes, decisions.
 """
 
@@ -204,7 +204,7 @@ async def scenario(live: Live, quick: float) -> None:
             assert live.seen[-1].gpu == 0, "a GPU for what a CPU can do"
         async with live.load("heavy", 2.3 * gpu):
             await live.until(lambda s: (s.gpu, s.cpu) == (3, 0), 2 * quick, "3 GPUs, no CPU")
-        async with live.load("light", max(0.6 * gpu, 2.2 * alone)):
+        async with live.load("light", max(0.45 * gpu, 2.2 * alone)):
             await live.until(lambda s: (s.gpu, s.gpu_nodes) == (1, 1), 2 * quick, "1 GPU")
         await live.until(lambda s: not (s.gpu or s.cpu), 2 * quick, "no replica")
         await live.until(lambda s: not (s.gpu_nodes or s.cpu_nodes), quick, "no node")

@@ -65,7 +65,9 @@ def counting(settings: ReplicaSettings) -> EngineConfig:
 class Drained:
     """The application as it is now, and the ways to change it."""
 
-    def __init__(self, cluster: Any, models: dict[str, Path], engine: dict[str, Any]) -> None:
+    def __init__(
+        self, cluster: Any, models: dict[str, Path], engine: dict[str, Any], notices: int
+    ) -> None:
         self.cluster = cluster
         self.models = models
         self.model = "a"
@@ -73,7 +75,10 @@ class Drained:
         self.counts = {"cpu": 2, "gpu": 2}
         self.drain_seconds = _SHORT_DRAIN
         self.port = free_port()
-        self.spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
+        self.spots = [  # those that go, and one that stays; each has room for the pool
+            cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
+            for _ in range(notices + 1)
+        ]
 
     def config(self) -> dict[str, Any]:
         where = {"cpu": {"stays": 0.1}, "gpu": {"spot": 0.5}}
@@ -138,15 +143,15 @@ class Drained:
         await self.steady()
 
     async def notice(self) -> None:
-        """The node that has the replicas of a pool is to go, goes at the deadline, and another is
-        there."""
+        """The node that has replicas of a pool is to go, and goes at the deadline."""
+        from ray._private.state import available_resources_per_node
         from ray._raylet import GcsClient
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-        old = self.spot
-        self.spot = await asyncio.to_thread(
-            lambda: self.cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
-        )
+        free = await asyncio.to_thread(available_resources_per_node)
+        used = {node for node, resources in free.items() if resources.get("spot", 0) < 1}
+        old = next(node for node in self.spots if node.node_id in used)
+        self.spots.remove(old)
         gcs = GcsClient(address=self.cluster.address)
         deadline = time.time() + _NOTICE
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -320,7 +325,7 @@ def main() -> int:
         with nodes(options.proxy) as cluster:
             from ray import serve
 
-            drained = Drained(cluster, models, {} if fake else ENGINE)
+            drained = Drained(cluster, models, {} if fake else ENGINE, options.notices)
             http = {"host": "127.0.0.1", "port": drained.port}
             serve.start(proxy_location="HeadOnly", http_options=http)
             run, report = asyncio.run(drain(drained, options))
