@@ -5,13 +5,11 @@ import importlib.util
 import itertools
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,48 +96,6 @@ def test_shipped_configuration_is_valid() -> None:
 def test_library_example(default_model: Path) -> None:
     """The first lines of Python that a new user types."""
     assert len(run(examples("python.md")[0]).strip().splitlines()) >= 2
-
-
-# -- cluster.yaml
-
-
-def cluster() -> dict[str, Any]:
-    import yaml  # Ray's own, with anchors, which our configuration refuses
-
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text("utf-8"))
-    return loaded
-
-
-def test_cluster_file_passes_rays_schema() -> None:
-    """`ray up` finds a misspelt key only after it has asked AWS for an hour of your time."""
-    from ray._private.label_utils import validate_node_label_syntax
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    config = prepare_config(cluster())
-    validate_config(config)
-    for kind in config["available_node_types"].values():
-        assert not validate_node_label_syntax(kind["labels"])
-    pools = {kind["labels"]["pool"] for kind in config["available_node_types"].values()}
-    assert pools == {"head", "gpu", "cpu"}
-
-
-def test_cluster_file_sets_what_the_application_needs() -> None:
-    """Ray's processes read these at their start; one left out is a slow or a cut stream."""
-    from deployments.app import cluster_environment
-    from deployments.config import parse_config
-
-    wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), "folder")
-    config = cluster()
-    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        words = shlex.split(commands[-1].replace("$'", "'"))  # a shell's $'\\n'
-        given = dict(
-            word.replace("\\n", "\n").split("=", 1) for word in words if word.startswith("RAY_")
-        )
-        assert given.pop("RAY_AUTH_MODE") == "token"
-        # Files and ports of HAProxy are only chosen where several clusters share one machine.
-        own = [k for k, v in wanted.items() if v.startswith("folder") or k.endswith("S_PORT")]
-        assert given == {k: v for k, v in wanted.items() if k not in own}
-    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
 
 
 # -- examples that need a server
