@@ -21,10 +21,12 @@ IMAGES = Path(__file__).parents[1] / "docs" / "img"
 MADE_BY = {
     "change": "`python -m loadtest.versus_engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
+    "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "http": "streams through Ray Serve, against the same engine offline",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
     "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
+    "scale-out": "`python -m loadtest.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
     "versus-cpu": "`python -m loadtest.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m loadtest.versus_engine`: Manta's engine against vLLM's, offline",

@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,7 +30,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deployments.app import as_config, assemble, cluster_environment, prepare_engine, serve_config
+from deployments.app import (
+    as_config,
+    assemble,
+    cluster_environment,
+    prepare_engine,
+    proxy,
+    serve_config,
+)
 from deployments.config import parse_config
 from deployments.models import resolve_model
 from deployments.replica import ReplicaSettings
@@ -262,14 +270,14 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
 
 
 @contextmanager
-def nodes(proxy: str) -> Iterator[Any]:
+def nodes(edge: str) -> Iterator[Any]:
     """A Ray of our own with Serve, in which nodes can be added."""
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
-    settings = parse_config({"model": "default", "http": {"proxy": proxy}}, {})
+    settings = parse_config({"model": "default", "http": {"proxy": edge}}, {})
     os.environ.update(cluster_environment(settings, folder))
     args = {"num_cpus": 8, "resources": {"stays": 1}, **_COMMON}
     cluster = Cluster(initialize_head=True, head_node_args=args)
@@ -315,6 +323,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="without suffix")
     options = parser.parse_args()
     fake = options.model == "fake"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster is stopped
     options.rate = options.rate or (6.0 if fake else 0.5)
     options.tokens = options.tokens or (40 if fake else 8)
     now = datetime.now(UTC)
@@ -331,11 +340,13 @@ def main() -> int:
             run, report = asyncio.run(drain(drained, options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    settings = parse_config({"model": "default", "http": {"proxy": options.proxy}}, {})
     report = {
         "commit": commit(),
         "date": f"{now:%Y-%m-%d}",
         "device": f"{os.cpu_count()} CPU cores",
         "when": now.isoformat(timespec="seconds"),
+        "proxy": proxy(settings),
         "model": "an engine that counts" if fake else f"{options.model}, float32",
         **report,
     }
