@@ -4,22 +4,13 @@ anything is started."""
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from deployments.adapters_paths import MAX_PATH, is_url, scan
 from engine.errors import AdapterError, ConfigError
 from engine.lora.peft_config import check_name, read_peft_config
-
-
-def _path(path: str) -> str:
-    if not path or len(path) > MAX_PATH or not path.isprintable():
-        raise ValueError(f"must be a folder or the URL of an object store, got {path[:64]!r}")
-    return path
-
-
-AdapterPath = Annotated[str, AfterValidator(_path)]
 
 
 class AdaptersConfig(BaseModel):
@@ -27,21 +18,33 @@ class AdaptersConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    paths: dict[str, AdapterPath] = Field(
+    paths: dict[str, str] = Field(
         default_factory=dict,
         description="Name -> folder in PEFT's format, or a URL that fsspec knows. Read when first "
         "asked for.",
     )
-    watch: AdapterPath | None = Field(
+    watch: str | None = Field(
         None,
         description="A folder whose subfolders are adapters of their names, looked at each second: "
         "what comes is served, what goes is not, and what is replaced is read again.",
     )
-    roots: list[AdapterPath] = Field(
+    roots: list[str] = Field(
         default_factory=list,
         description="Folders and URLs that adapters may be added from while it runs, `watch` "
         "always being one. Default none.",
     )
+
+    @field_validator("paths", "watch", "roots")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            given = list(value.values())
+        else:
+            given = value if isinstance(value, list) else [value or "."]
+        for path in given:
+            if not path or len(path) > MAX_PATH or not path.isprintable():
+                raise ValueError(f"must be a folder or the URL of an object store: {path[:64]!r}")
+        return value
 
     def check_names(self, model: str) -> None:
         """Raises ValueError. model: the base model's name."""

@@ -3,6 +3,7 @@ count instead of thinking, and what they say tells which revision of which adapt
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -10,15 +11,19 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from typer.testing import CliRunner
 
 from deployments.adapters import AdapterSettings
 from deployments.adapters_book import LocalBook, RayBook
 from deployments.adapters_paths import allowed_path, scan, without_paths
 from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
+from deployments.cli.adapter import app as command
+from deployments.config import load_config
 from deployments.dispatcher import Dispatcher
 from deployments.ledger import Entry
-from engine.errors import AdapterError, MantaError
+from engine.errors import AdapterError, ConfigError, MantaError
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client
 from tests.deployments.fleet import FIRST, PROMPT, VOCAB, Fleet, read, until
@@ -463,6 +468,114 @@ def test_over_http(tmp_path):
             assert (await call("PUT", "/v1/adapters"))[0] == 405
 
     run(case())
+
+
+def test_admin_keys(tmp_path):
+    """E 23: a user's key, or none, that changes what is served; an admin's that may do less."""
+
+    async def case():
+        make_folder(tmp_path / "legal")
+        user, admin = (hashlib.sha256(key).digest() for key in (b"user", b"admin"))
+        add = json.dumps({"name": "legal", "path": "legal"}).encode()
+        async with Fleet(1, loras=2, adapters=settings(tmp_path)) as fleet:
+            for users, admins, given, status in (
+                ((), (), None, 200),
+                ((user,), (), None, 401),
+                ((user,), (), b"user", 403),
+                ((user,), (admin,), b"user", 403),
+                ((user,), (admin,), b"admin", 200),
+                ((), (admin,), None, 401),
+                ((), (admin,), b"user", 401),
+                ((), (admin,), b"admin", 200),
+            ):
+                options = ApiOptions(api_keys=frozenset(users), admin_keys=frozenset(admins))
+                client = Client(build_asgi(fleet.dispatcher, options))
+                headers = [(b"content-type", b"application/json")]
+                headers += [(b"authorization", b"Bearer " + given)] if given else []
+                for method, path, body in (
+                    ("POST", "/v1/adapters", add),
+                    ("GET", "/v1/adapters", b""),
+                    ("GET", "/v1/adapters/legal", b""),
+                ):
+                    reply = await client.request(method, path, body, headers)
+                    assert reply.status == status, (users, admins, given, path)
+                reply = await client.request("GET", "/v1/models", b"", headers)
+                assert reply.status == (401 if users and not given else 200)
+
+    run(case())
+
+
+@pytest.mark.parametrize(
+    ("lines", "part"),
+    [
+        ("paths: {a: nowhere}", "adapters.paths.a"),
+        ("paths: {../x: good}", "adapters.paths: adapter name"),
+        ("paths: {SmolLM2-135M-Instruct: good}", "is the model's own name"),
+        ("paths: {dora: dora}", "use_dora"),
+        ("watch: nowhere", "adapters.watch: nowhere: no such folder"),
+        ("watch: s3://x/y", "must be a folder"),
+        ("roots: [nowhere]", "adapters.roots: nowhere: no such folder"),
+        ("roots: [good, 5]", "adapters.roots.1: must be a valid string"),
+        ("path: {a: good}", "did you mean paths?"),
+    ],
+)
+def test_configuration_faults_name_the_key(tmp_path, lines, part):
+    """E 88: an adapter that turns out to be missing when somebody asks for it."""
+    make_folder(tmp_path / "good")
+    make_folder(tmp_path / "dora", use_dora=True)
+    file = tmp_path / "manta.yaml"
+    file.write_text(f"engine: {{max_loras: 2}}\nadapters:\n  {lines}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {})
+    assert part in caught.value.message
+    file.write_text("adapters: {paths: {a: good}}")
+    with pytest.raises(ConfigError, match="max_loras is 0"):
+        load_config(file, {})
+
+
+def test_configuration(tmp_path):
+    """Relative folders that another machine's working directory would decide."""
+    make_folder(tmp_path / "adapters" / "legal")
+    file = tmp_path / "manta.yaml"
+    file.write_text(
+        "engine: {max_loras: 2}\n"
+        "adapters:\n"
+        "  paths: {legal: adapters/legal, sql: s3://models/sql}\n"
+        "  watch: adapters\n"
+        "  roots: [s3://models, adapters]\n"
+    )
+    config = load_config(file, {}).adapters
+    root = str(tmp_path / "adapters")
+    assert config.paths == {"legal": f"{root}/legal", "sql": "s3://models/sql"}
+    assert (config.watch, config.roots) == (root, ["s3://models", root])
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """A command that says something else than the server has done."""
+    calls = []
+
+    class Answer:
+        def __init__(self, *args):
+            calls.append(args)
+
+        def read(self):
+            record = {"id": "legal", "rank": 8, "revision": "r1", "source": "api", "path": "/x"}
+            return json.dumps({**record, "data": [record]}).encode()
+
+    monkeypatch.setattr(
+        "deployments.cli.chat.Server.request", lambda self, *args: Answer(self.url, *args)
+    )
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    for args in (["list"], ["add", "legal", "here"], ["add", "legal"], ["remove", "legal"]):
+        result = runner.invoke(command, [*args, "--url", "http://x:1"])
+        assert result.exit_code == 0 and "legal" in result.output, result.output
+    assert [call[1:] for call in calls] == [
+        ("GET", "/adapters", None),
+        ("POST", "/adapters", {"name": "legal", "path": f"{tmp_path}/here"}),
+        ("POST", "/adapters", {"name": "legal"}),
+        ("DELETE", "/adapters/legal", None),
+    ]
 
 
 def test_without_slots_adapters_are_refused(tmp_path):

@@ -88,10 +88,11 @@ def test_routing_beats_the_others_where_speeds_differ():
 
 
 def test_adapters_stay_in_few_places():
-    """Every replica loading every adapter in turn."""
-    rows, _ = adapters(2.0, seconds=40.0)
+    """Every replica loading every adapter in turn, or keeping what came last rather than what is
+    wanted."""
+    rows, _ = adapters(2.0, seconds=120.0)
     loads, late = rows
-    assert loads.ratio < 0.5 and late.ratio < 1.1
+    assert loads.ratio <= 0.2 and late.ratio < 1.0
 
 
 def test_policies_of_others_do_what_they_say():
