@@ -140,12 +140,15 @@ def _reason(app: Any) -> str:
 
 
 def _wait_ready(config: MantaConfig, status: Status) -> None:
-    """Serve says "running" a moment before its HTTP edge knows the routers."""
+    """Serve says "running" a moment before its HTTP edge knows the routers; and where a pool may
+    be empty, before its first replica has begun to start."""
     status.update("Waiting for the first good answer")
     deadline = time.monotonic() + _READY_SECONDS
     path = config.route_prefix.rstrip("/") + "/ready"
     answer = "no answer"
     while time.monotonic() < deadline:
+        if answer == "status 503" and _starting(config.app_name):
+            deadline = time.monotonic() + _READY_SECONDS
         try:
             connection = http.client.HTTPConnection(_reachable(config), config.http.port, timeout=5)
             connection.request("GET", path)
@@ -160,6 +163,15 @@ def _wait_ready(config: MantaConfig, status: Status) -> None:
     raise ServeError(
         f"{_url(config)} does not answer /ready after {_READY_SECONDS:.0f} s: {answer}"
     )
+
+
+def _starting(app_name: str) -> bool:
+    from ray import serve
+    from ray.serve._private.common import ReplicaState
+
+    app = serve.status().applications.get(app_name)
+    deployments = app.deployments.values() if app is not None else ()
+    return any(one.replica_states.get(ReplicaState.STARTING, 0) for one in deployments)
 
 
 def _reachable(config: MantaConfig) -> str:
