@@ -113,19 +113,25 @@ def product(
 _agreeing: dict[tuple[object, ...], tuple[Tile, ...]] = {}
 
 
-def agreeing(weight: Tensor) -> tuple[Tile, ...]:
-    """The tiles that give the same bits for this weight; tried once for each shape. In a graph
-    that is being captured nothing can be tried, and what was not tried before is left out."""
-    key = (*weight.shape, weight.dtype, weight.device)
+def agreeing(weight: Tensor, bias: Tensor | None = None, *, add: bool = False) -> tuple[Tile, ...]:
+    """The tiles that give the same bits for this weight, with what is added to the product; tried
+    (and compiled) once for each shape. In a graph that is being captured nothing can be tried, and
+    what was not tried before is left out."""
+    key = (*weight.shape, weight.dtype, weight.device, bias is not None, add)
     if key not in _agreeing:
         tiles = TILES[weight.element_size()]
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return tiles[:1]
-        x = torch.randn((_PROBE, weight.shape[1]), device=weight.device).to(weight.dtype)
-        wanted = product(x, weight, None, None, tiles[0])
-        _agreeing[key] = tiles[:1] + tuple(
-            tile for tile in tiles[1:] if torch.equal(product(x, weight, None, None, tile), wanted)
-        )
+        outs, width = weight.shape
+        x = torch.randn((_PROBE, width), device=weight.device).to(weight.dtype)
+
+        def made_by(tile: Tile) -> Tensor:
+            residual = x.new_ones((_PROBE, outs)) if add else None
+            return product(x, weight, bias, residual, tile)
+
+        wanted = made_by(tiles[0])
+        same = (tile for tile in tiles[1:] if torch.equal(made_by(tile), wanted))
+        _agreeing[key] = (tiles[0], *same)
     return _agreeing[key]
 
 
@@ -137,7 +143,7 @@ def linear_fixed(
 ) -> Tensor:
     """x @ weight.T + bias + residual: [rows, out]; accumulated in float32, rounded once."""
     rows, outs = x.shape[0], weight.shape[0]
-    tiles = agreeing(weight)
+    tiles = agreeing(weight, bias, add=residual is not None)
     enough = num_sms(x.device) * 3 // 4
     # The largest that keeps the device busy and is not mostly empty.
     fitting = (

@@ -59,7 +59,7 @@ def test_fixed(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 def test_every_tile_means_the_same() -> None:
     """A tile that only large steps on a GPU would take: its grid, its groups, its edges."""
-    x, weight = random(300, 40, dtype=torch.float16), random(300, 40, dtype=torch.float16)
+    x, weight = random(200, 40, dtype=torch.float16), random(270, 40, dtype=torch.float16)
     ref = x.double() @ weight.double().T
     for tile in gemm_fixed.TILES[2]:
         out = gemm_fixed.product(x, weight, None, None, tile)
@@ -70,18 +70,18 @@ def test_every_tile_means_the_same() -> None:
 def test_fixed_rows_ignore_the_rest(dtype: torch.dtype) -> None:
     """With deterministic kernels a row is the same bit by bit at any number of rows; with the
     others it is not, or this test tests nothing."""
-    x, weight = random(130, 520, dtype=dtype), random(96, 520, dtype=dtype)
-    norm = random(520, dtype=dtype)
+    x, weight = random(70, 264, dtype=dtype), random(32, 264, dtype=dtype)
+    norm = random(264, dtype=dtype)
 
     def differ(back_end: Any) -> bool:
         def rows(count: int) -> torch.Tensor:
             part = x[:count].contiguous()
             gated = back_end.norm_gated_linear(part, norm, 1e-5, weight, None, "silu")
-            residual = torch.ones(count, 96, dtype=dtype, device=x.device)
+            residual = torch.ones(count, 32, dtype=dtype, device=x.device)
             return torch.cat([gated, back_end.linear_add(part, weight, None, residual)], dim=1)
 
-        whole = rows(130)
-        return not all(torch.equal(rows(n), whole[:n]) for n in (1, 2, 4, 63, 65))
+        whole = rows(70)
+        return not all(torch.equal(rows(n), whole[:n]) for n in (1, 2, 65))
 
     assert not differ(cuda_deterministic)
     assert differ(cuda)

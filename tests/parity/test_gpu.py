@@ -186,4 +186,5 @@ def test_all_tiles_of_the_deterministic_product_agree(shape: tuple[int, int]) ->
     """If one does not, it is left out and large steps take longer than need be."""
     from kernels.gemm_fixed import TILES, agreeing
 
-    assert agreeing(torch.randn(shape, device="cuda").bfloat16()) == TILES[2]
+    weight = torch.randn(shape, device="cuda").bfloat16()
+    assert agreeing(weight) == TILES[2] == agreeing(weight, add=True)
