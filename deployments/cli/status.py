@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -90,7 +91,7 @@ def look(app: str) -> Look:
         raise ClusterError(f"no application is called {app!r}; there is: {known}")
     counts = {
         name.removeprefix(ENGINE_PREFIX): {
-            str(state.value): count for state, count in deployment.replica_states.items()
+            _word(state): count for state, count in deployment.replica_states.items()
         }
         for name, deployment in found.deployments.items()
         if name.startswith(ENGINE_PREFIX)
@@ -105,7 +106,7 @@ def look(app: str) -> Look:
     return Look(
         time.time(),
         app,
-        str(found.status.value),
+        _word(found.status),
         counts,
         sorted(routers, key=lambda router: str(router["name"])),
         scaling_decisions(app),
@@ -113,6 +114,11 @@ def look(app: str) -> Look:
         if "router" in found.deployments
         else 0,
     )
+
+
+def _word(state: Any) -> str:
+    """Serve gives some of its states as text."""
+    return str(state.value if isinstance(state, Enum) else state)
 
 
 # -- from what was told to what is shown

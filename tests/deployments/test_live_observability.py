@@ -1,0 +1,169 @@
+"""On a real Ray: an id through router, replica and engine, asked of any router; status; metrics."""
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.app import assemble
+from deployments.cli import status
+from deployments.config import parse_config
+from deployments.replica import ReplicaSettings
+from engine.config import EngineConfig
+from tests.deployments.serve_cluster import FAKE, Cluster, ray_and_serve, tiny_model
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+APP = "seen"
+
+
+def wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.2)
+    return found
+
+
+def talkative(settings: ReplicaSettings) -> EngineConfig:
+    return EngineConfig(model=FAKE, log_level=settings.engine["log_level"])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two routers and two fake engines, lines for every request, as JSON."""
+    from ray import serve
+
+    config = parse_config(
+        {
+            "model": str(tiny_model(tmp_path_factory.mktemp("models") / "tiny")),
+            "app_name": APP,
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.2}},
+            "router": {"replicas": 2},
+            "log": {"level": "debug", "format": "json"},
+        },
+        {},
+    )
+    with ray_and_serve() as found:
+        serve.run(assemble(config, talkative), name=APP, route_prefix="/")
+        handle = serve.get_app_handle(APP)
+
+        def settled() -> bool:
+            routers = handle.broadcast("state").results(timeout_s=10)
+            return len(routers) == 2 and all(len(one["replicas"]) == 2 for one in routers)
+
+        wait(settled)
+        yield found
+
+
+def ask(cluster: Cluster, id: str) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{cluster.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "x-request-id": id},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.headers["x-request-id"] == id
+        return dict(json.loads(answer.read()))
+
+
+def explained(cluster: Cluster, id: str) -> dict[str, Any]:
+    return dict(json.loads(cluster.get(f"/v1/requests/{id}")))
+
+
+def test_any_router_explains_any_request(cluster: Cluster) -> None:
+    """A load balancer sends the question to the router that has never heard of it."""
+    ids = [f"asked-{number}" for number in range(12)]
+    for id in ids:
+        ask(cluster, id)
+    routers = set()
+    for id in ids:
+        for _ in range(3):  # whichever router gets it
+            answer = explained(cluster, id)
+            (part,) = answer["parts"]
+            assert answer["id"] == id and part["state"] == "finished"
+            assert part["output_tokens"] == 8 and part["route"][0]["replica"]
+            assert part["timing_ms"]["total"] >= part["timing_ms"]["first_token"] > 0
+        routers.add(part["router"])
+    assert len(routers) == 2
+
+
+def test_an_id_leads_through_all_logs(cluster: Cluster) -> None:
+    """A stream went wrong at 3 o'clock, and each process has its own names for it."""
+    from ray._private.worker import _global_node
+
+    ask(cluster, "followed-1")
+    folder = Path(_global_node.get_logs_dir_path()) / "serve"
+
+    def lines() -> dict[str, dict[str, Any]]:
+        found = {}
+        for path in folder.glob("*.log"):
+            for line in path.read_text().splitlines():
+                if '"followed-1"' in line:
+                    told = json.loads(line)
+                    found[f"{told['deployment']} {told['message'].split(':')[0]}"] = told
+        return found
+
+    def complete() -> dict[str, dict[str, Any]] | None:
+        found = lines()
+        kinds = (f"{APP}_router finished", f"{APP}_engine-cpu queued")
+        there = all(kind in found for kind in kinds)
+        return found if there and any("from router" in kind for kind in found) else None
+
+    found = wait(complete, 15)
+    assert {told["request_id"] for told in found.values()} == {"followed-1"}
+    ended = found[f"{APP}_router finished"]
+    assert ended["output_tokens"] == 8
+    engines = {told["replica"] for kind, told in found.items() if "engine-cpu" in kind}
+    assert len(engines) == 1 and ended["replicas"] == f"engine-cpu/{engines.pop()}"
+
+
+def test_status_of_a_running_application(cluster: Cluster) -> None:
+    """A page that is right only for what the tests made up."""
+    before = status.look(APP)
+    for number in range(3):
+        ask(cluster, f"counted-{number}")
+    found = status.summarise(status.look(APP), before)
+    assert (found["status"], found["model"]) == ("RUNNING", "tiny")
+    assert found["pools"]["cpu"]["running"] == 2 and len(found["replicas"]) == 2
+    assert len(found["routers"]) == 2 and found["silent_routers"] == 0
+    assert found["rates"]["requests"] > 0 and found["rates"]["output_tokens"] > 0
+    assert found["latency_ms"]["first_token"]["p50"] > 0
+    status.page(json.loads(json.dumps(found)))
+    with pytest.raises(status.ClusterError, match=APP):
+        status.look("other")
+
+
+def test_metrics_reach_rays_exporter(cluster: Cluster) -> None:
+    """Names that Ray changes on their way to the dashboard."""
+    import ray
+
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+    wanted = {
+        f"ray_manta_{name}"
+        for name in (
+            "time_to_first_token_seconds_bucket",
+            "inter_token_latency_seconds_count",
+            "generation_tokens_total",
+            "routed_total",
+            "engine_steps_total",
+            "num_requests_running",
+            "kv_cache_usage_perc",
+        )
+    }
+
+    def complete() -> bool:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            text = answer.read().decode()
+        return wanted <= set(re.findall(r"^(ray_manta_\w+)\{", text, re.MULTILINE))
+
+    ask(cluster, "measured-1")
+    wait(complete, 30)
