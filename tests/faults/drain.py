@@ -279,7 +279,8 @@ def nodes(edge: str) -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
     settings = parse_config({"model": "default", "http": {"proxy": edge}}, {})
     os.environ.update(cluster_environment(settings, folder))
-    args = {"num_cpus": 8, "resources": {"stays": 1}, **_COMMON}
+    # A folder of its own: clients that look for a running cluster do not find this one.
+    args = {"num_cpus": 8, "resources": {"stays": 1}, "temp_dir": folder, **_COMMON}
     cluster = Cluster(initialize_head=True, head_node_args=args)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
