@@ -83,8 +83,8 @@ class Story:
         self.finish: list[str] = []
         self.error = ""
         self.ended = 0.0
-        self._placements: deque[tuple[float, Decision, int]] = deque(maxlen=_EVENTS)
-        self._moves: deque[tuple[float, str, str]] = deque(maxlen=_EVENTS)
+        self._placements: list[tuple[float, Decision, int]] = []
+        self._moves: list[tuple[float, str, str]] = []
 
     # -- what happens to it
 
@@ -93,6 +93,7 @@ class Story:
         self.placed = self.placed or now
         self.state = "running"
         self._placements.append((now, decision, emitted))
+        del self._placements[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
         """The first tokens of a choice have come. Those of the first choice are told."""
@@ -108,6 +109,7 @@ class Story:
         """A choice has left its replica and goes on elsewhere."""
         self.state = "waiting"
         self._moves.append((now, place, why))
+        del self._moves[:-_EVENTS]
 
     def ends(self, output_tokens: int, error: str, now: float) -> None:
         self.output_tokens = output_tokens
