@@ -170,8 +170,6 @@ def test_a_notice_with_a_deadline_hands_over_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(replica, "_BEFORE_DEADLINE", 0.2)
     here = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(replica, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    one = object.__new__(replica.EngineReplica)
-    one._relay = Told()
-    run(one._await_notice())
+    run(replica.EngineReplica._await_notice(SimpleNamespace(_relay=Told())))
     assert [what for what, _ in calls] == ["refuse", "hand over"]
     assert calls[0][1] < 0.35 < calls[1][1] < 0.6
