@@ -199,7 +199,7 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
     broken = Broken(drained.port, "", instance, serve.get_app_handle(NAME), 4, 2)
     await broken.settled(60)
     load = Answers(broken, options.tokens)
-    for model in ("b", "a") if options.updates > 1 else ("a",):
+    for model in ("a", "b") if options.updates > 1 else ("a",):
         if model != drained.model:
             drained.model = model
             await drained.update()
