@@ -53,9 +53,9 @@ def main() -> None:
             add(simulated.WORKLOADS[name](args.scale))
         if name in measured.WORKLOADS and not args.simulated:
             add(measured.WORKLOADS[name](_folder(args), args.scale, args.rounds))
-    print(table(rows))
     if args.out:
-        _write(args.out, rows, {"scale": args.scale, "rounds": args.rounds})
+        rows = write(args.out, rows, {"scale": args.scale, "rounds": args.rounds})
+    print(table(rows))
 
 
 def _folder(args: argparse.Namespace) -> Path:
@@ -66,18 +66,33 @@ def _folder(args: argparse.Namespace) -> Path:
     return Path(args.model)
 
 
-def _write(out: Path, rows: list[Row], options: dict[str, Any]) -> None:
+def write(out: Path, rows: list[Row], options: dict[str, Any]) -> list[Row]:
+    """Write the result files. Rows of other workloads that ran on the same day stay, so that some
+    can be run again; returns all of them."""
+    today = datetime.date.today().isoformat()
+    stem = out / f"seeds-{today}"
+    path = stem.with_suffix(".json")
+    if path.exists():
+        new = {_kind(row) for row in rows}
+        kept = [Row(**line) for line in json.loads(path.read_text())["rows"]]
+        rows = [row for row in kept if _kind(row) not in new] + rows
+    rows = sorted(rows, key=lambda row: (int(row.case.split()[0][1:]), row.how != "simulated"))
     document = {
         "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{os.cpu_count()} CPU cores; simulated: A100-80G",
+        "date": today,
+        "device": f"one of {os.cpu_count()} CPU cores; simulated: A100-80G",
         "config": {"ours": options, "peers": {"feature off": "the same otherwise"}},
         "rows": [row.line() for row in rows],
     }
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"seeds-{document['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(row.line()) + "\n" for row in rows))
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    lines = [json.dumps(row.line()) + "\n" for row in rows]
+    stem.with_suffix(".jsonl").write_text("".join(lines))
+    return rows
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row.case.split()[0], row.how
 
 
 if __name__ == "__main__":

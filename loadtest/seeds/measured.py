@@ -105,8 +105,8 @@ def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
 def w12(folder: Path, scale: float, rounds: int) -> list[Row]:
     """Continuous against static batches, ShareGPT's lengths at a tenth."""
     rows = []
-    sizes = sharegpt(max(16, int(48 * scale)), scale=0.1)
-    for limit, ideal in ((8, 2.20), (16, 2.56)):
+    sizes = sharegpt(max(16, int(32 * scale)), scale=0.1)
+    for limit, ideal in ((8, 2.20),):
         core = _core(folder, max_num_seqs=limit)
         filled = batches(sizes, limit, fill_prompts=False)
         ours, theirs = _in_turns(
@@ -244,10 +244,10 @@ def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
 
 def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
     """Prompts of prefill batches as they are, and filled up to the longest; ShareGPT at a third."""
-    sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(32 * scale)), scale=0.33)]
+    sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(16 * scale)), scale=0.33)]
     core = _core(folder)
     rows = []
-    for size, share in ((4, 0.63), (16, 0.81)):
+    for size, share in ((4, 0.63), (8, 0.76)):
         ragged = [sizes[at : at + size] for at in range(0, len(sizes), size)]
         filled = batches(sizes, size)
         ours, theirs = _in_turns(

@@ -10,6 +10,7 @@ from engine.factory import build
 from engine.session import make_config
 from loadtest import long_context
 from loadtest.memory_load import Report, load
+from loadtest.versus_engine import engine_fields
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -41,6 +42,13 @@ def test_faults_are_told() -> None:
     """A load that shows nothing passes for one that shows something."""
     assert not Report(preemptions=1).faults
     assert len(Report(preemptions=0, out_of_memory=1, failed=2, reserved=5).faults) == 4
+
+
+def test_fields_on_the_command_line() -> None:
+    """--change deterministic=true that compares Manta with the text "true"."""
+    assert engine_fields(["block_size=1", "deterministic=true", "admission=peak"]) == {
+        "block_size": 1, "deterministic": True, "admission": "peak"
+    }  # fmt: skip
 
 
 def test_long_context(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 """The seeds' workloads: their lengths, the device that keeps the time, what the features give."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from loadtest.seeds import measured, simulated
+from loadtest.seeds.__main__ import write
 from loadtest.seeds.lengths import batches, sharegpt, widely_different
 from loadtest.seeds.rows import Row, table
 
@@ -53,3 +57,17 @@ def test_table() -> None:
     ]
     assert not simulated.WORKLOADS.keys() - {"W4", "W5", "W6", "W12", "W15", "W16"}
     assert not measured.WORKLOADS.keys() - {"W7", "W12", "W13", "W14", "W15"}
+
+
+def test_some_workloads_can_be_run_again(tmp_path: Path) -> None:
+    """A second command that throws away what the first one found, or has both twice."""
+    old = [
+        Row.of("W12 a / b", 30.0, 20.0, "req/s", claimed=None, how="simulated"),
+        Row.of("W12 a / b", 1.0, 3.0, "tok/s", claimed=1.5, how="measured"),
+        Row.of("W4 c / d", 1.0, 3.0, "tok/s", claimed=1.5, how="simulated"),
+    ]
+    write(tmp_path, old, {})
+    new = Row.of("W12 a / b", 2.0, 1.0, "tok/s", claimed=1.5, how="measured")
+    assert write(tmp_path, [new], {}) == [old[2], old[0], new]
+    (path,) = tmp_path.glob("seeds-*.json")
+    assert len(json.loads(path.read_text())["rows"]) == 3
