@@ -75,6 +75,7 @@ class Adapters:
         self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._failed: dict[str, tuple[float, AdapterRecord, MantaError]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._soon: asyncio.Task[None] | None = None
         self.records = self._view()
 
     async def start(self) -> None:
@@ -86,7 +87,7 @@ class Adapters:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
-        for task in (self._task, *self._pins.values()):
+        for task in (self._task, self._soon, *self._pins.values()):
             if task is not None:
                 task.cancel()
 
@@ -141,6 +142,11 @@ class Adapters:
             await self.refresh()
         elif before is not None and before.revision != pinned.revision:
             await self._replicas.announce(pinned)
+
+    def replica_came(self) -> None:
+        """It has not been told of what was changed before, so it would not refuse what is old."""
+        if self.records:
+            self._soon = asyncio.get_running_loop().create_task(self.refresh())
 
     async def refresh(self) -> None:
         """What other routers have written until now is known afterwards. Cheap if it is nothing."""

@@ -353,6 +353,7 @@ class Dispatcher:
     def _on_open(self, link: Link) -> None:
         logger.info("replica %s is connected", link.replica)
         self.metrics.channels.add()
+        self.adapters.replica_came()
         endpoint = link.endpoint
         known = self._card.max_model_len if self._card_known else endpoint.max_model_len
         self._card_known = True

@@ -4,9 +4,12 @@ count instead of thinking, and what they say tells which revision of which adapt
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from zlib import crc32
 
@@ -207,6 +210,101 @@ def test_replicas_that_come_later_and_deaths(tmp_path):
                         tokens += delta.token_ids
             assert tokens == text(old.key, count=len(tokens)), "no token of other weights"
             assert await read(await ask(router, "a")) == {0: text(router.adapters.records["a"].key)}
+
+    run(case())
+
+
+def test_many_changes_under_load(tmp_path, monkeypatch):
+    """500 requests over 40 adapters through two routers, while adapters are added, replaced and
+    removed and replicas die and come: the text of a revision that was meant at some time of the
+    request, or an error that says why not; and nothing is left."""
+    monkeypatch.setattr("deployments.adapters.LOOK_SECONDS", 0.02)
+    late = 0.3  # seconds that a replica which has just come may not have heard of a change
+
+    async def case():
+        dice = random.Random(3)
+        names = [f"a{number}" for number in range(40)]
+        meant = {name: [(0.0, {"adapter_not_found"})] for name in names}  # since when: what
+        ranks = itertools.cycle((4, 8, 16, 32))
+        loop = asyncio.get_running_loop()
+        async with Fleet(3, loras=4, adapters=settings(tmp_path)) as fleet:
+            router = fleet.dispatcher
+
+            def allowed(name: str, begin: float, end: float) -> set[str]:
+                states = meant[name]
+                first = max(i for i, (since, _) in enumerate(states) if since <= begin)
+                return set().union(*(what for since, what in states[first:] if since <= end))
+
+            async def change(name: str) -> None:
+                # In place, or in a folder of its own for each revision.
+                place = name if dice.random() < 0.5 else f"{name}-{dice.randrange(10**6)}"
+                before = meant[name][-1][1]
+                removes = "adapter_not_found" not in before and dice.random() < 0.1
+                if removes:
+                    meant[name].append((loop.time(), before | {"adapter_not_found"}))
+                    await router.adapters.remove(name)
+                    meant[name].append((loop.time(), {"adapter_not_found"}))
+                    return
+                anything = before | {"adapter_changed", "adapter_invalid"}  # half written
+                meant[name].append((loop.time(), anything))
+                folder = make_folder(tmp_path / place, r=next(ranks))
+                record = await router.adapters.add(name, str(folder))
+                anything.add(record.key)
+                meant[name].append((loop.time(), {record.key}))
+
+            checks: list[tuple[str, str, float, float]] = []
+
+            async def one(other: Dispatcher) -> None:
+                name = names[min(int(dice.paretovariate(0.7)) - 1, 10**6) % len(names)]
+                begin = loop.time()
+                try:
+                    entry = await ask(dice.choice((router, other)), name, 12)
+                    tokens: list[int] = []
+                    outcome = ""
+                    while items := await entry.next():
+                        for _, delta in items:
+                            tokens += delta.token_ids
+                            outcome = delta.error.partition(":")[0]
+                    outcome = outcome or entry.request.adapter
+                    assert tokens == text(entry.request.adapter, count=len(tokens))
+                    assert "@" not in outcome or len(tokens) == 12
+                except MantaError as error:
+                    outcome = error.code
+                checks.append((name, outcome, begin, loop.time()))
+
+            async def changes() -> None:
+                for number in range(120):
+                    await change(dice.choice(names[:12]))
+                    if number % 30 == 15:
+                        victim = next(iter(fleet.dispatcher._links))
+                        fleet.engines[victim].die()
+                        await fleet.add(f"later{number}")
+                        del fleet.relays[victim]
+                        for each in (router, other):
+                            each.set_replicas(fleet.published())
+
+            async with second_router(fleet) as other:
+                await other.adapters.start()
+                for name in names[:30]:
+                    await change(name)
+                work = asyncio.create_task(changes())
+                places = asyncio.Semaphore(12)
+
+                async def in_turn() -> None:
+                    async with places:
+                        await one(other)
+
+                await asyncio.gather(*(in_turn() for _ in range(500)))
+                await work
+                for name, outcome, begin, end in checks:  # now what an add brought is known
+                    assert outcome in allowed(name, begin - late, end), (name, outcome)
+                good = [outcome for _, outcome, *_ in checks if "@" in outcome]
+                assert len(good) > 250 and len(set(good)) > 30, Counter(good)
+                for each in (router, other):
+                    assert each.held() == {"entries": 0, "waiting": 0, "choices": 0}
+                    assert not each._calls._asked and not each._stale._ended
+                assert not any(relay.in_flight for relay in fleet.relays.values())
+                assert not any(relay._adapters._jobs for relay in fleet.relays.values())
 
     run(case())
 
