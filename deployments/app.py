@@ -94,7 +94,10 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
     )
     engines = []
-    logging_config = {"encoding": config.log.format.upper()}
+    # Text is Serve's default, which its own config file may change.
+    logs: dict[str, Any] = {}
+    if config.log.format == "json":
+        logs["logging_config"] = {"encoding": "JSON"}
     for name, pool in pools(config, Machine.here()).items():
         settings = ReplicaSettings(
             engine=config.engine_options(pool),
@@ -114,7 +117,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             graceful_shutdown_wait_loop_s=_DRAIN_POLL,
             graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
             request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
-            logging_config=logging_config,
+            **logs,
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     http = config.http
@@ -130,7 +133,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         max_ongoing_requests=2 * config.limits.in_flight,
         graceful_shutdown_wait_loop_s=_DRAIN_POLL,
         graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
-        logging_config=logging_config,
+        **logs,
     )
     return router.bind(
         RouterSettings(

@@ -204,6 +204,8 @@ def _announce(config: MantaConfig) -> str:
 
     address = ray.get_runtime_context().gcs_address
     token = "RAY_AUTH_MODE=token " if asks_for_token() else ""
+    name = "" if config.app_name == "manta" else f" {config.app_name}"
+    out.print(f"  {token}manta status{name} --address {address}", markup=False)
     out.print(f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md", markup=False)
     return url
 
