@@ -109,6 +109,8 @@ def plan(
         room = int(device.memory * config.memory_fraction)
         if config.max_loras:
             slot = width * lora_elements(model, config.max_lora_rank)
+            virtual_token = width * model.hidden_size + model.kv_bytes_per_token(width)
+            slot += config.max_virtual_tokens * virtual_token
             adapters = config.max_loras * slot + _lora_scratch(tokens, config.max_lora_rank)
     else:
         overhead = _CPU_PROCESS

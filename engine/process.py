@@ -292,6 +292,9 @@ def main() -> int:
     _tie_to_parent(start.parent)
     os.chdir(start.directory)
     _set_threads(start.config.num_threads)
+    # A thread that reads an adapter, or gives a sign of life, may keep the step loop waiting for as
+    # long; by default for 5 ms, which is a step.
+    sys.setswitchinterval(5e-4)
     began = time.monotonic()
 
     context = zmq.Context()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
+from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
 from engine.core import CoreConfig, EngineCore
 from engine.errors import AdapterError
 from engine.lora.adapter import Described, Loaded
@@ -17,6 +17,7 @@ from engine.lora.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 1
 VOCAB = 50  # small, so that about one text in fifty tokens ends by itself
 
@@ -37,23 +38,33 @@ def next_token(keys: Sequence[int], new: NewRow, vocab: int = VOCAB) -> int:
     return token
 
 
+# Adapters with virtual tokens: neither fills blocks of 4.
+VIRTUAL = {"words": ("prompt_tuning", 5), "keys": ("prefix_tuning", 7)}
+
+
+def virtual_tokens(adapter: str) -> int:
+    return VIRTUAL.get(adapter, ("lora", 0))[1]
+
+
 def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str]:
     """The output and the finish of a request that runs alone on a device that cannot go wrong."""
     p = request.params
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(config.eos_token_ids))
     new = NewRow(0, [], request.num_prompt_tokens, p, request.seed, request.choice, sorted(stops))
-    tokens, keys = list(request.token_ids), [0]
+    virtual = virtual_tokens(request.adapter)
+    tokens, keys = [*range(VOCAB, VOCAB + virtual), *request.token_ids], [0]
     for token in tokens:
         keys.append(key_of(keys[-1], token))
+    new.num_prompt_tokens += virtual
     limit = min(config.max_model_len, config.num_blocks * config.block_size)
     if p.max_tokens is not None:
-        limit = min(limit, request.num_prompt_tokens + p.max_tokens)
+        limit = min(limit, new.num_prompt_tokens + p.max_tokens)
     while len(tokens) < limit:
         tokens.append(next_token(keys[1:], new))
         keys.append(key_of(keys[-1], tokens[-1]))
-        if tokens[-1] in stops and len(tokens) - request.num_prompt_tokens > p.min_tokens:
-            return tokens[len(request.token_ids) :], "stop"
-    return tokens[len(request.token_ids) :], "length"
+        if tokens[-1] in stops and len(tokens) - new.num_prompt_tokens > p.min_tokens:
+            return tokens[virtual + len(request.token_ids) :], "stop"
+    return tokens[virtual + len(request.token_ids) :], "length"
 
 
 @dataclass
@@ -65,6 +76,7 @@ class _Step:
     entries: list[tuple[int, int, int, bool]]  # row, start, length, samples
     rows: list[NewRow]
     blocks: list[tuple[int, int, int]]
+    prefixes: list[PrefixCopy]
     done: bool = False
 
     def wait(self) -> StepResult:
@@ -102,7 +114,14 @@ class FakeRunner:
     def launch(self, batch: Batch) -> _Step:
         self._check(batch)
         entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
-        step = _Step(self, batch.step, entries, list(batch.new_rows), list(batch.new_blocks))
+        step = _Step(
+            self,
+            batch.step,
+            entries,
+            list(batch.new_rows),
+            list(batch.new_blocks),
+            list(batch.prefixes),
+        )
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         self.num_steps += 1
@@ -140,13 +159,15 @@ class FakeRunner:
             ):
                 block = self.launch_table[row][index]
                 assert written.setdefault(block, row) == row, "two requests write one block"
+        copied = {block for prefix in batch.prefixes for block in prefix.blocks}
         for step in self.in_flight:
             for row, start, length, _ in step.entries:
                 if row in batch.rows:
                     continue
                 for index in range(-(-(start + length) // config.block_size)):
                     block = self.launch_table.get(row, {}).get(index)
-                    assert block not in written, "a block was given away while a step uses it"
+                    taken = block in written or block in copied
+                    assert not taken, "a block was given away while a step uses it"
 
     def execute(self, step: _Step) -> StepResult:
         """What the device does: apply updates, write all keys, then read them and sample."""
@@ -154,10 +175,18 @@ class FakeRunner:
         for new in step.rows:
             self.tokens[new.row] = -1
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self.tokens[new.row, : new.num_virtual] = VOCAB + np.arange(new.num_virtual)
             self.table[new.row] = -1
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
+        for prefix in step.prefixes:
+            key = 0
+            for at in range(prefix.stop):
+                key = key_of(key, VOCAB + at)
+                if at >= prefix.start:
+                    block = prefix.blocks[(at - prefix.start) // size]
+                    self.kv[block, at % size] = key
         # By position, because an entry may share blocks that another entry of this step writes. (A
         # model takes no order: each layer writes all keys before it reads any.)
         for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
@@ -178,9 +207,8 @@ class FakeRunner:
             read = self.kv[self.table[row, : -(-end // size)]].ravel()[:end]
             if new.params.prompt_logprobs is not None:
                 upper = min(end, new.num_prompt_tokens - 1)
-                items = [
-                    _logprob(int(self.tokens[row, at]), at) for at in range(start + 1, upper + 1)
-                ]
+                lower = max(start, new.num_virtual) + 1
+                items = [_logprob(int(self.tokens[row, at]), at) for at in range(lower, upper + 1)]
                 if items:
                     prompt_logprobs[entry] = items
             if not samples:
@@ -233,15 +261,18 @@ class Inline(Executor):
 
 
 class MemoryLoader:
-    """Adapters that are only names: an adapter's path is its size in bytes, or why it fails."""
+    """Adapters that are only names: an adapter's path is its size in bytes and its name in VIRTUAL,
+    or why it fails."""
 
     def describe(self, path: str) -> Described:
-        if not path.isdigit():
+        if not path[0].isdigit():
             raise AdapterError(path)
-        return Described("lora", 8, int(path), [], path)
+        kind, virtual = VIRTUAL.get(path.lstrip("0123456789"), ("lora", 0))
+        return Described(kind, 8, int(path.rstrip(LETTERS)), [], path, virtual)
 
     def read(self, path: str) -> Loaded:
-        return Loaded(self.describe(path), path, int(path), object())
+        described = self.describe(path)
+        return Loaded(described, path, described.num_bytes, object())
 
     def upload(self, weights: Any, slot: int) -> None:
         assert weights is not None
@@ -259,7 +290,7 @@ def make_store(
     disk, device = disk or Inline(), device or Inline()
     store = AdapterStore(MemoryLoader(), max_loras, host_bytes, disk=disk, device=device)
     for ticket, name in enumerate(names):
-        store.add(AddAdapter(ticket, name, "1", load=False))
+        store.add(AddAdapter(ticket, name, f"1{name if name in VIRTUAL else ''}", load=False))
         disk.release()
     store.poll()
     assert all(answer.info is not None for answer in store.take_answers())
@@ -269,10 +300,10 @@ def make_store(
 def make_core(
     *, fail: Sequence[int] = (), adapters: AdapterStore | None = None, **changes: Any
 ) -> tuple[EngineCore, FakeRunner]:
-    """adapters: by default knows "lora" and "lora2", and has a slot for one of them."""
+    """adapters: by default knows "lora", "lora2" and VIRTUAL, and has a slot for one of them."""
     config = make_config(**changes)
     runner = FakeRunner(config, fail=fail)
-    store = make_store(["lora", "lora2"], max_loras=1) if adapters is None else adapters
+    store = make_store(["lora", "lora2", *VIRTUAL], max_loras=1) if adapters is None else adapters
     return EngineCore(config, runner, store), runner
 
 

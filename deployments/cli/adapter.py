@@ -66,7 +66,7 @@ def _ask(
 
 
 def _print(adapter: dict[str, Any]) -> None:
-    rank = f"rank {adapter['rank']}" if adapter["rank"] else "not read"
+    rank = f"rank {adapter['rank']}" if adapter["rank"] else adapter["kind"] or "not read"
     print(
         f"{adapter['id']:24} {rank:9} {adapter['revision'] or '-':33} {adapter['source']:7}"
         f"{adapter['path']}"

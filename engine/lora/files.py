@@ -1,7 +1,10 @@
-"""An adapter's tensors, read from its file one by one."""
+"""An adapter's tensors, read from its file.
+
+In few large operations: each time that Python is needed in between, a step may have to wait for it.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,26 +24,38 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 
 
 def read_tensors(
-    stored: Sequence[StoredTensor], digest: Callable[[bytes], None]
-) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """All of `list_tensors`, in its order, as they are stored; digest sees every byte of the file.
+    stored: Sequence[StoredTensor], digest: Callable[[memoryview], None]
+) -> list[Tensor]:
+    """The values of all of `list_tensors`, as they are stored; digest sees the whole file.
 
     Raises AdapterError if the file is not as long as it was.
     """
-    path = stored[0].file
-    with path.open("rb") as file:
-        digest(file.read(stored[0].offset))
-        for tensor in stored:
-            raw = file.read(tensor.num_bytes)
-            if len(raw) < tensor.num_bytes:
+    path, size = stored[0].file, stored[-1].offset + stored[-1].num_bytes
+    data = torch.empty(size, dtype=torch.uint8)
+    raw: memoryview = data.numpy().data
+    with path.open("rb", buffering=0) as file:
+        at = 0
+        while at < size:
+            count = file.readinto(raw[at:])
+            if not count:
                 raise AdapterError(f"{path}: the file ended while it was being read")
-            digest(raw)
-            yield tensor, torch.frombuffer(bytearray(raw), dtype=tensor.dtype).view(tensor.shape)
-        if os.fstat(file.fileno()).st_size != file.tell():
+            at += count
+        if os.fstat(file.fileno()).st_size != size:
             raise AdapterError(f"{path}: the file grew while it was being read")
+    digest(raw)
+    values = []
+    for tensor in stored:
+        piece = data[tensor.offset : tensor.offset + tensor.num_bytes]
+        if tensor.offset % tensor.dtype.itemsize:
+            piece = piece.clone()
+        values.append(piece.view(tensor.dtype).view(tensor.shape))
+    return values
 
 
-def check_finite(values: Tensor, tensor: StoredTensor) -> None:
-    """values: as they will be computed with. Raises AdapterError."""
-    if not torch.isfinite(values).all():
-        raise AdapterError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinity")
+def check_finite(stored: Sequence[StoredTensor], values: Sequence[Tensor], copied: Tensor) -> None:
+    """copied: all values, as they will be computed with. Raises AdapterError naming the tensor."""
+    if not torch.isfinite(copied).all():
+        for tensor, value in zip(stored, values, strict=True):
+            if not torch.isfinite(value.to(copied.dtype)).all():
+                raise AdapterError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinity")
+        raise AdapterError(f"{stored[0].file}: values times the scale are infinite")

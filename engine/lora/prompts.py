@@ -93,9 +93,9 @@ class PromptReader:
         state = blake2b(digest_size=16)
         state.update(file_in(folder, CONFIG_FILE).read_bytes())
         host = torch.empty(shape, dtype=self._kv_dtype if prefix else self._dtype)
-        for tensor, values in read_tensors(stored, state.update):
-            host.copy_(values.view(shape))
-            check_finite(host, tensor)
+        read = read_tensors(stored, state.update)
+        host.copy_(read[0].view(shape))
+        check_finite(stored, read, host)
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         described = Described(config.kind, 0, host.nbytes, [], seen, described.virtual_tokens)

@@ -183,20 +183,20 @@ class LoraReader:
         pairs: dict[int, dict[str, StoredTensor]],
         host: HostLora,
         config: PeftConfig,
-        digest: Callable[[bytes], None],
+        digest: Callable[[memoryview], None],
     ) -> None:
         places = {
             pair[side].name: (number, side) for number, pair in pairs.items() for side in "AB"
         }
-        for tensor, values in read_tensors(stored, digest):
+        read = read_tensors(stored, digest)
+        for tensor, values in zip(stored, read, strict=True):
             number, side = places[tensor.name]
             part = self._layout.parts[number]
             a, b = host.parts[number]
             if side == "A":
-                target = a[: tensor.shape[0]]
-                target.copy_(values[:, part.columns[0] : part.columns[1]])
+                a[: tensor.shape[0]].copy_(values[:, part.columns[0] : part.columns[1]])
             else:
-                target = b[:, : tensor.shape[1]]
                 scale = config.scale_of(part.name)
-                target.copy_(values[part.rows[0] : part.rows[1]].float() * scale)
-            check_finite(target, tensor)
+                scaled = values[part.rows[0] : part.rows[1]].float() * scale
+                b[:, : tensor.shape[1]].copy_(scaled)
+        check_finite(stored, read, host.blob)

@@ -7,7 +7,15 @@ from typing import Any
 from engine.batch import Batch
 from engine.messages import EngineRequest
 from engine.request import Phase, Request
-from tests.fakes import Output, collect, expected, make_core, make_request
+from tests.fakes import (
+    VIRTUAL,
+    Output,
+    collect,
+    expected,
+    make_core,
+    make_request,
+    virtual_tokens,
+)
 
 
 class Driver:
@@ -50,7 +58,7 @@ class Driver:
 
     def _expect(self, message: EngineRequest) -> tuple[list[int], str]:
         room = self.core.config.max_model_len - (message.params.max_tokens != 0)
-        if message.num_prompt_tokens > room:
+        if message.num_prompt_tokens + virtual_tokens(message.adapter) > room:
             self.refused.add(message.id)
             return [], "error"
         if message.seed in self.runner.fail and message.params.max_tokens != 0:
@@ -110,6 +118,9 @@ class Driver:
         for request in by_row.values():
             for block in request.blocks:
                 users.setdefault(block, []).append(request)
+        for prefix in batch.prefixes:
+            for block in prefix.blocks:
+                self._owner[block] = self._scopes[users[block][0].id]
         entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
         for row, start, length, samples in entries:
             request = by_row[row]
@@ -160,7 +171,7 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
                 "max_tokens": rng.choice([1, 2, 5, 20, 60, None]),
                 "seed": rng.choice([1, 2, 3, 13]),
                 "cache_salt": rng.choice(["", "", "tenant"]),
-                "adapter": rng.choice(["", "", "lora", "lora2"]),
+                "adapter": rng.choice(["", "", "lora", "lora2", *VIRTUAL]),
                 "priority": rng.choice([0, 0, 1]),
                 "ignore_eos": rng.random() < 0.3,
             }

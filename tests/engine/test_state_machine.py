@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         ignore_eos=st.booleans(),
         cache_salt=st.sampled_from(["", "tenant"]),
-        adapter=st.sampled_from(["", "lora", "lora2"]),
+        adapter=st.sampled_from(["", "lora", "words", "keys"]),
         priority=st.sampled_from([0, 0, 1]),
         choices=st.sampled_from([1, 1, 3]),
     )
