@@ -75,24 +75,26 @@ def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineReq
     return EngineRequest(number, ids, prompt, params, seed=number, priority=rng.choice([0, 0, 1]))
 
 
-def load(core: EngineCore, seconds: float, seed: int = 0, *, say: bool = False) -> Report:
-    """Keep half as many requests again as can run for this long, then let them end."""
-    rng = random.Random(seed)
+def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) -> Report:
+    """Keep half as many requests again as can run for this long, then abort what is left. unit:
+    "s", or "steps" of the engine, which do not depend on how busy the machine is."""
+    rng = random.Random(0)
     config, report = core.config, Report()
     wanted = config.max_num_seqs * 3 // 2
     vocab = min(config.vocab_size, 32_000)
     open_ids: set[int] = set()
     begin = told = time.monotonic()
     number = 0
-    while core.has_work() or time.monotonic() - begin < seconds:
-        now = time.monotonic() - begin
-        while now < seconds and len(open_ids) < wanted:
+    now = 0.0
+    while core.has_work() or now < limit:
+        now = core.stats().step if unit == "steps" else time.monotonic() - begin
+        while now < limit and len(open_ids) < wanted:
             core.add(draw(rng, number, config.max_model_len, vocab))
             open_ids.add(number)
             number += 1
         if open_ids and rng.random() < 0.05 * len(open_ids) / wanted:
             core.abort([rng.choice(sorted(open_ids))])
-        if now >= seconds and report.reserved_early:  # what is left would take as long again
+        if now >= limit:  # what is left would take as long again
             core.abort(sorted(open_ids))
         for delta in core.step():
             report.output_tokens += len(delta.token_ids)
@@ -103,11 +105,11 @@ def load(core: EngineCore, seconds: float, seed: int = 0, *, say: bool = False) 
                 report.failed += delta.finish == "error"
         stats = core.stats()
         report.most_running = max(report.most_running, stats.running)
-        if not report.reserved_early and now > seconds / 10:
+        if not report.reserved_early and now > limit / 10:
             report.reserved_early = _reserved()
         if say and time.monotonic() - told > 10:
             told = time.monotonic()
-            print(json.dumps({"s": round(now), "running": stats.running, "waiting": stats.waiting,
+            print(json.dumps({unit: round(now), "running": stats.running, "waiting": stats.waiting,
                               "free_blocks": stats.free_blocks, "preemptions": stats.preemptions,
                               "reserved": _reserved()}), flush=True)  # fmt: skip
     core.check_integrity()

@@ -33,7 +33,7 @@ def test_on_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
         tmp_path, {}, device="cpu", num_threads=1, max_num_seqs=16, max_model_len=256,
         max_num_batched_tokens=128, num_blocks=tokens // fields.get("block_size", 16), **fields,
     )  # fmt: skip
-    report = load(core, 1.5)
+    report = load(core, 120, unit="steps")
     assert not report.faults
     assert report.ended > 10 and report.aborted < report.ended and report.output_tokens > 100
 
