@@ -38,6 +38,9 @@ def test_blocking(tmp_path: Path) -> None:
         assert llm.remove_adapter("a") == again
         (gone,) = llm.generate([5], params, adapter="a")
         assert gone.outputs[0].error.startswith("adapter_not_found: ")
+        fields = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 20}
+        info = llm.add_adapter("keys", make_folder(tmp_path / "keys", **fields))
+        assert (info.kind, info.rank, info.virtual_tokens) == ("prefix_tuning", 0, 20)
         for name, path, code in (
             ("a", tmp_path / "nowhere", "adapter_not_found"),
             ("..", folder, "invalid_model_name"),
