@@ -154,6 +154,7 @@ class PoolsPolicy:
         pools = {name: self._measured(name, context) for name, context in engines.items()}
         plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
         self._memory, self._plan, self._decided = plan.memory, plan, now
+        _export(any_context.app_name or "", plan)
         if last is None or plan.targets != last.targets:
             _tell(any_context.app_name or "", plan, now)
         return plan
@@ -231,15 +232,19 @@ def _mean(values: list[float]) -> float:
 # -- told to people
 
 
+def _export(app: str, plan: Plan) -> None:
+    """To the metrics: each time, because Ray's exporter forgets what is not said again."""
+    from deployments.serve_metrics import scaling_export  # not by value: one for the process
+
+    scaling_export(app).tell(plan.targets)
+
+
 def _tell(app: str, plan: Plan, now: float) -> None:
     """To the controller's log, and for `scaling_decisions`."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
-    from deployments.serve_metrics import scaling_export  # not by value: one for the process
-
     for name, target in plan.targets.items():
         logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
-    scaling_export(app).tell(plan.targets)
     if _internal_kv_initialized():
         record = {"time": now, "targets": plan.targets, "reasons": plan.reasons}
         _internal_kv_put(_KEY + app, json.dumps(record).encode(), overwrite=True)
