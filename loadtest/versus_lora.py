@@ -10,8 +10,8 @@ them over the best without. Both sides read the same files and get the same adap
 request.
 
 A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
-adapters are added, read and copied to the device, against the times while as many requests without
-an adapter come instead.
+adapters are added, read, copied to the device and used once, against the times while as many
+requests use one that is there.
 
     python -m loadtest.versus_lora --model FOLDER --name llama-8b --sides loads
 
@@ -195,16 +195,17 @@ def run_loads(model: str, adapters: Path, count: int, streams: int, config: dict
     one = SamplingParams(temperature=0.0, max_tokens=1)
     fixed = {"dtype": "bfloat16", "prefix_caching": False, "max_loras": 8, "max_lora_rank": RANK}
     with LLM(model, **fixed, **config) as llm:
+        llm.add_adapter("there", adapters / "a0")
         llm.generate(prompts, params, detokenize=False)
 
         def disturb(load: bool, done: threading.Event) -> None:
             """Add each adapter and use it once, so that it goes to the device and others leave it;
-            or only what is no loading of that."""
+            or use one that is there."""
             for number in range(count):
                 began = time.perf_counter()
                 if load:
                     llm.add_adapter(f"a{number}", adapters / f"a{number}")
-                name = f"a{number}" if load else ""
+                name = f"a{number}" if load else "there"
                 llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
                 if done.wait(max(0.0, began + LOAD_SECONDS - time.perf_counter())):
                     return
