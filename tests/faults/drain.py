@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import sys
@@ -29,6 +30,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from ray._private.authentication_test_utils import reset_auth_token_state
 
 from deployments.app import (
     as_config,
@@ -229,6 +232,7 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
         return lambda: times.setdefault(what, []).append(time.monotonic() - began - event.at_s)
 
     times: dict[str, list[float]] = {}
+    error = ""
     background = [asyncio.create_task(arrivals()), asyncio.create_task(watcher())]
     try:
         await asyncio.sleep(2)
@@ -252,19 +256,22 @@ async def drain(drained: Drained, options: argparse.Namespace) -> tuple[Run, dic
             done = mark("notice")
             await drained.notice()
             done()
+    except Exception as failure:  # what came until then is worth telling
+        error = repr(failure)
     finally:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await asyncio.gather(*tasks)
     run.seconds = time.monotonic() - began
-    held = await broken.handle.state.remote()
+    held = {} if error else (await broken.handle.state.remote())["held"]
     summary = run.summary()
     return run, {
+        "error": error,
         **{name: summary[name] for name in summary if not name.startswith("kill")},
         "events": {what: len(took) for what, took in times.items()},
         "longest_event_s": {what: round(max(took), 1) for what, took in times.items()},
-        "left_behind": {what: count for what, count in held["held"].items() if count},
+        "left_behind": {what: count for what, count in held.items() if count},
         "marks": summary["kill_marks"],
     }
 
@@ -279,7 +286,11 @@ def nodes(edge: str) -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
     settings = parse_config({"model": "default", "http": {"proxy": edge}}, {})
     os.environ.update(cluster_environment(settings, folder))
-    # A folder of its own: clients that look for a running cluster do not find this one.
+    # A folder and a token of its own: who looks for a running cluster does not get into this one.
+    token = Path(folder) / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    reset_auth_token_state()  # Ray has read them when it was imported
     args = {"num_cpus": 8, "resources": {"stays": 1}, "temp_dir": folder, **_COMMON}
     cluster = Cluster(initialize_head=True, head_node_args=args)
     try:
@@ -359,7 +370,8 @@ def main() -> int:
     out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "marks"}, indent=1))
-    return int(bool(report["failed"] or report["different"] or report["left_behind"]))
+    wrong = ("error", "failed", "different", "left_behind")
+    return int(any(report[name] for name in wrong))
 
 
 if __name__ == "__main__":
