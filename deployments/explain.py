@@ -103,7 +103,8 @@ class Story:
         self.engine_us = delta.queued_us
         self.adapter_us = delta.adapter_us
         self.cached = max(0, delta.cached)
-        self.started = self._placements[-1][0] + max(0, delta.queued_us) / 1e6
+        sent = self._placements[-1][0] if self._placements else now
+        self.started = sent + max(0, delta.queued_us) / 1e6
 
     def moves(self, place: str, why: str, now: float) -> None:
         """A choice has left its replica and goes on elsewhere."""
