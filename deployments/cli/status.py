@@ -23,6 +23,7 @@ from deployments.metrics import RouterMetrics, quantile
 
 _LOOK = 1.0  # seconds between the two looks of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
+_WIDTH = 110  # columns where nobody says how many there are
 
 Told = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ def run(app: str, address: str | None, *, as_json: bool, once: bool, every: floa
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            out.print(page(found))
+            out.print(page(found), width=max(out.width, _WIDTH))
         return 0
     with Live(console=out, auto_refresh=False, screen=False) as live:
         while True:
@@ -68,6 +69,7 @@ def _join(address: str | None) -> None:
         raise ClusterError("no Ray cluster is running here; give --address, or start `manta serve`")
     import ray
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if ray.is_initialized():
         return
     try:
