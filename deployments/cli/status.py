@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -53,7 +53,8 @@ def run(app: str, address: str | None, *, as_json: bool, once: bool, every: floa
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            out.print(page(found), width=max(out.width, _WIDTH))
+            width = out.width if out.is_terminal else _WIDTH
+            Console(highlight=False, width=width).print(page(found))
         return 0
     with Live(console=out, auto_refresh=False, screen=False) as live:
         while True:
@@ -335,7 +336,7 @@ def page(found: Told) -> RenderableType:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
