@@ -22,7 +22,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from deployments import autoscaling
-from deployments.adapters import AdapterSettings
+from deployments.adapters.registry import AdapterSettings
 from deployments.admission import AdmissionLimits
 from deployments.channel import ChannelLimits
 from deployments.config import (

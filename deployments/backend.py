@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deployments.adapters_book import AdapterRecord
+from deployments.adapters.book import AdapterRecord
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ class BackendState:
 
 
 class AdapterDirectory(Protocol):
-    """The adapters of a base model; see `deployments.adapters.Adapters`."""
+    """The adapters of a base model; see `deployments.adapters.registry.Adapters`."""
 
     records: dict[str, AdapterRecord]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments import yaml_lines
-from deployments.adapters_config import make_absolute
+from deployments.adapters.config import make_absolute
 from deployments.config_models import (
     HttpConfig,
     LimitsConfig,

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from deployments.adapters_config import AdaptersConfig
+from deployments.adapters.config import AdaptersConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 

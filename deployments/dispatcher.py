@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from deployments.adapters import Adapters, AdapterSettings
-from deployments.adapters_book import Book
-from deployments.adapters_calls import AdapterCalls
-from deployments.adapters_stale import StaleAdapters
+from deployments.adapters.book import Book
+from deployments.adapters.calls import AdapterCalls
+from deployments.adapters.registry import Adapters, AdapterSettings
+from deployments.adapters.stale import StaleAdapters
 from deployments.admission import AdmissionLimits
 from deployments.autoscaling import Rates
 from deployments.backend import BackendState, GenerationRequest, ModelCard
@@ -385,6 +385,8 @@ class Dispatcher:
                 continue  # aborted while the delta was on its way
             if delta.cached >= 0:  # its first
                 link.intake.begun(delta.id)
+                if delta.adapter_us > 0:
+                    self._fleet.adapter_loaded(delta.adapter_us / 1e6)
             if delta.finish:
                 link.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):

@@ -209,7 +209,7 @@ class Fleet:
         self.index.add(links, self.replicas[name].row)
 
     def adapter_loaded(self, seconds: float) -> None:
-        """A request whose adapter was absent had its first token so much later than expected."""
+        """A request waited so long until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     # -- columns

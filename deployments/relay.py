@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from deployments.adapters_replica import Held, ReplicaAdapters
+from deployments.adapters.replica import Held, ReplicaAdapters
 from deployments.channel import AdapterVersion, ChannelLimits, FromRouter, ReplicaEnd
 from deployments.steps import Cost, StepModel
 from deployments.watch import StallLimits, Watch

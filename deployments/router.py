@@ -20,8 +20,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import asgi_call, discovery
-from deployments.adapters import AdapterSettings
-from deployments.adapters_book import RayBook
+from deployments.adapters.book import RayBook
+from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard

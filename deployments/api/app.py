@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.adapters_book import AdapterRecord
+from deployments.adapters.book import AdapterRecord
 from deployments.api import adapters
 from deployments.api.answer import Answer
 from deployments.api.auth import check_key

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deployments.adapters_book import AdapterRecord
+from deployments.adapters.book import AdapterRecord
 from deployments.api.constraints import check_constraints
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.api.fields import (

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deployments.adapters_book import forget_app
+from deployments.adapters.book import forget_app
 from deployments.config import MantaConfig
 from deployments.environment import ray_address, set_for_children
 from engine.errors import MantaError

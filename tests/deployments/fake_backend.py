@@ -13,8 +13,8 @@ from functools import cache
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from deployments.adapters import Adapters, AdapterSettings
-from deployments.adapters_book import AdapterRecord
+from deployments.adapters.book import AdapterRecord
+from deployments.adapters.registry import Adapters, AdapterSettings
 from deployments.backend import BackendState, GenerationRequest, ModelCard, Timing
 from engine.batch import TokenLogprobs
 from engine.chat_template import ChatTemplate

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import msgspec
 
-from deployments.adapters import AdapterSettings
-from deployments.adapters_book import Book, LocalBook
+from deployments.adapters.book import Book, LocalBook
+from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.channel import ChannelLimits
 from deployments.dispatcher import Dispatcher, DispatchLimits

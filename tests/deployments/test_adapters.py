@@ -16,9 +16,9 @@ from zlib import crc32
 import pytest
 from typer.testing import CliRunner
 
-from deployments.adapters import AdapterSettings
-from deployments.adapters_book import LocalBook, RayBook
-from deployments.adapters_paths import allowed_path, scan, without_paths
+from deployments.adapters.book import LocalBook, RayBook
+from deployments.adapters.paths import allowed_path, scan, without_paths
+from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
@@ -218,7 +218,7 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
     """500 requests over 40 adapters through two routers, while adapters are added, replaced and
     removed and replicas die and come: the text of a revision that was meant at some time of the
     request, or an error that says why not; and nothing is left."""
-    monkeypatch.setattr("deployments.adapters.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("deployments.adapters.registry.LOOK_SECONDS", 0.02)
     late = 0.3  # seconds that a replica which has just come may not have heard of a change
 
     async def case():
@@ -380,7 +380,7 @@ def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
 def test_the_watched_folder(tmp_path, monkeypatch):
     """A folder that is served before it is whole, whose replacement needs a restart, or a link that
     leads out of it."""
-    monkeypatch.setattr("deployments.adapters.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("deployments.adapters.registry.LOOK_SECONDS", 0.02)
 
     async def case():
         watch = tmp_path / "watch"
@@ -481,7 +481,7 @@ def test_the_book_is_shared(monkeypatch):
 
     for name, fake in (("put", put), ("get", get), ("list", keys), ("del", store.pop)):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
-    from deployments.adapters_book import AdapterRecord
+    from deployments.adapters.book import AdapterRecord
 
     for book, other in ((RayBook("x"), RayBook("x")), (local := LocalBook(), local)):
         mark, records = other.changed(b"")

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from deployments.adapters_book import AdapterRecord, Book, LocalBook, newer
-from deployments.adapters_paths import Found, allowed_path, scan, without_paths
+from deployments.adapters.book import AdapterRecord, Book, LocalBook, newer
+from deployments.adapters.paths import Found, allowed_path, scan, without_paths
 from engine.errors import AdapterError, MantaError, Overloaded
 from engine.lora.names import not_found
 from engine.lora.peft_config import check_name

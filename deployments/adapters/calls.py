@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from random import Random
 
-from deployments.adapters_book import AdapterRecord
+from deployments.adapters.book import AdapterRecord
 from deployments.channel import AdapterVersion
 from deployments.decision import Work
 from deployments.fleet import Fleet

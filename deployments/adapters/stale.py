@@ -5,8 +5,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from deployments.adapters import Adapters
-from deployments.adapters_paths import without_paths
+from deployments.adapters.paths import without_paths
+from deployments.adapters.registry import Adapters
 from deployments.ledger import Choice, Entry
 from engine.errors import MantaError
 from engine.messages import Delta

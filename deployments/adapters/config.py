@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from deployments.adapters_paths import MAX_PATH, is_url, scan
+from deployments.adapters.paths import MAX_PATH, is_url, scan
 from engine.errors import AdapterError, ConfigError
 from engine.lora.peft_config import check_name, read_peft_config
 
