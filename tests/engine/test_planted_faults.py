@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import block_manager, core, request, scheduler
+from engine import block_manager, core, queue, request, scheduler
 from engine.block_manager import BlockManager
 from engine.core import EngineCore
 from engine.decode_group import DecodeGroup
@@ -221,7 +221,7 @@ def _first(args: Any, key: Any) -> Any:
 
 @fault
 def the_newest_is_admitted_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "insort", lambda queue, r: queue.insert(0, r))
+    patch.setattr(queue, "insort", lambda line, r: line.insert(0, r))
 
 
 @fault
@@ -229,7 +229,7 @@ def admission_forgets_to_try_again(patch: pytest.MonkeyPatch) -> None:
     admit = Scheduler._admit
 
     def wrong(self: Scheduler, draft: Any) -> None:
-        if not any(r.num_cached < 0 and len(r.token_ids) > 20 for r in self.waiting[:1]):
+        if not any(r.num_cached < 0 and len(r.token_ids) > 20 for r in self.queue.waiting[:1]):
             admit(self, draft)
 
     patch.setattr(Scheduler, "_admit", wrong)
