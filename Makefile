@@ -4,6 +4,7 @@
 #   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
 #   ONCE=1                     `make demo` ends after its answer
 #   FAST=1                     `make test` leaves out the slow tests
+#   LONG=1                     `make test` has those too that take minutes on a cluster
 #   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
-pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(FAST), and not slow)'
+pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)'
 # Two processes with a core each for the folders that compute; the others start servers and clusters
 # and look at the clock, so they have the machine to themselves.
 COMPUTE := tests/engine tests/kernels tests/parity

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from engine import LLM, SamplingParams
 from tests.deployments.live import NAME, Live, live_server, settled
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(900)]
 
 ADAPTERS, REQUESTS, CLIENTS = 40, 500, 8
 TOKENS = 4

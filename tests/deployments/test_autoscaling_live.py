@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(420)]
 
 
 def test_nodes_and_replicas_follow_the_load(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(420)]
 
 
 def test_f13_f23_f24_scale_downs_updates_and_a_notice(tmp_path: Path) -> None:
