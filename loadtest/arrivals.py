@@ -147,6 +147,8 @@ def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
                 found = [_trace_row(path, number, row) for number, row in enumerate(table, 2)]
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not found and first.strip() and "," not in first:
+        raise ScenarioError(f"{path}:1: neither a row of JSONL nor the names of a CSV's columns")
     if not found:
         raise ScenarioError(f"{path}: an empty trace; there is nothing to send")
     found.sort(key=lambda row: row.t)

@@ -1,7 +1,8 @@
 """What must hold for a run to pass: --assert "failed==0, p99_ttft<500ms, goodput>=99%".
 
 Durations are compared in seconds and may have a unit (us, ms, s, m), fractions may be in per cent.
-A figure that a run does not have (p99_ttft without a stream) fails its assertion.
+A figure that a run does not have (p99_ttft without a stream, different where no answer was
+compared) fails its assertion.
 """
 
 import difflib
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtest.records import Percentiles, Summary
+from loadtest.records import ERROR_CLASSES, Percentiles, Summary
 
 _LATENCIES = ("ttft", "tpot", "itl", "itl_chunk", "e2e", "queue", "lateness")
 _POINTS = ("p50", "p90", "p95", "p99", "p999", "mean", "std", "min", "max")
@@ -27,6 +28,8 @@ _PLAIN = (
 )
 TIMES = frozenset({*_DURATIONS, *(f"{p}_{name}" for name in _LATENCIES for p in _POINTS)})
 NAMES = (*_PLAIN, *_FRACTIONS, *sorted(TIMES))
+
+_ERRORS = tuple(f"errors.{name}" for name in ERROR_CLASSES)
 
 _PARTS = {"us": 1e6, "ms": 1e3, "s": 1.0, "m": 1 / 60, "%": 100.0}  # of a second, of one
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -71,8 +74,8 @@ def parse(text: str) -> list[Assertion]:
         if match is None:
             raise ValueError(f"{part.strip()!r} is no assertion; write p99_ttft<500ms or failed==0")
         name, sign, number, unit = match.groups()
-        if name not in NAMES and not name.startswith("errors."):
-            near = difflib.get_close_matches(name, NAMES, 1, 0.5)
+        if name not in (*NAMES, *_ERRORS):
+            near = difflib.get_close_matches(name, (*NAMES, *_ERRORS), 1, 0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown metric {name!r}{hint}")
         if unit == "%" and name not in _FRACTIONS:
@@ -98,6 +101,7 @@ def figures(summary: Summary) -> dict[str, float | None]:
         found[name] = getattr(summary, name, None)
     good = summary.goodput
     total = summary.requests - summary.cancelled
+    verified = summary.verified_ok + summary.verified_different
     found |= {
         "longest_gap": summary.longest_gap_s,
         "no_service": summary.no_service_s,
@@ -110,8 +114,8 @@ def figures(summary: Summary) -> dict[str, float | None]:
         "cpu_share": summary.client.cpu_share,
         "tokens_per_s": summary.output_tokens_per_s,
         "tokens_per_s_per_gpu": summary.output_tokens_per_s_per_gpu,
-        "verified": summary.verified_ok + summary.verified_different,
-        "different": summary.verified_different,
+        "verified": verified,
+        "different": summary.verified_different if verified else None,
     }
     return found
 

@@ -331,6 +331,12 @@ class Scenario(_Model):
             raise ValueError("phases: two of one name")
         if all(phase.warmup for phase in self.phases):
             raise ValueError("phases: all are warm-up, so nothing would be measured")
+        for number, phase in enumerate(self.phases):
+            if self.work_of(phase).name == "trace" and phase.arrivals.kind != "trace":
+                raise ValueError(
+                    f"phases.{number}: work 'trace' needs arrivals of kind trace, and these are "
+                    f"{phase.arrivals.kind!r}; give this phase a work of its own"
+                )
         return self
 
     def work_of(self, phase: Phase) -> Work:

@@ -145,6 +145,7 @@ def test_azure_trace(tmp_path: Path) -> None:
     [
         ("", "empty trace"),
         ("\n\n", "empty trace"),
+        ("hello\n", ":1: neither a row"),
         ('{"timestamp": 0, "input_length": 1}', ":1: no output_length"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1}', ":1: times must be finite"),
         ('{"timestamp": "x", "input_length": 1, "output_length": 1}', ":1: could not convert"),

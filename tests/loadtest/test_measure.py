@@ -175,3 +175,15 @@ def test_assertions() -> None:
     for text, message in told.items():
         with pytest.raises(ValueError, match=message):
             parse(text)
+
+
+def test_nothing_compared_is_not_right() -> None:
+    """A reference of other questions, or none, passes different==0; so does a misspelt class."""
+    run = summarise([record(0, 0, [(0.1, 1)])], RUN)
+    assert [o.holds for o in evaluate(["different==0, verified==0, errors.cut==0"], run)] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ValueError, match=r"errors\.cuts.*errors\.cut"):
+        parse("errors.cuts==0")

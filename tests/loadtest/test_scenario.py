@@ -93,6 +93,12 @@ def test_empty_trace(tmp_path: Path) -> None:
     assert "empty trace" in problems(text)
 
 
+def test_work_of_a_trace_without_one() -> None:
+    """The client processes die of an assertion when the run has begun."""
+    told = problems(GOOD, work={"name": "trace"})
+    assert "phases.0" in told and "kind trace" in told
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "- a", "a: [", "\tx: 1", "x: !!python/none {}", "a: &b 1\nc: *b", "x: 1\n---\ny: 2"],
