@@ -70,16 +70,18 @@ TARGETS: dict[str, Callable[[Process], bool]] = {
 @dataclass(frozen=True, slots=True)
 class Instance:
     """session: part of the command lines of its raylets. root: the process that listens, for a
-    server without Ray, whose descendants then are the instance."""
+    server without Ray, whose descendants then are the instance. port: where it listens, and
+    where its successor will."""
 
     session: str | None
     root: Process
+    port: int
 
     def processes(self) -> list[Process]:
         """All that live now, the eldest first."""
         table = _table()
         if self.session is None:
-            roots = [self.root.pid]
+            roots = [p.pid for p in self._servers(table)]
         else:
             roots = [
                 p.pid
@@ -100,8 +102,16 @@ class Instance:
     def find(self, target: str) -> list[Process]:
         """The target's live processes; `server` is the one that listens."""
         if target == "server":
-            return [p for p in self.processes() if p.pid == self.root.pid]
+            return self._servers({p.pid: p for p in self.processes()})
         return [p for p in self.processes() if TARGETS[target](p)]
+
+    def _servers(self, table: dict[int, Process]) -> list[Process]:
+        """The process of the table that listens: the first one while it lives, then another."""
+        first = table.get(self.root.pid)
+        if first is not None and first.started == self.root.started:
+            return [first]
+        there = [pid for pid in _listeners(self.port) if pid in table]
+        return [table[min(there)]] if there else []
 
 
 def instance_at(url: str) -> Instance:
@@ -120,9 +130,9 @@ def instance_at(url: str) -> Instance:
         pid = listener
         while pid in table:
             if _program(table[pid]) == "raylet" and (session := _session(table[pid])):
-                return Instance(session, table[listener])
+                return Instance(session, table[listener], port)
             pid = table[pid].parent
-    return Instance(None, table[min(listeners)])
+    return Instance(None, table[min(listeners)], port)
 
 
 def _program(process: Process) -> str:

@@ -1,5 +1,6 @@
 """Faults are carried out on processes of our own that look like Serve's."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -195,6 +196,36 @@ def test_marks_tell_when_a_process_came_back() -> None:
         finder.close()
     assert [w.split(" (")[0] for w in what[:2]] == ["kill replica", "kill replica"]
     assert what[2].startswith("replica process back after 0.") and len(what) == 3
+
+
+def test_server_started_again_is_found() -> None:
+    """A killed server without Ray is back, and neither marked so nor killed a second time."""
+    port = free_port()
+    code = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    servers = []
+
+    def start() -> None:
+        servers.append(subprocess.Popen([sys.executable, "-c", code]))
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                return
+            time.sleep(0.05)
+
+    try:
+        start()
+        instance = instance_at(f"http://127.0.0.1:{port}")
+        assert [p.pid for p in instance.find("server")] == [servers[0].pid]
+        servers[0].kill()
+        servers[0].wait()
+        assert instance.find("server") == []
+        start()
+        assert [p.pid for p in instance.find("server")] == [servers[1].pid]
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def test_pid_used_again_is_spared() -> None:
