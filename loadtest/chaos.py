@@ -71,6 +71,11 @@ class Clock(Protocol):
     @property
     def relays(self) -> Sequence[Relay]: ...
 
+    @property
+    def spoilt(self) -> list[str]: ...
+
+    def now(self) -> float: ...
+
     def mark(self, what: str, t: float | None = None) -> None: ...
 
 
@@ -174,6 +179,10 @@ def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Await
             await network
         finally:
             network.cancel()
+            for fault in faults:
+                if fault.start > clock.now():
+                    late = f"{fault.name}, due at {fault.start:g} s: the load had ended before"
+                    clock.spoilt.append(late)
             for mark in chaos.stop() if chaos is not None else ():
                 clock.mark(mark.what, mark.t)
 

@@ -107,12 +107,17 @@ def run(
         write_report(folder)
         console = _console(stderr=False)
         show_summary(result.summary, console)
+        compared = result.summary.verified_ok + result.summary.verified_different
+        unverified = verify is not None and not compared
+        if unverified:
+            told = "REFUSED: no answer was compared: the reference has none of these questions"
+            console.print(told, markup=False)
         outcomes = asserts.evaluate(wanted, result.summary)
         show_outcomes(outcomes, console)
         console.print(f"results: {folder}, to look at: {folder / 'report.html'}", markup=False)
         if result.interrupted:
             raise typer.Exit(130)
-        refused = result.summary.verdict != "ok" and not lenient
+        refused = (result.summary.verdict != "ok" or unverified) and not lenient
         if refused or not all(outcome.holds for outcome in outcomes):
             raise typer.Exit(1)
 

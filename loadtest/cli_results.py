@@ -137,6 +137,9 @@ def search(
         if found.slo:
             best = "none" if found.best is None else f"{found.best:g} {unit}"
             print(f"highest load that keeps the SLO: {best} ({found.ended})")
+            unclear = sum(trial.state == "unclear" for trial in found.trials)
+            if unclear:
+                print(f"unclear: {unclear} of {len(found.trials)} trials; longer ones decide")
         if found.knee is not None:
             print(f"knee: {found.knee:g} {unit}")
         if found.slo and found.best is None:

@@ -267,6 +267,14 @@ def _warnings(a: Side, b: Side) -> list[str]:
         late = sum(run.summary.verdict == "client_bottleneck" for run in side.runs)
         if late:
             found.append(f"{side.name}: the client was the bottleneck in {late} of its runs")
+        wrong = sum(run.summary.verified_different for run in side.runs)
+        if wrong:
+            of = wrong + sum(run.summary.verified_ok for run in side.runs)
+            found.append(f"{side.name}: {wrong} of {of} answers that were compared are wrong")
+        lost = sum(run.summary.missing_tokens for run in side.runs)
+        doubled = sum(run.summary.doubled_tokens for run in side.runs)
+        if lost or doubled:
+            found.append(f"{side.name}: {lost} tokens are missing, {doubled} came twice")
     for what in ("scenario", "model", "gpus"):
         values = {getattr(run.summary.run, what) for side in (a, b) for run in side.runs}
         if len(values) > 1:

@@ -164,12 +164,14 @@ def summarise(
     duration = max((record.end_s for record in measured), default=0.0) - begin
     last = max((record.intended_s for record in measured), default=0.0)
     sending = sending_s or (last - begin)
+    # The last answer may be there before the phase is over; what comes is not faster for that.
+    span = max(duration, sending)
     # Tokens of failures are shown as lost: nobody could use them.
     tokens = sum(r.output_tokens for r in measured if not r.failed)
     prompt = sum(r.prompt_tokens or 0 for r in measured if not r.failed)
 
     def rate(count: float) -> float:
-        return _figure(count / duration) if duration > 0 else 0.0
+        return _figure(count / span) if span > 0 else 0.0
 
     per_chunk: list[float] = []
     per_token: list[float] = []

@@ -40,6 +40,7 @@ class Clock:
         """relays: the ways to the servers, if the clients go through them."""
         self.origin, self.relays = origin, relays
         self.marks: list[FaultMark] = []
+        self.spoilt: list[str] = []  # why the run is not what was asked for
 
     def now(self) -> float:
         """Seconds since the run's start."""
@@ -199,7 +200,7 @@ def _summary(
         cpu_share=max((done.cpu_share for done in ended), default=0.0),
         at_once=frozenset(p.phase.name for p in plans if isinstance(p.phase.arrivals, AtOnce)),
         faults=sorted(began.marks, key=lambda mark: mark.t),
-        reasons=["a client process died"] if len(ended) < len(crew) else [],
+        reasons=[*began.spoilt, *(["a client process died"] if len(ended) < len(crew) else [])],
     )
 
 

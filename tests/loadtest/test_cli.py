@@ -183,6 +183,21 @@ def test_reference_then_verify(scenario: Path, tmp_path: Path) -> None:
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
+def test_a_run_without_what_was_asked_for_is_refused(scenario: Path, tmp_path: Path) -> None:
+    """A test of faults passes because none came, or one of answers because none was compared."""
+    with FakeServer() as server:
+        late = cli("run", scenario, "--url", server.url, "--out", tmp_path / "late",
+                   "--chaos", "delay-network@60s for 1s by 10ms")  # fmt: skip
+        reference = tmp_path / "ref.jsonl"
+        assert cli("reference", scenario, "--url", server.url, "--out", reference).returncode == 0
+        other = cli("run", scenario, "--url", server.url, "--out", tmp_path / "other",
+                    "--set", "seed=77", "--verify", reference)  # fmt: skip
+    assert late.returncode == 1
+    assert "REFUSED: delay network, due at 60 s: the load had ended before" in late.stdout
+    assert other.returncode == 1
+    assert "REFUSED: no answer was compared" in other.stdout
+
+
 def test_ctrl_c_keeps_what_there_is(scenario: Path, tmp_path: Path) -> None:
     """Half an hour of load thrown away by Ctrl-C, or client processes left behind."""
     scenario.write_text(SCENARIO.replace("rate: 60}, requests: 30", "rate: 20}, duration: 60s"))

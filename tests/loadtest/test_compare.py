@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -91,6 +92,19 @@ def test_error_rate_difference() -> None:
     bad = Side("b", (Run(Path("b"), summarise(records, name="b"), records),))
     row = next(r for r in compare(side("a", 1), bad, resamples=50).rows if r.metric == "error_rate")
     assert row.verdict == "worse" and 0.05 < row.low < row.change < row.high < 0.2
+
+
+def test_wrong_answers_are_told() -> None:
+    """The faster of two servers, and nobody says that its answers are wrong."""
+    good, fast = side("a", 1), side("b", 2)
+    summary = msgspec.structs.replace(
+        fast.runs[0].summary, verified_ok=1, verified_different=19, missing_tokens=3
+    )
+    wrong = Side("b", (Run(Path("b"), summary, fast.runs[0].records),))
+    told = compare(good, wrong, resamples=50).warnings
+    assert "b: 19 of 20 answers that were compared are wrong" in told
+    assert "b: 3 tokens are missing, 0 came twice" in told
+    assert not any("compared" in text for text in compare(good, fast, resamples=50).warnings)
 
 
 def test_conditions() -> None:

@@ -97,6 +97,14 @@ def test_refusals_do_not_end_a_gap() -> None:
     assert lost[-1] == (2.5, 5.6)
 
 
+def test_no_more_is_served_than_was_offered() -> None:
+    """A burst early in its phase: all answers are there before the phase is over, and dividing by
+    the shorter time tells of a server faster than its load."""
+    records = [record(n, 0.1 * n, [(0.1 * n + 0.05, 1)]) for n in range(10)]
+    s = summarise(records, RUN, sending_s=4)
+    assert (s.offered_per_s, s.served_per_s, s.output_tokens_per_s) == (2.5, 2.5, 2.5)
+
+
 def test_summary_by_hand() -> None:
     """Warm-up in the figures, cancellations as failures, tokens of failures as throughput."""
     records = [
