@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from loadtest.errors import RunError, ScenarioError
 
 _SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_[\d-]+_\d+_\d+")
 _LISTEN = "0A"
+_LOOKS, _LOOK_S = 10, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +124,14 @@ def instance_at(url: str) -> Instance:
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if not _is_here(parts.hostname or ""):
         raise ScenarioError(f"faults need the server on this machine; {parts.hostname} is another")
-    listeners = _listeners(port)
-    if not listeners:
+    for _ in range(_LOOKS):  # haproxy hands its port to a new process whenever routers change
+        table = _table()
+        listeners = [pid for pid in _listeners(port) if pid in table]
+        if listeners:
+            break
+        time.sleep(_LOOK_S)
+    else:
         raise ScenarioError(f"no process that we may look into listens on port {port}")
-    table = _table()
     for listener in listeners:
         pid = listener
         while pid in table:

@@ -454,7 +454,7 @@ def test_messages_without_paths():
     for message in (
         "/srv/a b/x: rank 300 is over max_lora_rank 64",
         "/srv/a b/x/adapter_model.safetensors: holds no tensor",
-        "/tmp/manta-adapter-abc/adapter_config.json: r: 0 is not a positive number",
+        "/var/cache/manta-adapter-abc/adapter_config.json: r: 0 is not a positive number",
         "s3://bucket/y: adapter_config.json is missing",
     ):
         told = without_paths(message, "/srv/a b/x", "legal")
