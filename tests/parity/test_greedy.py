@@ -95,7 +95,7 @@ def assert_same(outputs: list[Output], reference: list[Output]) -> None:
 
 @pytest.fixture(scope="module")
 def few(prompts: list[list[int]]) -> list[list[int]]:
-    return prompts[:12]
+    return prompts[:8]
 
 
 @pytest.mark.parametrize("cut", CUTS)
