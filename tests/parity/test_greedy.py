@@ -28,14 +28,23 @@ def prompts(default_model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def whole(default_model: Path, prompts: list[list[int]]) -> list[Output]:
+def few(prompts: list[list[int]]) -> list[list[int]]:
+    return prompts[:8]
+
+
+def in_one_piece(model: Path, prompts: list[list[int]]) -> list[Output]:
     """Prompts in one piece, everything together, nothing cached."""
-    core = engine(default_model, prefix_caching=False, max_num_batched_tokens=2048)
+    core = engine(model, prefix_caching=False, max_num_batched_tokens=2048)
     return run(core, prompts, GREEDY)
 
 
+@pytest.fixture(scope="module")
+def whole(default_model: Path, few: list[list[int]]) -> list[Output]:
+    return in_one_piece(default_model, few)
+
+
 def test_tokens_and_logprobs_equal_transformers(
-    default_model: Path, prompts: list[list[int]], whole: list[Output]
+    default_model: Path, prompts: list[list[int]]
 ) -> None:
     """A wrong rotation, mask, norm or weight changes a log-probability long before it changes a
     word. Teacher forcing: if transformers' argmax after our prefix is our token at every position,
@@ -44,7 +53,8 @@ def test_tokens_and_logprobs_equal_transformers(
 
     model: Any = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
     worst, ties = 0.0, []
-    for number, (prompt, output) in enumerate(zip(prompts, whole, strict=True)):
+    outputs = in_one_piece(default_model, prompts)
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert len(output.token_ids) == len(output.logprobs) == NUM_TOKENS
         ids = torch.tensor([prompt + output.token_ids])
         with torch.inference_mode():
@@ -93,24 +103,19 @@ def assert_same(outputs: list[Output], reference: list[Output]) -> None:
     assert len(different) <= 1, f"too many ties to be chance: prompts {different}"
 
 
-@pytest.fixture(scope="module")
-def few(prompts: list[list[int]]) -> list[list[int]]:
-    return prompts[:8]
-
-
 @pytest.mark.parametrize("cut", CUTS)
 def test_text_does_not_depend_on_how_steps_are_cut(
     default_model: Path, few: list[list[int]], whole: list[Output], cut: str
 ) -> None:
     """A chunk border, a cached prefix or a late result that shifts a position by one."""
     core = engine(default_model, **CUTS[cut])
-    assert_same(run(core, few, GREEDY), whole[: len(few)])
+    assert_same(run(core, few, GREEDY), whole)
 
 
 def test_text_alone_is_text_in_a_batch(
     default_model: Path, few: list[list[int]], whole: list[Output]
 ) -> None:
-    """A neighbour's keys or rows read by mistake; the reference ran 32 at once."""
+    """A neighbour's keys or rows read by mistake; the reference ran eight at once."""
     core = engine(default_model, prefix_caching=False)
     assert_same(run(core, few[:6], GREEDY, together=False), whole[:6])
 
@@ -135,7 +140,7 @@ def test_preempted_requests_give_the_same_text(
     core = engine(default_model, num_blocks=32, max_model_len=256, prefix_caching=False)
     outputs = run(core, few, GREEDY)
     assert core.stats().preemptions > 0, "32 blocks were meant to be too few"
-    assert_same(outputs, whole[: len(few)])
+    assert_same(outputs, whole)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +155,7 @@ def test_a_seed_gives_its_text_at_any_batch_size_and_after_preemption(
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, ignore_eos=True)
     together = run(sampling_core, few, params)
     alone = run(sampling_core, few[:3], params, together=False)
-    tight = engine(default_model, num_blocks=24, max_model_len=128, prefix_caching=False)
+    tight = engine(default_model, num_blocks=12, max_model_len=128, prefix_caching=False)
     preempted = run(tight, few, params)
     assert tight.stats().preemptions > 0
     assert [o.token_ids for o in alone] == [o.token_ids for o in together[:3]]
