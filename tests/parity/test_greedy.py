@@ -27,9 +27,11 @@ def prompts(default_model: Path) -> list[list[int]]:
     return [tokenizer.encode(text) for text in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def few(prompts: list[list[int]]) -> list[list[int]]:
-    return prompts[:8]
+@pytest.fixture(
+    scope="module", params=[8, pytest.param(len(PROMPTS), marks=pytest.mark.long)], ids=str
+)
+def few(prompts: list[list[int]], request: pytest.FixtureRequest) -> list[list[int]]:
+    return prompts[: request.param]
 
 
 def in_one_piece(model: Path, prompts: list[list[int]]) -> list[Output]:
@@ -115,9 +117,9 @@ def test_text_does_not_depend_on_how_steps_are_cut(
 def test_text_alone_is_text_in_a_batch(
     default_model: Path, few: list[list[int]], whole: list[Output]
 ) -> None:
-    """A neighbour's keys or rows read by mistake; the reference ran eight at once."""
+    """A neighbour's keys or rows read by mistake; the reference ran together."""
     core = engine(default_model, prefix_caching=False)
-    assert_same(run(core, few[:6], GREEDY, together=False), whole[:6])
+    assert_same(run(core, few, GREEDY, together=False), whole)
 
 
 def test_prefix_hit_gives_the_text_of_a_miss(
@@ -125,12 +127,12 @@ def test_prefix_hit_gives_the_text_of_a_miss(
 ) -> None:
     """A hit that maps to the wrong block, or skips the token whose logits are needed."""
     core = engine(default_model, block_size=4, num_blocks=8192)
-    missed = run(core, few[:6], GREEDY)
-    hit = run(core, few[:6], GREEDY)
+    missed = run(core, few, GREEDY)
+    hit = run(core, few, GREEDY)
     assert all(output.cached == 0 for output in missed)
     assert all(output.cached > 0 for output in hit)
-    assert_same(missed, whole[:6])
-    assert_same(hit, whole[:6])
+    assert_same(missed, whole)
+    assert_same(hit, whole)
 
 
 def test_preempted_requests_give_the_same_text(
@@ -154,11 +156,11 @@ def test_a_seed_gives_its_text_at_any_batch_size_and_after_preemption(
     """Random numbers that depend on the step, the row or the neighbours."""
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, ignore_eos=True)
     together = run(sampling_core, few, params)
-    alone = run(sampling_core, few[:3], params, together=False)
+    alone = run(sampling_core, few, params, together=False)
     tight = engine(default_model, num_blocks=12, max_model_len=128, prefix_caching=False)
     preempted = run(tight, few, params)
     assert tight.stats().preemptions > 0
-    assert [o.token_ids for o in alone] == [o.token_ids for o in together[:3]]
+    assert [o.token_ids for o in alone] == [o.token_ids for o in together]
     assert [o.token_ids for o in preempted] == [o.token_ids for o in together]
     other = run(sampling_core, few, params, seed=2)
     assert [o.token_ids for o in other] != [o.token_ids for o in together]
