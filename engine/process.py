@@ -272,7 +272,7 @@ def _set_threads(count: int) -> None:
     # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
     # engines on two cores, six times slower each); these are half a millisecond, several times what
     # lies between two products of a step.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ["GOMP_SPINCOUNT"] = "10000"
     if count:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(count)
