@@ -70,7 +70,7 @@ def config(model: str, engine: dict[str, Any]) -> dict[str, Any]:
 
 def build(arguments: dict[str, Any]) -> Any:
     """What Serve imports."""
-    fake = Path(arguments["config"]["model"]).name == "tiny"
+    fake = Path(arguments["config"].get("model", "default")).name == "tiny"
     return assemble(as_config(arguments["config"]), counting if fake else prepare_engine)
 
 
