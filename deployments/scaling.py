@@ -13,7 +13,7 @@ the first cannot do yet, and leaves when it can.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 _TREND_SECONDS = 60.0  # of the past that the trend is taken from
@@ -135,10 +135,15 @@ def decide(
                 # What it grew for is not yet in the level that it would shrink to.
                 count, reason = have, "it has just grown"
         else:
-            count, reason = _overflow(pools[main], seen[main], pool, seen[name], demand, promise)
+            count, reason = _overflow(pools[main], seen[main], pool, demand, promise)
             before = memory.targets.get(name, 0)
             if count < before and seen[main].starting:
                 count, reason = before, f"until {main} is ready"
+            beyond = _beyond(
+                pool, seen[name], [(pools[n], targets[n]) for n in targets], memory, promise
+            )
+            if beyond > count:
+                count, reason = beyond, f"beyond what {' and '.join(targets)} can do"
         # A pool that hands over keeps what it has until the other is there.
         takers = [other for other in names if other != name]
         have = seen[name].ready + seen[name].starting
@@ -264,8 +269,43 @@ def _carry(
     return count, f"work of {level:.1f} replicas"
 
 
+def _beyond(
+    pool: Pool,
+    seen: Seen,
+    cheaper: Sequence[tuple[Pool, int]],
+    memory: Memory,
+    promise: Promise,
+) -> int:
+    """Replicas for the work that all cheaper pools (with their targets) leave at their maximum."""
+    if any(target < other.maximum for other, target in cheaper):
+        return 0
+
+    def left(work: Callable[[Pool], float], busy: float) -> float:
+        """In replicas of this pool."""
+        done = sum(busy * target / max(1e-9, work(other)) for other, target in cheaper)
+        return max(0.0, 1.0 - done) * work(pool) / busy
+
+    now = memory.samples[-1][0]
+    works = {
+        id(one): [
+            (when, one.work(prompt, output))
+            for when, prompt, output in memory.samples
+            if when > now - _TREND_SECONDS
+        ]
+        for one in (pool, *(other for other, _ in cheaper))
+    }
+    wanted = math.ceil(left(lambda one: _trend(works[id(one)])[0], promise.busy) - 0.05)
+    have = seen.ready + seen.starting
+    if wanted >= have:
+        return wanted
+    if memory.samples[0][0] > now - promise.calm_seconds:
+        return have
+    most = left(lambda one: max(_levels(one, memory, promise)), promise.busy - _SLACK)
+    return min(have, max(wanted, math.ceil(most)))
+
+
 def _overflow(
-    main: Pool, seen: Seen, pool: Pool, own: Seen, demand: Demand, promise: Promise
+    main: Pool, seen: Seen, pool: Pool, demand: Demand, promise: Promise
 ) -> tuple[int, str]:
     """What a second pool must take until the first has what it needs."""
     short = main.work(demand.prompt_rate, demand.output_rate) / promise.busy - seen.ready

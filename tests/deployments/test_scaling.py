@@ -1,5 +1,6 @@
 """How many replicas: a pure function, and Serve's policies around it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,32 @@ def test_a_cpu_pool_holds_takes_the_overflow_and_leaves():
     assert plans[-1].targets["gpu"] == 0 and plans[-1].targets["cpu"] >= 1
     ended = [plan.targets for plan in plans[160:]]
     assert all(one["gpu"] or one["cpu"] for one in ended)
+
+
+def test_what_a_pool_at_its_maximum_cannot_do_another_does():
+    """Requests that wait for ever at the cheaper pool's limit, beside a pool that could come."""
+    pools = {"gpu": replace(GPU, maximum=2), "cpu": CPU, "dear": replace(GPU, price=3.0)}
+    plans = play(
+        [work(1.5)] * 70 + [work(2.0)] * 70 + [work(1.5)] * 150,
+        pools=pools,
+        start={"gpu": 2, "cpu": 0, "dear": 0},
+    )
+    assert plans[65].targets == {"gpu": 2, "cpu": 0, "dear": 0}
+    assert plans[130].targets["gpu"] == 2
+    assert plans[130].targets["cpu"] == 8  # a tenth of the work, that of 0.2 GPUs
+    assert plans[130].reasons["cpu"] == "beyond what gpu can do"
+    assert plans[130].targets["dear"] == 0
+    taken = [plan.targets["cpu"] for plan in plans[140:]]
+    assert taken[:50] == [8] * 50, "gone before it was calm"
+    assert taken[-1] == 0
+
+
+def test_the_third_pool_takes_what_two_at_their_maximum_leave():
+    """The second pool's limit forgotten."""
+    pools = {"gpu": replace(GPU, maximum=2), "cpu": CPU, "dear": replace(GPU, price=3.0)}
+    plans = play([work(4)] * 100, pools=pools, start={"gpu": 2, "cpu": 10, "dear": 0})
+    assert plans[-1].targets == {"gpu": 2, "cpu": 10, "dear": 3}
+    assert plans[-1].reasons["dear"] == "beyond what gpu and cpu can do"
 
 
 def test_a_start_is_no_idleness():
