@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from deployments.config import MantaConfig, PoolConfig
-from deployments.scaling import Demand, Memory, Plan, Pool, Promise, Seen, decide
+from deployments.scaling import Demand, Memory, Plan, Pool, Promise, Seen, decide, keep
 
 logger = logging.getLogger("ray.serve")
 
@@ -153,6 +153,8 @@ class PoolsPolicy:
         seen = {name: self._seen(name, context, now) for name, context in engines.items()}
         pools = {name: self._measured(name, context) for name, context in engines.items()}
         plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
+        if last and any(map(_silent, (*engines.values(), router))):
+            plan = keep(plan, last.targets, "some say nothing of their load")
         self._memory, self._plan, self._decided = plan.memory, plan, now
         _export(any_context.app_name or "", plan)
         if last is None or plan.targets != last.targets:
@@ -201,7 +203,8 @@ class PoolPolicy:
 
 
 def _demand(engines: Mapping[str, Context], router: Context | None, now: float) -> Demand:
-    """Arrivals from the routers; without them, what the engines compute."""
+    """Arrivals from the routers; without them, what the engines compute. What a leaving replica
+    still has is known to the routers only: it is not one of the deployment's any more."""
     source: Iterable[Context | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
@@ -216,6 +219,7 @@ def _demand(engines: Mapping[str, Context], router: Context | None, now: float) 
         waiting_tokens += sum(_values(context, "waiting_tokens"))
         waiting += context.total_queued_requests or 0.0
         running += sum(_values(context, "running"))
+    running = max(running, sum(_values(router, "in_flight")))
     return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
 
 
@@ -223,6 +227,11 @@ def _values(context: Context | None, metric: str) -> list[float]:
     """Of each replica."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
+
+
+def _silent(context: Context | None) -> bool:
+    """Replicas are there, but starved or cut off: that is no sign of having nothing to do."""
+    return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 
 def _mean(values: list[float]) -> float:

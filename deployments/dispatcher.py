@@ -229,6 +229,7 @@ class Dispatcher:
         return {
             "prompt_rate": rates["prompt"],
             "output_rate": rates["requests"] * output,
+            "in_flight": len(self._entries),
             "queued": self._gate.choices + len(self._waiting) + self._calls.waiting,
             "queued_tokens": self._gate.tokens,
         }

@@ -24,6 +24,7 @@ _KV_FULL = (
 _LEVEL_SECONDS = 20.0  # that the present level is the mean of
 _SLACK = 0.04  # of a replica's time: replicas go only when the rest would still have it to spare
 _DRAIN = 0.65  # of the start-up time: what has gathered until then should be done in so much more
+_HELD = 5.0  # promised times that a cheap pool may be behind before it holds the endpoint no more
 _RETURN = 0.7  # of what the cheaper pool could carry: below it the dearer one goes
 
 
@@ -119,7 +120,7 @@ def decide(
         for name in names
     }
     idle = demand.now - memory.busy_at >= promise.idle_seconds
-    holder = _holder(pools, names, seen, memory, promise)
+    holder = _holder(pools, names, seen, demand, memory, promise)
     for name in names:
         pool = pools[name]
         if idle:
@@ -164,6 +165,14 @@ def decide(
     return Plan(targets, reasons, memory)
 
 
+def keep(plan: Plan, targets: Mapping[str, int], reason: str) -> Plan:
+    """The plan without its decreases."""
+    low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
+    kept = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
+    reasons = {name: reason if name in low else plan.reasons[name] for name in plan.reasons}
+    return Plan(kept, reasons, replace(plan.memory, targets=kept))
+
+
 def _remember(memory: Memory, demand: Demand, promise: Promise, starting: bool) -> Memory:
     samples = memory.samples
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
@@ -187,6 +196,15 @@ def _levels(pool: Pool, memory: Memory, promise: Promise) -> list[float]:
     return [sum(works[at : at + window]) / window for at in range(max(1, len(works) - window + 1))]
 
 
+def _backlog(pool: Pool, demand: Demand, memory: Memory) -> float:
+    """Seconds of one replica for what waits. Its answers are as long as those of late, also when
+    nothing arrives any more."""
+    prompt = sum(prompt for _, prompt, _ in memory.samples)
+    output = sum(output for _, _, output in memory.samples)
+    ratio = output / prompt if prompt else 1.0
+    return pool.work(demand.waiting_tokens, ratio * demand.waiting_tokens)
+
+
 def _price(pool: Pool, demand: Demand) -> float:
     """Of a unit of this work."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
@@ -196,6 +214,7 @@ def _holder(
     pools: Mapping[str, Pool],
     names: Sequence[str],
     seen: Mapping[str, Seen],
+    demand: Demand,
     memory: Memory,
     promise: Promise,
 ) -> str | None:
@@ -215,7 +234,8 @@ def _holder(
         share = _RETURN if memory.targets.get(names[0], 0) else 1.0
         count = max(1, math.ceil(most / promise.busy))
         affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
-        if count <= affordable and most <= share * affordable * promise.busy:
+        late = _backlog(pool, demand, memory) > _HELD * promise.ttft * affordable
+        if count <= affordable and most <= share * affordable * promise.busy and not late:
             return name
     return None
 
@@ -234,10 +254,8 @@ def _carry(
     ahead = level + slope * pool.start_seconds
     have = seen.ready + seen.starting
     # What waits, and what gathers until those that start are there: seconds of one replica's work.
-    share = demand.waiting_tokens / max(1.0, demand.prompt_rate)
-    waiting = share * pool.work(demand.prompt_rate, demand.output_rate)
     until = max(0.0, pool.start_seconds - started)
-    gathered = waiting + until * max(0.0, level - seen.ready)
+    gathered = _backlog(pool, demand, memory) + until * max(0.0, level - seen.ready)
     extra = 0.0
     if gathered > promise.ttft * max(seen.ready, 1):
         extra = gathered / max(_DRAIN * pool.start_seconds, promise.ttft)

@@ -224,6 +224,43 @@ def test_what_waits_in_the_routers_counts_once():
     assert policy({"r": router, "e": engine})[0]["e"] == 2
 
 
+def test_a_backlog_counts_when_nothing_arrives_any_more():
+    """The end of a burst: three replicas to one, and that one to a pool that is slower still, with
+    minutes of work in the queue."""
+    pools = {"gpu": replace(GPU, maximum=3), "cpu": CPU}
+    left = [max(0.0, 400_000 - n * 10_000) for n in range(100)]
+    demands = [work(6)] * 80 + [(0, 0, tokens) for tokens in left]
+    plans = play(demands, pools=pools, start={"gpu": 3, "cpu": 0})
+    for second, plan in enumerate(plans[80:]):
+        assert plan.targets["gpu"] == 3 or left[second] < 50_000, plan
+    assert plans[-1].targets["gpu"] < 3
+
+
+def test_what_a_leaving_replica_has_is_no_idleness():
+    """The last replica stopped while 100 requests are still with two that drain, and will be handed
+    over to it."""
+    policy = PoolsPolicy({"gpu": FIELDS}, {"idle_seconds": 4.0, "calm_seconds": 6.0})
+    for now in range(30):
+        router = context("router", 1, 1, now, prompt_rate=0, output_rate=0, in_flight=100)
+        engine = context("engine-gpu", 1, 1, now, running=0)
+        assert policy({"r": router, "e": engine})[0]["e"] == 1
+
+
+def test_silence_is_no_idleness():
+    """Processes without a core to report from, whose work is taken for none: the fleet is stopped
+    at its busiest."""
+    policy = PoolsPolicy({"gpu": FIELDS}, {"idle_seconds": 4.0, "calm_seconds": 6.0})
+    load = {"prompt_rate": 30_000, "output_rate": 15_000, "in_flight": 100}
+    for now in range(1, 60):
+        router = context("router", 1, 1, now, **(load if now < 30 else {}))
+        decided = policy({"r": router, "e": context("engine-gpu", 7, 7, now, running=50)})[0]["e"]
+        assert decided >= 6
+    for now in range(60, 90):
+        router = context("router", 1, 1, now, prompt_rate=0, output_rate=0, in_flight=0)
+        decided = policy({"r": router, "e": context("engine-gpu", 7, 7, now, running=0)})[0]["e"]
+    assert decided == 0
+
+
 def test_decides_once_a_second():
     """A controller that is busy with what it decided a tenth of a second ago."""
     policy = PoolsPolicy({"gpu": FIELDS}, {})
