@@ -202,7 +202,7 @@ async def scenario(live: Live, quick: float) -> None:
         async with live.load("trickle", 0.5 * alone):
             await asyncio.sleep(8)
             assert live.seen[-1].gpu == 0, "a GPU for what a CPU can do"
-        # Replicas of a model share this machine's cores, so each that comes makes the others slower,
+        # Replicas of a model share this machine's cores: each that comes makes the others slower,
         # and three may need the CPU pool's help.
         async with live.load("heavy", (2.3 if quick < 60 else 1.5) * gpu):
             await live.until(
