@@ -270,9 +270,9 @@ def _set_threads(count: int) -> None:
     """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
     # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
     # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
-    # engines on two cores, six times slower each); these are half a millisecond, several times what
+    # engines on two cores, six times slower each); these are a millisecond, several times what
     # lies between two products of a step.
-    os.environ["GOMP_SPINCOUNT"] = "10000"
+    os.environ["GOMP_SPINCOUNT"] = "30000"
     if count:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(count)
