@@ -129,8 +129,9 @@ def test_prefix_hit_gives_the_text_of_a_miss(
     core = engine(default_model, block_size=4, num_blocks=8192)
     missed = run(core, few, GREEDY)
     hit = run(core, few, GREEDY)
-    assert all(output.cached <= 4 for output in missed), "some share a first block, no more"
-    assert all(second.cached > first.cached for first, second in zip(missed, hit, strict=True))
+    assert all(output.cached == 0 for output in missed)
+    long = [number for number, prompt in enumerate(few) if len(prompt) > 4]  # the last is computed
+    assert long and all(hit[number].cached > 0 for number in long)
     assert_same(missed, whole)
     assert_same(hit, whole)
 
