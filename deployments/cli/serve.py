@@ -257,7 +257,8 @@ class _Signals:
             self._cluster.kill()
             os._exit(130)
         self._terminated = number == signal.SIGTERM
-        err.print("Stopping; once more to stop at once")
+        how = "Letting requests end" if self.drain else "Stopping; SIGTERM would let requests end"
+        err.print(f"{how}. Once more to stop at once")
         raise KeyboardInterrupt
 
 

@@ -67,7 +67,7 @@ def run(app: str, address: str | None, *, as_json: bool, once: bool, every: floa
 def _join(address: str | None) -> None:
     cluster = Cluster(address)
     if cluster.own:
-        raise ClusterError("no Ray cluster is running here; give --address, or start `manta serve`")
+        raise ClusterError("no Ray cluster was found; `manta serve` prints the --address")
     import ray
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -77,7 +77,10 @@ def _join(address: str | None) -> None:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ClusterError(f"cannot join Ray at {cluster.address}: {reason}") from error
+        raise ClusterError(
+            f"cannot join Ray at {cluster.address}: {reason}; a cluster that `manta serve` started "
+            "needs RAY_AUTH_MODE=token in the environment"
+        ) from error
 
 
 def look(app: str) -> Look:
