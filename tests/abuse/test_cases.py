@@ -206,7 +206,7 @@ def check_error(reply: Reply, case: dict[str, Any]) -> None:
 GENERATION = "tests/deployments/api/test_generation.py"
 # Rows that need another door, or do not concern these routes.
 ELSEWHERE = {
-    23: "tests/deployments/test_adapters.py::test_admin_keys",
+    23: "tests/deployments/test_adapters_admin.py::test_admin_keys",
     28: f"{GENERATION}::test_errors_before_the_first_token_have_a_status",
     29: f"{GENERATION}::test_errors_before_the_first_token_have_a_status",
     30: f"{GENERATION}::test_errors_before_the_first_token_have_a_status",
