@@ -4,7 +4,7 @@
 #   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
 #   ONCE=1                     `make demo` ends after its answer
 #   FAST=1                     `make test` leaves out the slow tests
-#   LONG=1                     `make test` has those too that take minutes on a cluster
+#   LONG=1                     `make test` has those too that take minutes
 #   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)

@@ -140,9 +140,8 @@ def decide(
             before = memory.targets.get(name, 0)
             if count < before and seen[main].starting:
                 count, reason = before, f"until {main} is ready"
-            beyond = _beyond(
-                pool, seen[name], [(pools[n], targets[n]) for n in targets], memory, promise
-            )
+            cheaper = [(pools[other], targets[other]) for other in targets]
+            beyond = _beyond(pool, seen[name], cheaper, demand, memory, promise)
             if beyond > count:
                 count, reason = beyond, f"beyond what {' and '.join(targets)} can do"
         # A pool that hands over keeps what it has until the other is there.
@@ -185,6 +184,19 @@ def _remember(memory: Memory, demand: Demand, promise: Promise, starting: bool) 
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or memory.busy_at == -math.inf else memory.busy_at
     return replace(memory, samples=samples, busy_at=since)
+
+
+def _works(pool: Pool, demand: Demand, memory: Memory) -> list[tuple[float, float]]:
+    """(second, work) of the time that the trend is taken from."""
+    since = demand.now - _TREND_SECONDS
+    return [
+        (when, pool.work(prompt, output)) for when, prompt, output in memory.samples if when > since
+    ]
+
+
+def _knows_calm(demand: Demand, memory: Memory, promise: Promise) -> bool:
+    """The memory goes back far enough to let replicas go."""
+    return memory.samples[0][0] <= demand.now - promise.calm_seconds
 
 
 def _levels(pool: Pool, memory: Memory, promise: Promise) -> list[float]:
@@ -249,8 +261,7 @@ def _carry(
     started: float,
 ) -> tuple[int, str]:
     """What this pool needs to do everything. started: seconds ago that those were that start."""
-    works = [(when, pool.work(prompt, output)) for when, prompt, output in memory.samples]
-    level, slope = _trend([one for one in works if one[0] > demand.now - _TREND_SECONDS])
+    level, slope = _trend(_works(pool, demand, memory))
     ahead = level + slope * pool.start_seconds
     have = seen.ready + seen.starting
     # What waits, and what gathers until those that start are there: seconds of one replica's work.
@@ -279,8 +290,7 @@ def _carry(
     if count < have:
         levels = _levels(pool, memory, promise)
         calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
-        full_window = works[0][0] <= demand.now - promise.calm_seconds
-        count = max(count, calm, 1) if full_window else have
+        count = max(count, calm, 1) if _knows_calm(demand, memory, promise) else have
         if count < have:
             return count, f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
         return have, "the last minutes needed them"
@@ -291,6 +301,7 @@ def _beyond(
     pool: Pool,
     seen: Seen,
     cheaper: Sequence[tuple[Pool, int]],
+    demand: Demand,
     memory: Memory,
     promise: Promise,
 ) -> int:
@@ -303,20 +314,12 @@ def _beyond(
         done = sum(busy * target / max(1e-9, work(other)) for other, target in cheaper)
         return max(0.0, 1.0 - done) * work(pool) / busy
 
-    now = memory.samples[-1][0]
-    works = {
-        id(one): [
-            (when, one.work(prompt, output))
-            for when, prompt, output in memory.samples
-            if when > now - _TREND_SECONDS
-        ]
-        for one in (pool, *(other for other, _ in cheaper))
-    }
-    wanted = math.ceil(left(lambda one: _trend(works[id(one)])[0], promise.busy) - 0.05)
+    level = left(lambda one: _trend(_works(one, demand, memory))[0], promise.busy)
+    wanted = math.ceil(level - 0.05)
     have = seen.ready + seen.starting
     if wanted >= have:
         return wanted
-    if memory.samples[0][0] > now - promise.calm_seconds:
+    if not _knows_calm(demand, memory, promise):
         return have
     most = left(lambda one: max(_levels(one, memory, promise)), promise.busy - _SLACK)
     return min(have, max(wanted, math.ceil(most)))
