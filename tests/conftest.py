@@ -13,11 +13,12 @@ import pytest
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there
-    once.
+    once. MANTA_TEST_MODEL: the model's file or folder, for machines without a network.
     """
     from deployments.models import resolve_model
 
-    return resolve_model("default", progress=lambda what, done, total: None)
+    spec = os.environ.get("MANTA_TEST_MODEL", "default")
+    return resolve_model(spec, progress=lambda what, done, total: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

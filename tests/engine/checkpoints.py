@@ -40,8 +40,8 @@ def save_checkpoint(folder: Path, model_type: str, **changes: Any) -> PreTrained
     return model
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
-    model = build_model(ModelConfig.from_folder(folder), dtype, "cpu", kernels_for("cpu"))
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
+    model = build_model(ModelConfig.from_folder(folder), dtype, device, kernels_for(device))
     load_weights(model, folder)
     return model
 
@@ -51,11 +51,15 @@ class Paged:
 
     def __init__(self, model: Model, num_blocks: int = 32, block_size: int = 4) -> None:
         self.model = model
-        self.kernels = kernels_for("cpu")
+        self.device = model.device
+        self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
         config = model.config
         shape = (2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        stores = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_layers)]
+        stores = [
+            torch.zeros(shape, dtype=model.dtype, device=self.device)
+            for _ in range(config.num_layers)
+        ]
         self.kv = [(keys, values) for keys, values in stores]
 
     @torch.inference_mode()
@@ -64,7 +68,9 @@ class Paged:
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )
+        for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
+            setattr(meta, name, getattr(meta, name).to(self.device))
         self.kernels.prepare(meta, self.model.config.num_heads, self.kv[0][0])
-        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int()
+        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, meta, self.kv))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -1,0 +1,274 @@
+"""Where the time of a step goes on a GPU: each kind of kernel, its floor, and the idle gaps.
+
+    python -m loadtest.step_profile --model FOLDER --name llama-8b --out loadtest/results
+
+FOLDER needs a config.json only: weights are random. Three kinds of step, from the engine's own
+loop: one request, 256 requests that decode, and the same beside 768 tokens of prompts.
+
+A kernel counts for what it adds to the time line: under programmatic dependent launch the next one
+is there already while the last ends, and that overlap belongs to the last. Floors are of bytes
+(weights, or keys and values) over the bandwidth of a copy, or of operations over the rate of a
+large matrix product, whichever is longer; both are measured in the same run.
+"""
+
+import argparse
+import datetime
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.core import EngineCore
+from engine.factory import build
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.session import make_config
+from loadtest.versus_engine import commit, engine_fields
+
+STEPS = 12  # profiled; the first and the last are cut off
+PROMPT = 400  # tokens of the requests that decode
+CHUNK = 768  # prompt tokens of a mixed step
+BOUNDARY = "_assemble_kernel"  # the first kernel of a step
+
+# The kind of a kernel by its name; the first that fits.
+KINDS = (
+    ("decode attention", re.compile(r"_decode_kernel|_merge_kernel|_plan_kernel")),
+    ("prefill attention", re.compile(r"_prefill_kernel|flash|fmha")),
+    ("rope and KV write", re.compile(r"_rope_kv_write")),
+    ("norm", re.compile(r"_rms_norm")),
+    ("gate", re.compile(r"_gated_kernel")),
+    ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
+)
+OTHER = "assembly and sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Times in microseconds on the device's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class TimeLine:
+    """What whole steps are made of, in microseconds a step."""
+
+    steps: int = 0
+    step_us: float = 0.0
+    idle_us: float = 0.0
+    kinds: dict[str, float] = field(default_factory=dict)
+    names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), OTHER)
+
+
+def time_line(kernels: Sequence[Kernel]) -> TimeLine:
+    """Split the time between the first and the last boundary among kernels and gaps.
+
+    Raises ValueError if there is no whole step.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    starts = [kernel.start for kernel in ordered if BOUNDARY in kernel.name]
+    if len(starts) < 2:
+        raise ValueError(f"{len(starts)} starts of a step among {len(ordered)} kernels")
+    begin, finish = starts[0], starts[-1]
+    steps = len(starts) - 1
+    line = TimeLine(steps, (finish - begin) / steps)
+    now = begin
+    for kernel in ordered:
+        if kernel.start < begin or kernel.start >= finish:
+            continue
+        line.idle_us += max(0.0, kernel.start - now) / steps
+        added = max(0.0, min(kernel.end, finish) - max(now, kernel.start)) / steps
+        now = max(now, kernel.end)
+        kind = kind_of(kernel.name)
+        line.kinds[kind] = line.kinds.get(kind, 0.0) + added
+        us, launches = line.names.get(kernel.name, (0.0, 0.0))
+        line.names[kernel.name] = (us + added, launches + 1 / steps)
+    line.idle_us += max(0.0, finish - now) / steps
+    return line
+
+
+def products_floor_us(
+    parameters: Sequence[tuple[str, tuple[int, int], int]],
+    tokens: int,
+    samples: int,
+    bandwidth: float,
+    rate: float,
+) -> float:
+    """parameters: (name, (outputs, inputs), bytes of an element) of each matrix; bandwidth in
+    bytes/s, rate in operations/s. The head sees the rows that sample only."""
+    total = 0.0
+    for name, (outputs, inputs), size in parameters:
+        rows = samples if name.startswith("head") else tokens
+        read = outputs * inputs * size / bandwidth
+        total += max(read, 2 * rows * outputs * inputs / rate)
+    return total * 1e6
+
+
+def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
+    """Of one decoder whose weights are not quantized; a tied head is the embedding once more."""
+    weights = [("layer", linear.state.weight) for linear in model.linears()]
+    weights.append(("head", model.embedding if model.head is None else model.head.state.weight))
+    return [
+        (name, (weight.shape[0], weight.shape[1]), weight.element_size())
+        for name, weight in weights
+    ]
+
+
+def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
+    """Kernels of STEPS rounds of the loop, and the mean of keys read by decodes in them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    keys = []
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(STEPS):
+            feed()
+            core.step()
+            running = core.scheduler.running.values()
+            keys.append(sum(len(r.token_ids) for r in running if r.num_prompt == PROMPT))
+        torch.cuda.synchronize()
+    kernels = [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if str(event.device_type).endswith("CUDA")
+    ]
+    return kernels, sum(keys) / len(keys)
+
+
+def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], float]:
+    """Bring `running` requests to their decodes, then record; with chunk > 0 each step also holds
+    a new prompt of that many tokens. Leaves the core empty."""
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
+    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    number = iter(range(10**6))
+
+    def add(tokens: int, params: SamplingParams) -> None:
+        at = next(number)
+        ids = [(at + i * 7) % min(core.config.vocab_size, 32_000) for i in range(tokens)]
+        core.add(EngineRequest(at, ids, tokens, params, seed=0))
+
+    def feed() -> None:
+        if chunk:
+            add(chunk, one)
+
+    for _ in range(running):
+        add(PROMPT, greedy)
+    counted: set[int] = set()
+    while len(counted) < running:
+        counted |= {delta.id for delta in core.step() if delta.token_ids}
+    for _ in range(6):
+        feed()
+        core.step()
+    recorded = _record(core, feed)
+    core.abort(list(core.scheduler.requests))
+    while core.has_work():
+        core.step()
+    return recorded
+
+
+def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[dict[str, Any]]:
+    """Profile the three kinds of step, print each, and return their rows."""
+    runner: Any = core._runner  # the model and the cache behind the scheduler
+    matrices = _matrices(runner.model)
+    kv = runner.kv
+    key_bytes = sum(t[0].numel() * t[0].element_size() for pair in kv.layers for t in pair)
+    key_bytes //= kv.block_size
+    rows = []
+    for case, running, chunk in (("decode-1", 1, 0), ("decode-256", 256, 0), ("mixed", 255, CHUNK)):
+        kernels, keys = measure(core, running, chunk)
+        line = time_line(kernels)
+        floors = {
+            "products": products_floor_us(
+                matrices, running + chunk, running + (chunk > 0), bandwidth, rate
+            ),
+            "decode attention": keys * key_bytes / bandwidth * 1e6,
+        }
+        print(f"\n{label}/{case}: {line.step_us:.0f} us a step, {line.steps} steps, ", end="")
+        print(f"idle {line.idle_us / line.step_us:.2%}")
+        parts = sorted(line.kinds.items(), key=lambda item: -item[1])
+        for kind, us in [*parts, ("idle", line.idle_us)]:
+            floor = floors.get(kind)
+            row = {
+                "case": f"{label}/{case}/{kind.replace(' ', '-')}",
+                "us": round(us, 1),
+                "share": round(us / line.step_us, 4),
+            }
+            if floor is not None:
+                row |= {"floor_us": round(floor, 1), "of_floor": round(floor / us, 3)}
+            rows.append(row)
+            told = "" if floor is None else f"floor {floor:9.1f}  {floor / us:6.1%}"
+            print(f"  {kind:<22} {us:9.1f} us  {us / line.step_us:6.1%}  {told}")
+        top = sorted(line.names.items(), key=lambda item: -item[1][0])
+        for name, (us, launches) in top[:14]:
+            print(f"    {us:8.1f} us {launches:6.1f} x  {name[:90]}")
+        rows.append(
+            {
+                "case": f"{label}/{case}",
+                "us": round(line.step_us, 1),
+                "share": 1.0,
+                "kernels": {
+                    name[:120]: [round(us, 1), round(launches, 2)] for name, (us, launches) in top
+                },
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+
+    import torch
+
+    from kernels.bench import copy_bandwidth, matmul_rate
+
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
+    torch.cuda.empty_cache()
+    values = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 9216,
+        "max_num_seqs": 1024,
+        "memory_fraction": 0.85,
+        "prefix_caching": False,
+        **engine_fields(args.set),
+    }
+    core, _ready = build(make_config(args.model, values))
+    rows = report(core, args.name, bandwidth, rate)
+    if args.out:
+        details = {row["case"]: row.pop("kernels") for row in rows if "kernels" in row}
+        document = {
+            "commit": commit(),
+            "date": datetime.date.today().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "config": {
+                "ours": values,
+                "floors": {"copy_bytes_s": bandwidth, "product_flop_s": rate},
+            },
+            "rows": rows,
+        }
+        args.out.mkdir(parents=True, exist_ok=True)
+        stem = args.out / f"step-profile-{args.name}-{document['date']}"
+        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+        lines = [{"case": case, "us_and_launches": names} for case, names in details.items()]
+        Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
