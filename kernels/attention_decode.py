@@ -373,7 +373,8 @@ def plan(
         TAIL=TAIL,
         WALK_COST=WALK_COST,
         MERGE_COST=MERGE_COST,
-        MERGE_ONCE=MERGE_ONCE,
+        # The second grid runs whether or not there is something to merge.
+        MERGE_ONCE=MERGE_ONCE if result.last_merges else 0,
         ENTRIES=max(32, triton.next_power_of_2(num_entries)),
         HEADS=triton.next_power_of_2(num_kv_heads),
         WRITE=128,

@@ -1,9 +1,11 @@
 """Matrix products by the fastest of cuBLASLt's algorithms, found by timing them.
 
 For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
-torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch
-(docs/performance.md), so `tune` times them on the model's own weights, and `linear` and
-`linear_add_` use the winner for that number of rows; other shapes go the library's usual way.
+torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch,
+and one with a tile that the heuristic did not think of, but that fills the multiprocessors evenly,
+up to 20 % faster still (docs/performance.md). So `tune` times them on the model's own weights, and
+`linear` and `linear_add_` use the winner for that number of rows; other shapes go the library's
+usual way.
 
 The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
 cannot be had, nothing is tuned. A choice depends on timing, so two processes may differ in the last
@@ -11,7 +13,8 @@ bits; `engine.config.EngineConfig.deterministic` does without.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 _WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 _CANDIDATES = 16  # asked for; today's libraries return eight at most
+_BEST = 4  # of all that were timed once, these are tried with other clusters, then timed again
 _COLD = 128 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
 _QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
@@ -31,6 +35,24 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataTyp
 _DESC_TRANSA = 3
 _OP_T = 1
 _PREFERENCE_WORKSPACE = 1
+_CONFIG_TILE, _CONFIG_SPLIT_K, _CONFIG_REDUCTION, _CONFIG_SWIZZLE, _CONFIG_CUSTOM = 1, 2, 3, 4, 5
+_CONFIG_CLUSTER = 8
+_REDUCE_IN_FLOAT32 = 2
+_CLUSTER_1X1, _MORE_CLUSTERS = 2, (3, 4, 5, 7)  # 2x1, 4x1, 1x2, 4x2 multiprocessors
+
+# (tile, parts that k is split into): those that won somewhere when all of the library's were timed,
+# at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. The comment is the tile,
+# outputs x rows.
+_TILES = (
+    (59, 1), (80, 1), (92, 1),  # 24x64, 40x64, 48x64
+    (12, 1), (15, 1), (124, 1), (134, 1), (143, 1),  # 32x64, 64x64, 72x64, 80x64, 88x64
+    (27, 1), (157, 1), (164, 1), (18, 1), (183, 1),  # 96x64, 104x64, 112x64, 128x64, 144x64
+    (200, 1), (220, 1), (226, 1),  # 176x64, 224x64, 240x64
+    (28, 1), (158, 1), (165, 1), (171, 1), (20, 1),  # 96x128, 104x128, 112x128, 120x128, 128x128
+    (184, 1), (189, 1), (30, 1), (197, 1), (201, 1),  # 144x128, 152x128, 160x128, 168x128, 176x128
+    (166, 1),  # 112x192
+    (27, 4), (124, 4), (134, 4),
+)  # fmt: skip
 
 
 class _Heuristic(ctypes.Structure):
@@ -52,7 +74,7 @@ class _Library:
     """
 
     def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
-        self._lib = lib
+        self.lib = lib
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
@@ -61,7 +83,7 @@ class _Library:
         self.matmul = lib.cublasLtMatmul
 
     def call(self, name: str, *args: object) -> None:
-        status = getattr(self._lib, name)(*args)
+        status = getattr(self.lib, name)(*args)
         if status:
             raise RuntimeError(f"{name}: cuBLASLt status {status}")
 
@@ -120,6 +142,37 @@ class _Product:
         )
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
         self.candidates = [found[i] for i in range(count.value) if found[i].state == 0]
+
+    def variant(self, tile: int, split_k: int, cluster: int) -> _Heuristic | None:
+        """The first candidate with another tile; None if the library cannot, or would leave a fifth
+        of the multiprocessors idle in its last round."""
+        algorithm = _Heuristic.from_buffer_copy(self.candidates[0])
+        for name, value, kind in (
+            (_CONFIG_TILE, tile, ctypes.c_uint32),
+            (_CONFIG_SPLIT_K, split_k, ctypes.c_uint32),
+            (_CONFIG_REDUCTION, _REDUCE_IN_FLOAT32 if split_k > 1 else 0, ctypes.c_uint32),
+            (_CONFIG_SWIZZLE, 0, ctypes.c_uint32),
+            (_CONFIG_CUSTOM, 0, ctypes.c_uint32),
+            (_CONFIG_CLUSTER, cluster, ctypes.c_uint16),
+        ):
+            field = kind(value)
+            if self._lib.lib.cublasLtMatmulAlgoConfigSetAttribute(
+                ctypes.byref(algorithm.algo),
+                name,
+                ctypes.byref(field),
+                ctypes.c_size_t(ctypes.sizeof(field)),
+            ):
+                return None
+        if self._lib.lib.cublasLtMatmulAlgoCheck(
+            *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
+            ctypes.byref(algorithm.algo),
+            ctypes.byref(checked := _Heuristic()),
+        ):
+            return None
+        if checked.workspace > _WORKSPACE or 1 < checked.waves < 0.8 * math.ceil(checked.waves):
+            return None
+        algorithm.workspace, algorithm.waves = checked.workspace, checked.waves
+        return algorithm
 
     def _layout(self, kind: int, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -193,7 +246,7 @@ def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def _time(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-    """Millitook of one pass over the weights."""
+    """Milliseconds of one pass over the weights."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_QUEUE_CYCLES * len(weights))
     begin.record()
@@ -220,21 +273,27 @@ def tune(weights: Sequence[Tensor], rows: int, add: bool) -> None:
     y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
     weights = weights[: 1 + _COLD // weight.nbytes]
     product = _Product(lib, rows, weight, add)
+    if not product.candidates:
+        return
 
     def library(w: Tensor) -> None:
         y.addmm_(x, w.t()) if add else torch.mm(x, w.t(), out=y)
 
-    least = _CLEARLY * min(_time(library, weights) for _ in range(2))
-    best: _Heuristic | None = None
-    for algorithm in product.candidates:
+    def seconds(algorithm: _Heuristic) -> float:
+        return _time(lambda w: product.run(algorithm, x, w, y), weights)
 
-        def run(w: Tensor, algorithm: _Heuristic = algorithm) -> None:
-            product.run(algorithm, x, w, y)
+    timed: list[tuple[float, _Heuristic]] = []
 
-        took = _time(run, weights)
-        if took < 1.1 * least:
-            took = min(took, _time(run, weights))
-        if took < least:
-            least, best = took, algorithm
-    if best is not None:
+    def try_out(candidates: Iterable[_Heuristic | None]) -> None:
+        timed.extend((seconds(candidate), candidate) for candidate in candidates if candidate)
+        timed.sort(key=lambda item: item[0])
+
+    tiles = [(product.variant(tile, split, _CLUSTER_1X1), tile, split) for tile, split in _TILES]
+    origin = {id(variant): (tile, split) for variant, tile, split in tiles}
+    try_out([*product.candidates, *(variant for variant, _, _ in tiles)])
+    leaders = [origin[id(found)] for _, found in timed[:_BEST] if id(found) in origin]
+    try_out(product.variant(*leader, shape) for leader in leaders for shape in _MORE_CLUSTERS)
+    again = [(min(seconds(found) for _ in range(3)), found) for _, found in timed[:_BEST]]
+    took, best = min(again, key=lambda item: item[0])
+    if took < _CLEARLY * min(_time(library, weights) for _ in range(3)):
         _choices[key] = _Choice(product, best)

@@ -31,9 +31,6 @@ MIXED_SIZES: dict[int, tuple[int, ...]] = {
     136: (160, 192, 256, 320, 384, 512, 768, 1024, 2048),
     264: (288, 320, 352, 384, 448, 512, 640, 768, 1024, 2048),
 }
-_TUNED = (
-    32  # sizes that are multiples of this have their products tuned; it takes time at the start
-)
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -90,13 +87,13 @@ class StepGraphs:
         greedy = self._runner.sampler.simple_plan(greedy=True)
         variants = (False, True)[: 1 + (self._runner.lora is not None)]
         for count in reversed(self._decodes):
-            if count % _TUNED == 0:
-                self._runner.model.tune(count)
+            self._runner.model.tune(count)
             for adapters in variants:
                 self._capture((count, count), greedy, adapters)
         for entries, sizes in self._mixed.items():
             launch = self._launch_seconds((entries, sizes[0]), greedy) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
+                self._runner.model.tune(num_tokens)
                 self._capture((entries, num_tokens), greedy, adapters=False)
                 if self._device_seconds((entries, num_tokens), greedy) > launch:
                     del self._graphs[(entries, num_tokens), True, False]
