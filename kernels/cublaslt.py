@@ -3,9 +3,9 @@
 For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
 torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch,
 and one with a tile that the heuristic did not think of, but that fills the multiprocessors evenly,
-up to 20 % faster still (docs/performance.md). So `tune` times them on the model's own weights, and
-`linear` and `linear_add_` use the winner for that number of rows; other shapes go the library's
-usual way.
+up to 20 % faster still (docs/performance.md). So kernels/cublaslt_tune.py times them on the model's
+own weights, and `linear` and `linear_add_` use the winner for that number of rows; other shapes go
+the library's usual way.
 
 The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
 cannot be had, nothing is tuned. A choice depends on timing, so two processes may differ in the last
@@ -14,7 +14,6 @@ bits; `engine.config.EngineConfig.deterministic` does without.
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,39 +22,19 @@ from torch import Tensor
 
 _WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 _CANDIDATES = 16  # asked for; today's libraries return eight at most
-_BEST = 4  # of all that were timed once, these are tried with other clusters, then timed again
-_COLD = 128 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
-_QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
-_CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
-_FEW_ROWS = 48  # below, reading the weights is all, and every algorithm does it alike
 
 # cublasLt.h; the numbers are part of its interface.
 _COMPUTE_32F = 68
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
 _DESC_TRANSA = 3
 _OP_T = 1
 _PREFERENCE_WORKSPACE = 1
 _CONFIG_TILE, _CONFIG_SPLIT_K, _CONFIG_REDUCTION, _CONFIG_SWIZZLE, _CONFIG_CUSTOM = 1, 2, 3, 4, 5
 _CONFIG_CLUSTER = 8
 _REDUCE_IN_FLOAT32 = 2
-_CLUSTER_1X1, _MORE_CLUSTERS = 2, (3, 4, 5, 7)  # 2x1, 4x1, 1x2, 4x2 multiprocessors
-
-# (tile, parts that k is split into): those that won somewhere when all of the library's were timed,
-# at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. The comment is the tile,
-# outputs x rows.
-_TILES = (
-    (59, 1), (80, 1), (92, 1),  # 24x64, 40x64, 48x64
-    (12, 1), (15, 1), (124, 1), (134, 1), (143, 1),  # 32x64, 64x64, 72x64, 80x64, 88x64
-    (27, 1), (157, 1), (164, 1), (18, 1), (183, 1),  # 96x64, 104x64, 112x64, 128x64, 144x64
-    (200, 1), (220, 1), (226, 1),  # 176x64, 224x64, 240x64
-    (28, 1), (158, 1), (165, 1), (171, 1), (20, 1),  # 96x128, 104x128, 112x128, 120x128, 128x128
-    (184, 1), (189, 1), (30, 1), (197, 1), (201, 1),  # 144x128, 152x128, 160x128, 168x128, 176x128
-    (166, 1),  # 112x192
-    (27, 4), (124, 4), (134, 4),
-)  # fmt: skip
 
 
-class _Heuristic(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
@@ -89,7 +68,7 @@ class _Library:
 
 
 @lru_cache
-def _library(device: torch.device) -> _Library | None:
+def library(device: torch.device) -> _Library | None:
     """None where torch has not loaded a cuBLASLt that can be called."""
     for version in (13, 12):
         try:
@@ -100,12 +79,12 @@ def _library(device: torch.device) -> _Library | None:
     return None
 
 
-class _Product:
+class Product:
     """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add; with its candidates."""
 
     def __init__(self, lib: _Library, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
-        kind = _TYPES[weight.dtype]
+        kind = TYPES[weight.dtype]
         self._lib = lib
         self._beta = ctypes.byref(lib.one if add else lib.zero)
         self._desc = ctypes.c_void_p()
@@ -132,7 +111,7 @@ class _Product:
             ctypes.byref(limit),
             ctypes.c_size_t(8),
         )
-        found = (_Heuristic * _CANDIDATES)()
+        found = (Algorithm * _CANDIDATES)()
         count = ctypes.c_int()
         layouts = (self._weight, self._x, self._y, self._y)
         lib.call(
@@ -143,10 +122,10 @@ class _Product:
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
         self.candidates = [found[i] for i in range(count.value) if found[i].state == 0]
 
-    def variant(self, tile: int, split_k: int, cluster: int) -> _Heuristic | None:
+    def variant(self, tile: int, split_k: int, cluster: int) -> Algorithm | None:
         """The first candidate with another tile; None if the library cannot, or would leave a fifth
         of the multiprocessors idle in its last round."""
-        algorithm = _Heuristic.from_buffer_copy(self.candidates[0])
+        algorithm = Algorithm.from_buffer_copy(self.candidates[0])
         for name, value, kind in (
             (_CONFIG_TILE, tile, ctypes.c_uint32),
             (_CONFIG_SPLIT_K, split_k, ctypes.c_uint32),
@@ -166,7 +145,7 @@ class _Product:
         if self._lib.lib.cublasLtMatmulAlgoCheck(
             *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
             ctypes.byref(algorithm.algo),
-            ctypes.byref(checked := _Heuristic()),
+            ctypes.byref(checked := Algorithm()),
         ):
             return None
         if checked.workspace > _WORKSPACE or 1 < checked.waves < 0.8 * math.ceil(checked.waves):
@@ -183,7 +162,7 @@ class _Product:
         )
         return layout
 
-    def run(self, algorithm: _Heuristic, x: Tensor, weight: Tensor, y: Tensor) -> None:
+    def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, y: Tensor) -> None:
         lib = self._lib
         status = lib.matmul(
             lib.handle,
@@ -208,27 +187,25 @@ class _Product:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
-    product: _Product
-    algorithm: _Heuristic
+class Choice:
+    product: Product
+    algorithm: Algorithm
 
 
-_Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
+Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
 
-# What `tune` found. One a process, as with Triton's tuner.
-_choices: dict[_Key, _Choice] = {}
+# What the tuner found. One a process, as with Triton's.
+choices: dict[Key, Choice] = {}
 
 
-def _key(
-    rows: int, weight: Tensor, add: bool
-) -> tuple[int, int, int, torch.dtype, bool, torch.device]:
+def key_of(rows: int, weight: Tensor, add: bool) -> Key:
     n, k = weight.shape
     return rows, n, k, weight.dtype, add, weight.device
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, k] @ weight [n, k].T + bias [n] -> [rows, n]."""
-    choice = _choices.get(_key(x.shape[0], weight, False)) if bias is None else None
+    choice = choices.get(key_of(x.shape[0], weight, False)) if bias is None else None
     if choice is None:
         return torch.nn.functional.linear(x, weight, bias)
     y = x.new_empty((x.shape[0], weight.shape[0]))
@@ -238,62 +215,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual [rows, n] + x [rows, k] @ weight [n, k].T, written over residual."""
-    choice = _choices.get(_key(x.shape[0], weight, True))
+    choice = choices.get(key_of(x.shape[0], weight, True))
     if choice is None:
         return residual.addmm_(x, weight.t())
     choice.product.run(choice.algorithm, x, weight, residual)
     return residual
-
-
-def _time(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-    """Milliseconds of one pass over the weights."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_QUEUE_CYCLES * len(weights))
-    begin.record()
-    for weight in weights:
-        run(weight)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def tune(weights: Sequence[Tensor], rows: int, add: bool) -> None:
-    """Find the fastest algorithm for this many rows of x; weights are of one shape.
-
-    add: for `linear_add_`, else for `linear`. Takes about as long as a few hundred such products.
-    """
-    weight = weights[0]
-    key = _key(rows, weight, add)
-    lib = _library(weight.device)
-    if lib is None or rows < _FEW_ROWS or key in _choices or weight.dtype not in _TYPES:
-        return
-    n, k = weight.shape
-    # Not zeros: what is multiplied decides the power drawn, hence the clock.
-    x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
-    y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
-    weights = weights[: 1 + _COLD // weight.nbytes]
-    product = _Product(lib, rows, weight, add)
-    if not product.candidates:
-        return
-
-    def library(w: Tensor) -> None:
-        y.addmm_(x, w.t()) if add else torch.mm(x, w.t(), out=y)
-
-    def seconds(algorithm: _Heuristic) -> float:
-        return _time(lambda w: product.run(algorithm, x, w, y), weights)
-
-    timed: list[tuple[float, _Heuristic]] = []
-
-    def try_out(candidates: Iterable[_Heuristic | None]) -> None:
-        timed.extend((seconds(candidate), candidate) for candidate in candidates if candidate)
-        timed.sort(key=lambda item: item[0])
-
-    tiles = [(product.variant(tile, split, _CLUSTER_1X1), tile, split) for tile, split in _TILES]
-    origin = {id(variant): (tile, split) for variant, tile, split in tiles}
-    try_out([*product.candidates, *(variant for variant, _, _ in tiles)])
-    leaders = [origin[id(found)] for _, found in timed[:_BEST] if id(found) in origin]
-    try_out(product.variant(*leader, shape) for leader in leaders for shape in _MORE_CLUSTERS)
-    again = [(min(seconds(found) for _ in range(3)), found) for _, found in timed[:_BEST]]
-    took, best = min(again, key=lambda item: item[0])
-    if took < _CLEARLY * min(_time(library, weights) for _ in range(3)):
-        _choices[key] = _Choice(product, best)

@@ -9,6 +9,7 @@ from kernels import cublaslt
 from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention_decode import attention_decode, plan
 from kernels.attention_prefill import attention_prefill
+from kernels.cublaslt_tune import tune
 from kernels.gemm_small_m import few_rows, few_rows_fit
 from kernels.gemv import fits, gemv
 from kernels.kv_write import rope_kv_write
@@ -70,8 +71,8 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return cublaslt.linear_add_(x, weight, residual)
 
 
-def tune_linear(weights: Sequence[Tensor], rows: int, add: bool) -> None:
-    cublaslt.tune(weights, rows, add)
+def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+    tune(weights, sizes, add)
 
 
 def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:

@@ -60,7 +60,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return linear_fixed(x, weight, bias, residual)
 
 
-def tune_linear(weights: Sequence[Tensor], rows: int, add: bool) -> None:
+def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Nothing that time may decide."""
 
 

@@ -107,9 +107,9 @@ class Kernels(Protocol):
         """residual + linear(x), written over residual."""
         ...
 
-    def tune_linear(self, weights: Sequence[Tensor], rows: int, add: bool) -> None:
+    def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Look for a faster way to do linear (add: linear_add) with these weights, all of one
-        shape, for this many rows of x. It may do nothing."""
+        shape, for these numbers of rows of x. It may do nothing."""
         ...
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:

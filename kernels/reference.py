@@ -93,7 +93,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return residual.add_(linear(x, weight, bias))
 
 
-def tune_linear(weights: Sequence[Tensor], rows: int, add: bool) -> None:
+def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Nothing to choose from."""
 
 

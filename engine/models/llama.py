@@ -184,14 +184,14 @@ class Llama:
             return self._unquantized.apply(self._tied_head, hidden)
         return self.group.all_gather_columns(self.head(hidden))
 
-    def tune(self, rows: int) -> None:
+    def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
         for alike in zip(*(layer.linears for layer in self.layers), strict=True):
             added = isinstance(alike[0], RowParallelLinear) and self.group.size == 1
-            alike[0].method.tune([linear.state for linear in alike], rows, added)
+            alike[0].method.tune([linear.state for linear in alike], tokens, added)
         if self.head is None:
-            self._unquantized.tune([self._tied_head], rows, add=False)
+            self._unquantized.tune([self._tied_head], samples, add=False)
         else:
-            self.head.method.tune([self.head.state], rows, add=False)
+            self.head.method.tune([self.head.state], samples, add=False)
 
     def parameters(self) -> Iterator[Parameter]:
         vocab, hidden = self.embedding.shape

@@ -51,8 +51,9 @@ class Model(Protocol):
         dtype."""
         ...
 
-    def tune(self, rows: int) -> None:
-        """Look for the fastest products for steps of this many tokens (CUDA; a no-op elsewhere)."""
+    def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
+        """Look for the fastest products for steps of these numbers of tokens, and of tokens that
+        sample (CUDA; a no-op elsewhere)."""
         ...
 
     def parameters(self) -> Iterator[Parameter]:

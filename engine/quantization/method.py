@@ -74,10 +74,10 @@ class LinearMethod(ABC):
     def apply(self, state: Any, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
 
-    def tune(self, states: Sequence[Any], rows: int, add: bool) -> None:  # noqa: B027
-        """Look for a faster apply (add: apply_add) with these states, all of one shape, for this
-        many rows of x. Called before a graph with them is recorded; a method without a choice
-        leaves it empty."""
+    def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
+        """Look for a faster apply (add: apply_add) with these states, all of one shape, for these
+        numbers of rows of x. Called before graphs with them are recorded; a method without a
+        choice leaves it empty."""
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """apply(rms_norm(x))."""
@@ -139,8 +139,8 @@ class Dense(LinearMethod):
 class DenseCuda(Dense):
     """Norm, gate and residual ride along with the product."""
 
-    def tune(self, states: Sequence[DenseState], rows: int, add: bool) -> None:
-        self.kernels.tune_linear([state.weight for state in states], rows, add)
+    def tune(self, states: Sequence[DenseState], sizes: Sequence[int], add: bool) -> None:
+        self.kernels.tune_linear([state.weight for state in states], sizes, add)
 
     def apply_norm(self, state: DenseState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self.kernels.norm_linear(x, norm, eps, state.weight, state.bias)

@@ -11,6 +11,7 @@ key, and its token goes nowhere.
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,7 @@ class StepGraphs:
     def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
         self._runner = runner
         self._decodes = sorted(sizes)
+        self._max_tokens = max_tokens
         # Padding may be as long as a size less one token, and has to fit the padding row.
         limit = min(max_tokens, runner.rows.tokens.shape[1] - 1)
         self._mixed = {
@@ -84,16 +86,16 @@ class StepGraphs:
         A mixed step that keeps the device busy for longer than the host takes to launch it gains
         nothing from a graph and loses what it is padded with: that size is left out.
         """
+        tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
+        self._runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         greedy = self._runner.sampler.simple_plan(greedy=True)
         variants = (False, True)[: 1 + (self._runner.lora is not None)]
         for count in reversed(self._decodes):
-            self._runner.model.tune(count)
             for adapters in variants:
                 self._capture((count, count), greedy, adapters)
         for entries, sizes in self._mixed.items():
             launch = self._launch_seconds((entries, sizes[0]), greedy) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
-                self._runner.model.tune(num_tokens)
                 self._capture((entries, num_tokens), greedy, adapters=False)
                 if self._device_seconds((entries, num_tokens), greedy) > launch:
                     del self._graphs[(entries, num_tokens), True, False]

@@ -314,7 +314,6 @@ class ModelRunner:
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""
-        self.model.tune(self._max_num_batched_tokens)
         self.graphs = StepGraphs(self, sizes, self._max_num_batched_tokens)
         self.graphs.capture()
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cuda, cuda_deterministic, gemm_fixed
+from kernels import cublaslt, cublaslt_tune, cuda, cuda_deterministic, gemm_fixed
 from kernels.gemm_small_m import few_rows
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
@@ -85,3 +85,29 @@ def test_fixed_rows_ignore_the_rest(dtype: torch.dtype) -> None:
 
     assert not differ(cuda_deterministic)
     assert differ(cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("add", [False, True])
+def test_every_algorithm_of_the_search(add: bool) -> None:
+    """A tile or a split that the library accepts and then gets wrong: an old residual doubled, the
+    partial sums of a split in 16 bits, a choice for another number of rows."""
+    weights = [random(1536, 2048, dtype=torch.bfloat16) for _ in range(3)]
+    for rows in (16, 40, 200, 256):
+        x = random(rows, 2048, dtype=torch.bfloat16)
+        residual = random(rows, 1536, dtype=torch.bfloat16)
+        ref = x.double() @ weights[0].double().T + (residual.double() if add else 0)
+        search = cublaslt_tune._Search(weights, rows, add)
+        search.try_offered()
+        search.try_variants((*tile, 2) for tile in cublaslt_tune._TILES)
+        assert any(variant is not None for _, _, variant in search.timed)
+        for _, algorithm, variant in search.timed:
+            y = residual.clone() if add else torch.empty_like(residual)
+            search.product.run(algorithm, x, weights[0], y)
+            assert row_error(y, ref) < BOUND[torch.bfloat16], (rows, variant)
+        cublaslt_tune.tune(weights, [rows, 10**4], add)
+        if add:
+            found = cublaslt.linear_add_(x, weights[0], residual.clone())
+        else:
+            found = cublaslt.linear(x, weights[0], None)
+        assert row_error(found, ref) < BOUND[torch.bfloat16], rows

@@ -1,0 +1,138 @@
+"""The search for the fastest of cuBLASLt's algorithms; kernels/cublaslt.py says what for.
+
+At some numbers of rows, the landmarks, all tiles of a list are tried besides what the library's
+heuristic offers. Between them only what led at the two nearest is: the search belongs to an
+engine's start, and has seconds.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.cublaslt import TYPES, Algorithm, Choice, Key, Product, choices, key_of, library
+
+_FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
+_LANDMARKS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
+_QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
+_CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
+_BEST = 4  # of all that were timed once, these are tried with other clusters, then timed again
+_CLUSTER_1X1, _MORE_CLUSTERS = 2, (3, 4, 5, 7)  # 2x1, 4x1, 1x2, 4x2 multiprocessors
+
+Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
+
+# (tile, parts that k is split into): those that won somewhere when all of the library's were timed,
+# at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. The comment is the tile,
+# outputs x rows.
+_TILES = (
+    (59, 1), (80, 1), (92, 1),  # 24x64, 40x64, 48x64
+    (12, 1), (15, 1), (124, 1), (134, 1), (143, 1),  # 32x64, 64x64, 72x64, 80x64, 88x64
+    (27, 1), (157, 1), (164, 1), (18, 1), (183, 1),  # 96x64, 104x64, 112x64, 128x64, 144x64
+    (200, 1), (220, 1), (226, 1),  # 176x64, 224x64, 240x64
+    (28, 1), (158, 1), (165, 1), (171, 1), (20, 1),  # 96x128, 104x128, 112x128, 120x128, 128x128
+    (184, 1), (189, 1), (30, 1), (197, 1), (201, 1),  # 144x128, 152x128, 160x128, 168x128, 176x128
+    (166, 1),  # 112x192
+    (27, 4), (124, 4), (134, 4),
+)  # fmt: skip
+
+_searched: set[Key] = set()
+
+
+class _Search:
+    """Times algorithms for one number of rows."""
+
+    def __init__(self, weights: Sequence[Tensor], rows: int, add: bool) -> None:
+        weight = weights[0]
+        n, k = weight.shape
+        lib = library(weight.device)
+        assert lib is not None
+        self.weights = weights
+        self.add = add
+        # Not zeros: what is multiplied decides the power drawn, hence the clock.
+        self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
+        self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
+        self.product = Product(lib, rows, weight, add)
+        self.timed: list[tuple[float, Algorithm, Variant | None]] = []  # best first
+
+    def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
+        """None: the library's own choice."""
+        if algorithm is not None:
+            self.product.run(algorithm, self.x, weight, self.y)
+        elif self.add:
+            self.y.addmm_(self.x, weight.t())
+        else:
+            torch.mm(self.x, weight.t(), out=self.y)
+
+    def milliseconds(self, algorithm: Algorithm | None) -> float:
+        """Of one pass over the weights."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_QUEUE_CYCLES * len(self.weights))
+        begin.record()
+        for weight in self.weights:
+            self._run(algorithm, weight)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def try_offered(self) -> None:
+        for algorithm in self.product.candidates:
+            self.timed.append((self.milliseconds(algorithm), algorithm, None))
+        self.timed.sort(key=lambda item: item[0])
+
+    def try_variants(self, variants: Iterable[Variant]) -> None:
+        """Those that the library can run."""
+        if not self.product.candidates:
+            return  # nothing to vary
+        for variant in variants:
+            algorithm = self.product.variant(*variant)
+            if algorithm is not None:
+                self.timed.append((self.milliseconds(algorithm), algorithm, variant))
+        self.timed.sort(key=lambda item: item[0])
+
+    def leaders(self) -> list[Variant]:
+        return [variant for _, _, variant in self.timed[:_BEST] if variant is not None]
+
+    def winner(self) -> Algorithm | None:
+        """The fastest, in turns with the library's own choice; None if that is about as fast."""
+        best = [algorithm for _, algorithm, _ in self.timed[:_BEST]]
+        rounds = [[self.milliseconds(a) for a in (None, *best)] for _ in range(3)]
+        usual, *ours = (min(times) for times in zip(*rounds, strict=True))
+        if not ours or min(ours) >= _CLEARLY * usual:
+            return None
+        return best[ours.index(min(ours))]
+
+
+def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+    """Find the fastest algorithm for each of these numbers of rows of x.
+
+    weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
+    else for `cublaslt.linear`. A size takes 5 to 30 ms on an H200.
+    """
+    weight = weights[0]
+    if library(weight.device) is None or weight.dtype not in TYPES:
+        return
+    keys = {rows: key_of(rows, weight, add) for rows in sizes if rows >= _FEWEST}
+    missing = sorted(rows for rows, key in keys.items() if key not in _searched)
+    landmarks = [rows for rows in missing if rows in _LANDMARKS]
+    weights = weights[: max(2, -(-_COLD // weight.nbytes))]
+    leaders: dict[int, list[Variant]] = {}
+    for rows in [*landmarks, *(rows for rows in missing if rows not in landmarks)]:
+        search = _Search(weights, rows, add)
+        search.try_offered()
+        if rows in landmarks:
+            search.try_variants((*tile, _CLUSTER_1X1) for tile in _TILES)
+            search.try_variants(
+                (tile, split, cluster)
+                for tile, split, _ in search.leaders()
+                for cluster in _MORE_CLUSTERS
+            )
+            leaders[rows] = search.leaders()
+        else:
+            below = [mark for mark in landmarks if mark < rows][-1:]
+            above = [mark for mark in landmarks if mark > rows][:1]
+            search.try_variants(dict.fromkeys(v for mark in below + above for v in leaders[mark]))
+        algorithm = search.winner()
+        _searched.add(keys[rows])
+        if algorithm is not None:
+            choices[keys[rows]] = Choice(search.product, algorithm)
