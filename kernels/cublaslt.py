@@ -56,10 +56,13 @@ class _Library:
         self.lib = lib
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
-        self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        self.one = ctypes.c_float(1.0)
-        self.zero = ctypes.c_float(0.0)
+        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        self.workspace_at = self._workspace.data_ptr()
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
+        # Declared, plain integers pass for pointers, which saves most of what a call costs.
+        self.matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
 
     def call(self, name: str, *args: object) -> None:
         status = getattr(self.lib, name)(*args)
@@ -80,13 +83,13 @@ def library(device: torch.device) -> _Library | None:
 
 
 class Product:
-    """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add; with its candidates."""
+    """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add."""
 
     def __init__(self, lib: _Library, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
         kind = TYPES[weight.dtype]
         self._lib = lib
-        self._beta = ctypes.byref(lib.one if add else lib.zero)
+        self._beta = lib.one if add else lib.zero
         self._desc = ctypes.c_void_p()
         lib.call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), _COMPUTE_32F, 0)
         transpose = ctypes.c_int(_OP_T)
@@ -101,6 +104,10 @@ class Product:
         self._weight, self._x, self._y = (
             self._layout(kind, *size) for size in ((k, n), (k, rows), (n, rows))
         )
+
+    def offered(self) -> list[Algorithm]:
+        """What the library's heuristic proposes, its favourite first."""
+        lib = self._lib
         preference = ctypes.c_void_p()
         lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         limit = ctypes.c_size_t(_WORKSPACE)
@@ -120,12 +127,27 @@ class Product:
             ctypes.byref(count),
         )
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
-        self.candidates = [found[i] for i in range(count.value) if found[i].state == 0]
+        return [found[i] for i in range(count.value) if found[i].state == 0]
 
-    def variant(self, tile: int, split_k: int, cluster: int) -> Algorithm | None:
-        """The first candidate with another tile; None if the library cannot, or would leave a fifth
-        of the multiprocessors idle in its last round."""
-        algorithm = Algorithm.from_buffer_copy(self.candidates[0])
+    def fitted(self, algorithm: Algorithm) -> Algorithm | None:
+        """A copy for this product of an algorithm that was found for another; None if the library
+        cannot run it here."""
+        checked = Algorithm()
+        if self._lib.lib.cublasLtMatmulAlgoCheck(
+            *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
+            ctypes.byref(algorithm.algo),
+            ctypes.byref(checked),
+        ):
+            return None
+        if checked.workspace > _WORKSPACE:
+            return None
+        checked.algo = algorithm.algo
+        return checked
+
+    def variant(self, base: Algorithm, tile: int, split_k: int, cluster: int) -> Algorithm | None:
+        """`base` with another tile; None if the library cannot, or would leave a fifth of the
+        multiprocessors idle in its last round."""
+        algorithm = Algorithm.from_buffer_copy(base)
         for name, value, kind in (
             (_CONFIG_TILE, tile, ctypes.c_uint32),
             (_CONFIG_SPLIT_K, split_k, ctypes.c_uint32),
@@ -142,16 +164,10 @@ class Product:
                 ctypes.c_size_t(ctypes.sizeof(field)),
             ):
                 return None
-        if self._lib.lib.cublasLtMatmulAlgoCheck(
-            *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
-            ctypes.byref(algorithm.algo),
-            ctypes.byref(checked := Algorithm()),
-        ):
+        fitted = self.fitted(algorithm)
+        if fitted is None or 1 < fitted.waves < 0.8 * math.ceil(fitted.waves):
             return None
-        if checked.workspace > _WORKSPACE or 1 < checked.waves < 0.8 * math.ceil(checked.waves):
-            return None
-        algorithm.workspace, algorithm.waves = checked.workspace, checked.waves
-        return algorithm
+        return fitted
 
     def _layout(self, kind: int, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -164,23 +180,24 @@ class Product:
 
     def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, y: Tensor) -> None:
         lib = self._lib
+        at = y.data_ptr()
         status = lib.matmul(
             lib.handle,
             self._desc,
-            ctypes.byref(lib.one),
-            ctypes.c_void_p(weight.data_ptr()),
+            lib.one,
+            weight.data_ptr(),
             self._weight,
-            ctypes.c_void_p(x.data_ptr()),
+            x.data_ptr(),
             self._x,
             self._beta,
-            ctypes.c_void_p(y.data_ptr()),
+            at,
             self._y,
-            ctypes.c_void_p(y.data_ptr()),
+            at,
             self._y,
-            ctypes.byref(algorithm.algo),
-            ctypes.c_void_p(lib.workspace.data_ptr()),
-            ctypes.c_size_t(algorithm.workspace),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.addressof(algorithm),  # `algo` comes first
+            lib.workspace_at,
+            algorithm.workspace,
+            torch.cuda.current_stream().cuda_stream,
         )
         if status:
             raise RuntimeError(f"cublasLtMatmul: cuBLASLt status {status}")

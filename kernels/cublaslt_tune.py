@@ -18,6 +18,8 @@ _COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is 
 _QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
 _BEST = 4  # of all that were timed once, these are tried with other clusters, then timed again
+_LED = 2  # of a landmark's, these are tried at the sizes beside it
+_LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
 _CLUSTER_1X1, _MORE_CLUSTERS = 2, (3, 4, 5, 7)  # 2x1, 4x1, 1x2, 4x2 multiprocessors
 
 Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
@@ -76,63 +78,71 @@ class _Search:
         return begin.elapsed_time(end)
 
     def try_offered(self) -> None:
-        for algorithm in self.product.candidates:
+        for algorithm in self.product.offered():
             self.timed.append((self.milliseconds(algorithm), algorithm, None))
         self.timed.sort(key=lambda item: item[0])
 
     def try_variants(self, variants: Iterable[Variant]) -> None:
-        """Those that the library can run."""
-        if not self.product.candidates:
-            return  # nothing to vary
+        """Of the best so far, where the library can run them."""
+        if not self.timed:
+            return
+        base = self.timed[0][1]
         for variant in variants:
-            algorithm = self.product.variant(*variant)
+            algorithm = self.product.variant(base, *variant)
             if algorithm is not None:
                 self.timed.append((self.milliseconds(algorithm), algorithm, variant))
         self.timed.sort(key=lambda item: item[0])
 
-    def leaders(self) -> list[Variant]:
-        return [variant for _, _, variant in self.timed[:_BEST] if variant is not None]
+    def try_everything(self) -> None:
+        self.try_offered()
+        if self.weights[0].nbytes > _LARGE:
+            return
+        self.try_variants((*tile, _CLUSTER_1X1) for tile in _TILES)
+        found = [variant for _, _, variant in self.timed[:_BEST] if variant is not None]
+        self.try_variants(
+            (tile, split, cluster) for tile, split, _ in found for cluster in _MORE_CLUSTERS
+        )
 
-    def winner(self) -> Algorithm | None:
+    def leaders(self, count: int) -> list[Algorithm]:
+        return [algorithm for _, algorithm, _ in self.timed[:count]]
+
+    def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
         """The fastest, in turns with the library's own choice; None if that is about as fast."""
-        best = [algorithm for _, algorithm, _ in self.timed[:_BEST]]
-        rounds = [[self.milliseconds(a) for a in (None, *best)] for _ in range(3)]
+        rounds = [[self.milliseconds(a) for a in (None, *among)] for _ in range(3)]
         usual, *ours = (min(times) for times in zip(*rounds, strict=True))
         if not ours or min(ours) >= _CLEARLY * usual:
             return None
-        return best[ours.index(min(ours))]
+        return among[ours.index(min(ours))]
 
 
 def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Find the fastest algorithm for each of these numbers of rows of x.
 
     weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
-    else for `cublaslt.linear`. A size takes 5 to 30 ms on an H200.
+    else for `cublaslt.linear`. A landmark takes about 20 ms on an H200, another size 5.
     """
     weight = weights[0]
     if library(weight.device) is None or weight.dtype not in TYPES:
         return
     keys = {rows: key_of(rows, weight, add) for rows in sizes if rows >= _FEWEST}
     missing = sorted(rows for rows, key in keys.items() if key not in _searched)
-    landmarks = [rows for rows in missing if rows in _LANDMARKS]
     weights = weights[: max(2, -(-_COLD // weight.nbytes))]
-    leaders: dict[int, list[Variant]] = {}
-    for rows in [*landmarks, *(rows for rows in missing if rows not in landmarks)]:
+    leaders: dict[int, list[Algorithm]] = {}  # of each landmark
+    for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
         search = _Search(weights, rows, add)
-        search.try_offered()
-        if rows in landmarks:
-            search.try_variants((*tile, _CLUSTER_1X1) for tile in _TILES)
-            search.try_variants(
-                (tile, split, cluster)
-                for tile, split, _ in search.leaders()
-                for cluster in _MORE_CLUSTERS
-            )
-            leaders[rows] = search.leaders()
+        if rows in _LANDMARKS:
+            search.try_everything()
+            leaders[rows] = search.leaders(_LED)
+            among = search.leaders(_BEST)
+        elif rows > _LANDMARKS[-1]:
+            search.try_offered()
+            among = search.leaders(_LED)
         else:
-            below = [mark for mark in landmarks if mark < rows][-1:]
-            above = [mark for mark in landmarks if mark > rows][:1]
-            search.try_variants(dict.fromkeys(v for mark in below + above for v in leaders[mark]))
-        algorithm = search.winner()
+            below = [mark for mark in leaders if mark < rows][-1:]
+            above = [mark for mark in leaders if mark > rows][:1]
+            led = [algorithm for mark in below + above for algorithm in leaders[mark]]
+            among = [fitted for a in led if (fitted := search.product.fitted(a)) is not None]
+        algorithm = search.winner(among)
         _searched.add(keys[rows])
         if algorithm is not None:
             choices[keys[rows]] = Choice(search.product, algorithm)

@@ -1,7 +1,7 @@
 """A random load that wants more memory than there is, for minutes: everything comes to its end, by
 preemption, and the device never runs out of memory.
 
-    python -m loadtest.memory_load --model FOLDER --seconds 600
+    python -m loadtest.memory_load --model FOLDER --seconds 600 --out loadtest/results
 
 FOLDER needs a config.json only: weights are random. Lengths, sampling, log-probabilities and
 priorities are drawn; one request in twenty is aborted. The exit code is 1 if a step found no
@@ -9,11 +9,13 @@ memory, a request failed, nothing was preempted, or the device's memory grew aft
 """
 
 import argparse
+import datetime
 import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.core import EngineCore
@@ -21,13 +23,13 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.session import make_config
-from loadtest.versus_engine import engine_fields
+from loadtest.versus_engine import commit, engine_fields
 
 
 @dataclass
 class Report:
     """seconds, requests that ended and how often; reserved: bytes of the device after a tenth of
-    the time, and at the end."""
+    the time, and at the end; moments: every ten seconds of it, if it was told."""
 
     seconds: float = 0.0
     ended: int = 0
@@ -39,6 +41,7 @@ class Report:
     most_running: int = 0
     reserved_early: int = 0
     reserved: int = 0
+    moments: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
@@ -109,9 +112,11 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
             report.reserved_early = _reserved()
         if say and time.monotonic() - told > 10:
             told = time.monotonic()
-            print(json.dumps({unit: round(now), "running": stats.running, "waiting": stats.waiting,
-                              "free_blocks": stats.free_blocks, "preemptions": stats.preemptions,
-                              "reserved": _reserved()}), flush=True)  # fmt: skip
+            moment = {unit: round(now), "running": stats.running, "waiting": stats.waiting,
+                      "free_blocks": stats.free_blocks, "preemptions": stats.preemptions,
+                      "reserved": _reserved()}  # fmt: skip
+            report.moments.append(moment)
+            print(json.dumps(moment), flush=True)
     core.check_integrity()
     stats = core.stats()
     assert stats.free_blocks == stats.total_blocks, "blocks are lost"
@@ -128,19 +133,46 @@ def _reserved() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 1
 
 
+def _write(
+    out: Path, name: str, config: dict[str, Any], row: dict[str, Any], moments: list[dict[str, int]]
+) -> None:
+    import torch
+
+    date = datetime.date.today().isoformat()
+    document = {
+        "commit": commit(),
+        "date": date,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "config": {"ours": config},
+        "rows": [{"case": name, **row}],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"memory-load-{name}-{date}"
+    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+    Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in moments))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the result")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
     values: dict[str, Any] = {"load_format": "dummy", "max_model_len": 8192, "max_num_seqs": 512}
     values |= engine_fields(args.set)
     core, ready = build(make_config(args.model, values))
     print(ready.memory_table, flush=True)
     report = load(core, args.seconds, say=True)
-    print(json.dumps(asdict(report)))
+    row = asdict(report)
+    moments = row.pop("moments")
+    print(json.dumps(row))
+    if args.out:
+        _write(
+            args.out, args.name, {**values, "memory": ready.memory_table.splitlines()}, row, moments
+        )
     for fault in report.faults:
         print(f"wrong: {fault}")
     return 1 if report.faults else 0

@@ -27,6 +27,7 @@ MADE_BY = {
     "gpu-checks": "`python -m loadtest.gpu_checks`: the tests that need a GPU, what they measured",
     "http": "streams through Ray Serve, against the same engine offline",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
+    "memory-load": "`python -m loadtest.memory_load`: more requests than memory, for minutes",
     "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
     "scale-out": "`python -m loadtest.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
