@@ -1,11 +1,11 @@
 """The search for the fastest of cuBLASLt's algorithms; kernels/cublaslt.py says what for.
 
-At some numbers of rows, the landmarks, all tiles of a list are tried besides what the library's
+At some numbers of rows, the landmarks, a list of tiles is tried besides what the library's
 heuristic offers. Between them only what led at the two nearest is: the search belongs to an
 engine's start, and has seconds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,30 +13,37 @@ from torch import Tensor
 from kernels.cublaslt import TYPES, Algorithm, Choice, Key, Product, choices, key_of, library
 
 _FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
-_LANDMARKS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
 _QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
-_BEST = 4  # of all that were timed once, these are tried with other clusters, then timed again
+_BEST = 4  # of all that were timed once, these are timed again
 _LED = 2  # of a landmark's, these are tried at the sizes beside it
 _LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
-_CLUSTER_1X1, _MORE_CLUSTERS = 2, (3, 4, 5, 7)  # 2x1, 4x1, 1x2, 4x2 multiprocessors
+_CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
 Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
 
-# (tile, parts that k is split into): those that won somewhere when all of the library's were timed,
-# at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. The comment is the tile,
-# outputs x rows.
-_TILES = (
-    (59, 1), (80, 1), (92, 1),  # 24x64, 40x64, 48x64
-    (12, 1), (15, 1), (124, 1), (134, 1), (143, 1),  # 32x64, 64x64, 72x64, 80x64, 88x64
-    (27, 1), (157, 1), (164, 1), (18, 1), (183, 1),  # 96x64, 104x64, 112x64, 128x64, 144x64
-    (200, 1), (220, 1), (226, 1),  # 176x64, 224x64, 240x64
-    (28, 1), (158, 1), (165, 1), (171, 1), (20, 1),  # 96x128, 104x128, 112x128, 120x128, 128x128
-    (184, 1), (189, 1), (30, 1), (197, 1), (201, 1),  # 144x128, 152x128, 160x128, 168x128, 176x128
-    (166, 1),  # 112x192
-    (27, 4), (124, 4), (134, 4),
-)  # fmt: skip
+# Those that, together, come nearest to the best of all tiles, splits and clusters that the library
+# can run: timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A tile is
+# outputs x rows, a cluster multiprocessors along the two.
+_VARIANTS: tuple[Variant, ...] = (
+    (59, 1, _CLUSTER_4X1),  # 24x64
+    (134, 1, _CLUSTER_1X2),  # 80x64
+    (134, 4, _CLUSTER_1X1),
+    (18, 1, _CLUSTER_1X1),  # 128x64
+    (18, 1, _CLUSTER_2X1),
+    (183, 1, _CLUSTER_1X1),  # 144x64
+    (220, 1, _CLUSTER_1X2),  # 224x64
+    (226, 1, _CLUSTER_1X1),  # 240x64
+    (28, 1, _CLUSTER_1X1),  # 96x128
+    (165, 1, _CLUSTER_1X2),  # 112x128
+    (171, 1, _CLUSTER_4X1),  # 120x128
+    (189, 1, _CLUSTER_1X2),  # 152x128
+    (30, 1, _CLUSTER_2X1),  # 160x128
+    (201, 1, _CLUSTER_1X2),  # 176x128
+    (166, 1, _CLUSTER_2X1),  # 112x192
+)
 
 _searched: set[Key] = set()
 
@@ -55,7 +62,7 @@ class _Search:
         self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
         self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
         self.product = Product(lib, rows, weight, add)
-        self.timed: list[tuple[float, Algorithm, Variant | None]] = []  # best first
+        self.timed: list[tuple[float, Algorithm]] = []  # best first
 
     def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
         """None: the library's own choice."""
@@ -79,36 +86,31 @@ class _Search:
 
     def try_offered(self) -> None:
         for algorithm in self.product.offered():
-            self.timed.append((self.milliseconds(algorithm), algorithm, None))
+            self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
 
-    def try_variants(self, variants: Iterable[Variant]) -> None:
+    def try_variants(self) -> None:
         """Of the best so far, where the library can run them."""
         if not self.timed:
             return
         base = self.timed[0][1]
-        for variant in variants:
+        for variant in _VARIANTS:
             algorithm = self.product.variant(base, *variant)
             if algorithm is not None:
-                self.timed.append((self.milliseconds(algorithm), algorithm, variant))
+                self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
 
     def try_everything(self) -> None:
         self.try_offered()
-        if self.weights[0].nbytes > _LARGE:
-            return
-        self.try_variants((*tile, _CLUSTER_1X1) for tile in _TILES)
-        found = [variant for _, _, variant in self.timed[:_BEST] if variant is not None]
-        self.try_variants(
-            (tile, split, cluster) for tile, split, _ in found for cluster in _MORE_CLUSTERS
-        )
+        if self.weights[0].nbytes <= _LARGE:
+            self.try_variants()
 
     def leaders(self, count: int) -> list[Algorithm]:
-        return [algorithm for _, algorithm, _ in self.timed[:count]]
+        return [algorithm for _, algorithm in self.timed[:count]]
 
     def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
         """The fastest, in turns with the library's own choice; None if that is about as fast."""
-        rounds = [[self.milliseconds(a) for a in (None, *among)] for _ in range(3)]
+        rounds = [[self.milliseconds(a) for a in (None, *among)] for _ in range(2)]
         usual, *ours = (min(times) for times in zip(*rounds, strict=True))
         if not ours or min(ours) >= _CLEARLY * usual:
             return None
@@ -119,7 +121,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Find the fastest algorithm for each of these numbers of rows of x.
 
     weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
-    else for `cublaslt.linear`. A landmark takes about 20 ms on an H200, another size 5.
+    else for `cublaslt.linear`. A landmark takes about 15 ms on an H200, another size 5.
     """
     weight = weights[0]
     if library(weight.device) is None or weight.dtype not in TYPES:
