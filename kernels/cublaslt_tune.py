@@ -15,7 +15,8 @@ from kernels.cublaslt import TYPES, Algorithm, Choice, Key, Product, choices, ke
 _FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
 _LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
-_QUEUE_CYCLES = 25_000  # device clocks to wait for each launch to be timed, while they queue up
+_QUEUE_CYCLES = 20_000.0  # device clocks to wait for each launch to be timed, while they queue up
+_LONGEST_QUEUE = 500_000.0
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
 _BEST = 4  # of all that were timed once, these are timed again
 _LED = 2  # of a landmark's, these are tried at the sizes beside it
@@ -51,6 +52,8 @@ _searched: set[Key] = set()
 class _Search:
     """Times algorithms for one number of rows."""
 
+    queue_cycles = _QUEUE_CYCLES
+
     def __init__(self, weights: Sequence[Tensor], rows: int, add: bool) -> None:
         weight = weights[0]
         n, k = weight.shape
@@ -74,15 +77,20 @@ class _Search:
             torch.mm(self.x, weight.t(), out=self.y)
 
     def milliseconds(self, algorithm: Algorithm | None) -> float:
-        """Of one pass over the weights."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_QUEUE_CYCLES * len(self.weights))
-        begin.record()
-        for weight in self.weights:
-            self._run(algorithm, weight)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        """Of one pass over the weights, all of it queued before the device begins: otherwise the
+        host's speed would be measured."""
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.queue_cycles * len(self.weights)))
+            begin.record()
+            for weight in self.weights:
+                self._run(algorithm, weight)
+            end.record()
+            too_early = begin.query() and self.queue_cycles < _LONGEST_QUEUE
+            end.synchronize()
+            if not too_early:
+                return begin.elapsed_time(end)
+            _Search.queue_cycles *= 1.5  # of this process: it tells how fast the host is
 
     def try_offered(self) -> None:
         for algorithm in self.product.offered():

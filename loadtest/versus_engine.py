@@ -11,7 +11,8 @@ whether blocks of one token are as fast as blocks of sixteen:
 FOLDER needs a config.json only: weights are random on both sides. Greedy, end tokens ignored,
 prefix cache off on both. Each run is a process of its own (both engines want the whole device),
 sides alternate, and the best run of each side counts. Every run's raw line is kept beside the
-table.
+table as soon as it is there: --resume takes up the day's lines in --out and does only the runs that
+are missing, so that the comparison fits where a command may not run for long.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +140,33 @@ def _print(**line: Any) -> None:
 
 
 def _run_side(
-    side: str, model: str, names: list[str], change: list[str], limit_s: float
-) -> list[dict[str, Any]]:
+    side: str,
+    model: str,
+    names: list[str],
+    change: list[str],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """One run in a process of its own; `keep` gets each line when it is there."""
     command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
     if side == "manta" and change:
         command += ["--change", *change]
-    done = subprocess.run(
-        [*command, "--workloads", *names], stdout=subprocess.PIPE, timeout=limit_s, check=True
-    )
-    lines = [line for line in done.stdout.decode().splitlines() if line.startswith("{")]
+    command += ["--workloads", *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                keep(json.loads(line))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def whole_runs(text: str, names: list[str]) -> list[dict[str, Any]]:
+    """The lines of runs that got through all workloads; a run that was cut off runs again."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    done: dict[tuple[int, str], set[str]] = {}
     for line in lines:
-        print(line, flush=True)
-    return [json.loads(line) for line in lines]
+        done.setdefault((line["run"], line["side"]), set()).add(line.get("workload", ""))
+    return [line for line in lines if done[line["run"], line["side"]] >= set(names)]
 
 
 def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
@@ -159,7 +176,7 @@ def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
 
 
 def compare(
-    model: str, label: str, names: list[str], runs: int, out: Path, change: list[str]
+    model: str, label: str, names: list[str], runs: int, out: Path, change: list[str], resume: bool
 ) -> None:
     """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is.
 
@@ -169,10 +186,26 @@ def compare(
 
     other = PLAIN if change else "vllm"
     sides = ("manta", other)
-    lines: list[dict[str, Any]] = []
-    for _ in range(runs):
+    date = datetime.date.today().isoformat()
+    name = f"versus-engine-{label}" if not change else f"change-{'-'.join(change)}-{label}"
+    stem = out / f"{name.replace('=', '-')}-{date}"
+    raw = Path(f"{stem}.jsonl")
+    out.mkdir(parents=True, exist_ok=True)
+    lines = whole_runs(raw.read_text(), names) if resume and raw.exists() else []
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    there = {(line["run"], line["side"]) for line in lines}
+    for run in range(runs):
         for side in sides:
-            lines += _run_side(side, model, names, change, limit_s=400)
+
+            def keep(line: dict[str, Any], run: int = run) -> None:
+                line = {"run": run, **line}
+                print(json.dumps(line), flush=True)
+                lines.append(line)
+                with raw.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+            if (run, side) not in there:
+                _run_side(side, model, names, change, keep)
     rows = []
     for name in names:
         ours, peer = _best(lines, "manta", name), _best(lines, other, name)
@@ -204,16 +237,12 @@ def compare(
     }
     document = {
         "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        "date": date,
         "device": torch.cuda.get_device_name(),
         "config": {"ours": configs["manta"], "peers": {other: configs[other]}},
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"versus-engine-{label}" if not change else f"change-{'-'.join(change)}-{label}"
-    stem = f"{name.replace('=', '-')}-{document['date']}"
-    (out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
         print(
             f"{row['case']:<24} {row['ours']:>12} {row['peer']:>12} {row['unit']:<6}"
@@ -233,6 +262,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["single", "uniform", "dialogue"])
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument(
         "--change", nargs="+", default=[], metavar="KEY=VALUE", help="compare Manta with itself"
     )
@@ -243,7 +273,9 @@ def main() -> None:
     elif args.side == "vllm":
         run_vllm(args.model, args.workloads)
     else:
-        compare(args.model, args.name, args.workloads, args.runs, args.out, args.change)
+        compare(
+            args.model, args.name, args.workloads, args.runs, args.out, args.change, args.resume
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""The comparison of engines can be cut off and taken up again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import versus_engine
+from loadtest.versus_engine import compare, whole_runs
+
+NAMES = ["single", "uniform"]
+
+
+def lines_of(run: int, side: str, rate: float, names: list[str] = NAMES) -> list[dict[str, Any]]:
+    first = {"run": run, "side": side, "ready_s": 9.0 - run, "config": {"side": side}}
+    speeds = {"out_tok_s": rate, "total_tok_s": 2 * rate}
+    return [first, *({"run": run, "side": side, "workload": name, **speeds} for name in names)]
+
+
+def test_a_run_that_was_cut_off_runs_again() -> None:
+    """Half a run counts as a whole one, and its missing workload is never measured."""
+    whole = lines_of(0, "manta", 2.0)
+    text = "".join(json.dumps(li) + "\n" for li in whole + lines_of(0, "vllm", 1.0, ["single"]))
+    assert whole_runs(text, NAMES) == whole
+
+
+def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run done twice, raw lines lost, a best that is not the best of all runs."""
+    ran = []
+
+    def fake(side: str, model: str, names: list[str], change: list[str], keep: Any) -> None:
+        ran.append(side)
+        for line in lines_of(1, side, 3.0 if side == "manta" else 1.5):
+            line.pop("run")
+            keep(line)
+
+    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
+    compare("folder", "m", NAMES, 1, tmp_path, [], resume=False)
+    assert ran == ["manta", "vllm"]
+    (raw,) = tmp_path.glob("*.jsonl")
+    cut = raw.read_text().splitlines()[:-1]  # the last workload of vLLM
+    raw.write_text("".join(line + "\n" for line in cut))
+    ran.clear()
+    compare("folder", "m", NAMES, 2, tmp_path, [], resume=True)
+    assert ran == ["vllm", "manta", "vllm"]
+    (table,) = tmp_path.glob("*.json")
+    rows = {row["case"]: row for row in json.loads(table.read_text())["rows"]}
+    assert rows["m/uniform"] == {
+        "case": "m/uniform", "ours": 3.0, "peer": 1.5, "unit": "tok/s", "ratio": 2.0
+    }  # fmt: skip
+    assert len(raw.read_text().splitlines()) == 4 * 3
