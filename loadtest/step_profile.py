@@ -31,6 +31,7 @@ STEPS = 12  # profiled; the first and the last are cut off
 PROMPT = 400  # tokens of the requests that decode
 CHUNK = 768  # prompt tokens of a mixed step
 BOUNDARY = "_assemble_kernel"  # the first kernel of a step
+COPY = "Memcpy"
 
 # The kind of a kernel by its name; the first that fits.
 KINDS = (
@@ -59,7 +60,8 @@ class TimeLine:
 
     steps: int = 0
     step_us: float = 0.0
-    idle_us: float = 0.0
+    idle_us: float = 0.0  # gaps of any kind
+    between_us: float = 0.0  # of these, where one step hands over to the next
     kinds: dict[str, float] = field(default_factory=dict)
     names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
 
@@ -80,18 +82,24 @@ def time_line(kernels: Sequence[Kernel]) -> TimeLine:
     begin, finish = starts[0], starts[-1]
     steps = len(starts) - 1
     line = TimeLine(steps, (finish - begin) / steps)
-    now = begin
+    now, before = begin, ""
     for kernel in ordered:
-        if kernel.start < begin or kernel.start >= finish:
+        if kernel.start < begin:
             continue
-        line.idle_us += max(0.0, kernel.start - now) / steps
+        gap = max(0.0, kernel.start - now) / steps
+        line.idle_us += gap
+        # A step ends with a copy to the host, and begins with one from it.
+        if BOUNDARY in kernel.name or COPY in kernel.name or COPY in before:
+            line.between_us += gap
+        if kernel.start >= finish:
+            break
+        before = kernel.name
         added = max(0.0, min(kernel.end, finish) - max(now, kernel.start)) / steps
         now = max(now, kernel.end)
         kind = kind_of(kernel.name)
         line.kinds[kind] = line.kinds.get(kind, 0.0) + added
         us, launches = line.names.get(kernel.name, (0.0, 0.0))
         line.names[kernel.name] = (us + added, launches + 1 / steps)
-    line.idle_us += max(0.0, finish - now) / steps
     return line
 
 
@@ -193,9 +201,13 @@ def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[
             "decode attention": keys * key_bytes / bandwidth * 1e6,
         }
         print(f"\n{label}/{case}: {line.step_us:.0f} us a step, {line.steps} steps, ", end="")
-        print(f"idle {line.idle_us / line.step_us:.2%}")
+        print(
+            f"idle {line.idle_us / line.step_us:.2%}, "
+            f"between steps {line.between_us / line.step_us:.2%}"
+        )
         parts = sorted(line.kinds.items(), key=lambda item: -item[1])
-        for kind, us in [*parts, ("idle", line.idle_us)]:
+        gaps = [("idle", line.idle_us), ("idle between steps", line.between_us)]
+        for kind, us in [*parts, *gaps]:
             floor = floors.get(kind)
             row = {
                 "case": f"{label}/{case}/{kind.replace(' ', '-')}",

@@ -17,7 +17,7 @@ def test_overlap_belongs_to_the_earlier_kernel() -> None:
     ]
     line = time_line(kernels)
     assert line.steps == 1 and line.step_us == 20
-    assert line.idle_us == 3
+    assert (line.idle_us, line.between_us) == (3, 0)
     assert line.kinds == {
         "assembly and sampling": 2, "products": 8, "decode attention": 4, "norm": 3
     }  # fmt: skip
@@ -29,6 +29,20 @@ def test_means_over_steps() -> None:
     line = time_line(kernels)
     assert (line.steps, line.step_us, line.idle_us) == (2, 15, 9.5)
     assert line.names["nvjet_x"] == (4.5, 0.5)
+    assert line.between_us == 9.5  # all of it is before the last boundary
+
+
+def test_gaps_between_steps_and_inside_them() -> None:
+    """A device that waits for the host looks like one that waits for its next kernel."""
+    kernels = [
+        Kernel(BOUNDARY, 0, 1),
+        Kernel("nvjet_x", 2, 8),  # a gap inside
+        Kernel("Memcpy DtoH (Device -> Pinned)", 9, 10),  # from here on, between
+        Kernel("Memcpy HtoD (Pinned -> Device)", 14, 15),
+        Kernel(BOUNDARY, 17, 18),
+    ]
+    line = time_line(kernels)
+    assert (line.idle_us, line.between_us) == (8, 7)
 
 
 def test_no_whole_step_is_an_error() -> None:
