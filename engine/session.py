@@ -1,5 +1,6 @@
 """Session: the requests of one engine, between text and token ids, for LLM and AsyncEngine."""
 
+import difflib
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ Prompt = str | Sequence[int]
 
 def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
     """An EngineConfig from keyword arguments. Raises ConfigError naming an unknown or wrong one."""
+    known = EngineConfig.__struct_fields__
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"the engine has no option {name}{hint}", param=name)
     try:
         return msgspec.convert({**fields, "model": str(model)}, EngineConfig)
     except msgspec.ValidationError as error:

@@ -77,6 +77,8 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder", param="model")
         if not path.is_file():
             raise ConfigError(
                 f"{folder} has no tokenizer.json; save the model with a fast tokenizer",

@@ -122,7 +122,9 @@ def test_unknown_settings_are_named() -> None:
         LLM("fake:", block_size=0)
     with pytest.raises(ConfigError, match="block_size"):
         LLM("fake:", block_size="many")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"max_model_length; did you mean max_model_len\?"):
+        LLM("fake:", max_model_length=5)
+    with pytest.raises(ConfigError, match="/nonexistent: there is no such folder"):
         LLM("/nonexistent")
 
 
