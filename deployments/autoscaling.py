@@ -156,9 +156,9 @@ class PoolsPolicy:
         if last and any(map(_silent, (*engines.values(), router))):
             plan = keep(plan, last.targets, "some say nothing of their load")
         self._memory, self._plan, self._decided = plan.memory, plan, now
-        _export(any_context.app_name or "", plan)
+        _export(any_context.app_name or "", plan, pools)
         if last is None or plan.targets != last.targets:
-            _tell(any_context.app_name or "", plan, now)
+            _tell(any_context.app_name or "", plan, pools, now)
         return plan
 
     def _measured(self, name: str, context: Context) -> Pool:
@@ -241,31 +241,45 @@ def _mean(values: list[float]) -> float:
 # -- told to people
 
 
-def _export(app: str, plan: Plan) -> None:
+def _export(app: str, plan: Plan, pools: Mapping[str, Pool]) -> None:
     """To the metrics: each time, because Ray's exporter forgets what is not said again."""
     from deployments.serve_metrics import scaling_export  # not by value: one for the process
 
-    scaling_export(app).tell(plan.targets)
+    limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
+    scaling_export(app).tell(plan.targets, {n: r.cause for n, r in plan.reasons.items()}, limits)
 
 
-def _tell(app: str, plan: Plan, now: float) -> None:
-    """To the controller's log, and for `scaling_decisions`."""
+def _tell(app: str, plan: Plan, pools: Mapping[str, Pool], now: float) -> None:
+    """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
+    they decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
     for name, target in plan.targets.items():
         logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
-    if _internal_kv_initialized():
-        record = {"time": now, "targets": plan.targets, "reasons": plan.reasons}
-        _internal_kv_put(_KEY + app, json.dumps(record).encode(), overwrite=True)
+        if _internal_kv_initialized():
+            limits = (pools[name].minimum, pools[name].maximum)
+            record = {"time": now, "target": target, "reason": plan.reasons[name], "limits": limits}
+            _internal_kv_put(f"{_KEY}{app}/{name}", json.dumps(record).encode(), overwrite=True)
 
 
 def scaling_decisions(app: str) -> dict[str, Any] | None:
-    """The last decision: {"time", "targets", "reasons"}, by pool; None if there was none. Needs a
-    connection to Ray."""
-    from ray.experimental.internal_kv import _internal_kv_get
+    """The last decision: {"time", "targets", "reasons", "limits"}, by pool, limits as [minimum,
+    maximum]; None if there was none. Needs a connection to Ray."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
-    record = _internal_kv_get(_KEY + app)
-    return json.loads(record) if record else None
+    prefix = f"{_KEY}{app}/"
+    found = {}
+    for key in _internal_kv_list(prefix):
+        if record := _internal_kv_get(key):
+            found[key.decode().removeprefix(prefix)] = json.loads(record)
+    if not found:
+        return None
+    return {
+        "time": max(record["time"] for record in found.values()),
+        "targets": {name: record["target"] for name, record in found.items()},
+        "reasons": {name: record["reason"] for name, record in found.items()},
+        "limits": {name: record["limits"] for name, record in found.items()},
+    }
 
 
 # -- reported by routers and engines

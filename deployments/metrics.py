@@ -227,9 +227,13 @@ REPLICA_METRICS = (
 # Of the autoscaling policy, which runs in Serve's controller: through Ray's exporter only.
 SCALING_TARGET = "scaling_target_replicas"
 SCALING_DECISIONS = "scaling_decisions_total"
+SCALING_MINIMUM = "scaling_min_replicas"
+SCALING_MAXIMUM = "scaling_max_replicas"
 SCALING_HELP = {
     SCALING_TARGET: "Replicas that a pool should have.",
-    SCALING_DECISIONS: "Changes of that number, by direction.",
+    SCALING_DECISIONS: "Changes of that number, by direction and reason.",
+    SCALING_MINIMUM: "Replicas that a pool has at least.",
+    SCALING_MAXIMUM: "Replicas that a pool has at most.",
 }
 
 

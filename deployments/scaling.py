@@ -93,12 +93,30 @@ class Memory:
     raised_at: Mapping[str, float] = field(default_factory=dict)
 
 
+class Reason(str):
+    """A sentence for people; cause: the same in one of few words, for metrics.
+
+    work, trend, backlog, kv: more or as many for what arrives, will arrive, waits, or fills the
+    cache. calm, idle: fewer, after a quiet time. needed, grown, silent, handover: no fewer yet,
+    because the last minutes needed them, they have just come, not all replicas are heard of, or
+    another pool is not ready. overflow, beyond: in the place of another pool that starts, or is at
+    its maximum. held: another pool carries everything. minimum, maximum: a limit has the last word.
+    """
+
+    cause: str
+
+    def __new__(cls, cause: str, text: str) -> "Reason":
+        self = super().__new__(cls, text)
+        self.cause = cause
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """targets, reasons: by pool. memory: for the next call."""
 
     targets: dict[str, int]
-    reasons: dict[str, str]
+    reasons: dict[str, Reason]
     memory: Memory
 
 
@@ -114,7 +132,7 @@ def decide(
     names = sorted(pools, key=lambda name: _price(pools[name], demand))
     main = names[0]
     targets: dict[str, int] = {}
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Reason] = {}
     started = {
         name: memory.started_at.get(name, demand.now) if seen[name].starting else demand.now
         for name in names
@@ -124,9 +142,9 @@ def decide(
     for name in names:
         pool = pools[name]
         if idle:
-            count, reason = 0, f"nothing for {promise.idle_seconds:.0f} s"
+            count, reason = 0, Reason("idle", f"nothing for {promise.idle_seconds:.0f} s")
         elif holder is not None and name != holder:
-            count, reason = 0, f"{holder} carries it"
+            count, reason = 0, Reason("held", f"{holder} carries it")
         elif holder is not None or name == main:
             count, reason = _carry(
                 pool, seen[name], demand, memory, promise, demand.now - started[name]
@@ -134,16 +152,17 @@ def decide(
             have = seen[name].ready + seen[name].starting
             if count < have and demand.now - memory.raised_at.get(name, -math.inf) < _LEVEL_SECONDS:
                 # What it grew for is not yet in the level that it would shrink to.
-                count, reason = have, "it has just grown"
+                count, reason = have, Reason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], seen[main], pool, demand, promise)
             before = memory.targets.get(name, 0)
             if count < before and seen[main].starting:
-                count, reason = before, f"until {main} is ready"
+                count, reason = before, Reason("handover", f"until {main} is ready")
             cheaper = [(pools[other], targets[other]) for other in targets]
             beyond = _beyond(pool, seen[name], cheaper, demand, memory, promise)
             if beyond > count:
-                count, reason = beyond, f"beyond what {' and '.join(targets)} can do"
+                text = f"beyond what {' and '.join(targets)} can do"
+                count, reason = beyond, Reason("beyond", text)
         # A pool that hands over keeps what it has until the other is there.
         takers = [other for other in names if other != name]
         have = seen[name].ready + seen[name].starting
@@ -151,12 +170,12 @@ def decide(
             arrived = seen[main].ready >= targets[main]
             count = count if arrived else max(count, seen[name].ready)
         elif count < have and holder not in (None, name) and seen[str(holder)].ready == 0:
-            count, reason = have, f"until {holder} is ready"
+            count, reason = have, Reason("handover", f"until {holder} is ready")
         bounded = min(max(count, pool.minimum), pool.maximum)
         if bounded > count:
-            reason = f"minimum; {reason}"
+            reason = Reason("minimum", f"minimum; {reason}")
         elif bounded < count:
-            reason = f"maximum, {count} wanted; {reason}"
+            reason = Reason("maximum", f"maximum, {count} wanted; {reason}")
         targets[name], reasons[name] = bounded, reason
     rose = {name for name in names if targets[name] > memory.targets.get(name, 0)}
     raised = {**memory.raised_at, **dict.fromkeys(rose, demand.now)}
@@ -168,7 +187,8 @@ def keep(plan: Plan, targets: Mapping[str, int], reason: str) -> Plan:
     """The plan without its decreases."""
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
     kept = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
-    reasons = {name: reason if name in low else plan.reasons[name] for name in plan.reasons}
+    silent = Reason("silent", reason)
+    reasons = {name: silent if name in low else plan.reasons[name] for name in plan.reasons}
     return Plan(kept, reasons, replace(plan.memory, targets=kept))
 
 
@@ -259,7 +279,7 @@ def _carry(
     memory: Memory,
     promise: Promise,
     started: float,
-) -> tuple[int, str]:
+) -> tuple[int, Reason]:
     """What this pool needs to do everything. started: seconds ago that those were that start."""
     level, slope = _trend(_works(pool, demand, memory))
     ahead = level + slope * pool.start_seconds
@@ -277,24 +297,28 @@ def _carry(
         count = max(count, math.ceil(seen.ready * seen.kv_used / _KV_FULL))
     if count > have:
         if full:
-            return count, f"KV cache {seen.kv_used:.0%} full"
+            return count, Reason("kv", f"KV cache {seen.kv_used:.0%} full")
         if extra > 0.5 and demand.waiting_tokens:
-            return count, f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
+            text = f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
+            return count, Reason("backlog", text)
         if extra > 0.5:
-            return count, f"work of {level:.1f} replicas for the {seen.ready} that are ready"
+            text = f"work of {level:.1f} replicas for the {seen.ready} that are ready"
+            return count, Reason("backlog", text)
         if ahead > level * 1.05:
-            return count, f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
-        return count, f"work of {level:.1f} replicas"
+            text = f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
+            return count, Reason("trend", text)
+        return count, Reason("work", f"work of {level:.1f} replicas")
     if count < have and extra:
-        return have, f"{demand.waiting_tokens:.0f} prompt tokens wait"
+        return have, Reason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
     if count < have:
         levels = _levels(pool, memory, promise)
         calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, memory, promise) else have
         if count < have:
-            return count, f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
-        return have, "the last minutes needed them"
-    return count, f"work of {level:.1f} replicas"
+            text = f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
+            return count, Reason("calm", text)
+        return have, Reason("needed", "the last minutes needed them")
+    return count, Reason("work", f"work of {level:.1f} replicas")
 
 
 def _beyond(
@@ -327,7 +351,7 @@ def _beyond(
 
 def _overflow(
     main: Pool, seen: Seen, pool: Pool, demand: Demand, promise: Promise
-) -> tuple[int, str]:
+) -> tuple[int, Reason]:
     """What a second pool must take until the first has what it needs."""
     short = main.work(demand.prompt_rate, demand.output_rate) / promise.busy - seen.ready
     if (
@@ -335,11 +359,12 @@ def _overflow(
         or not seen.starting
         or pool.start_seconds >= main.start_seconds
     ):
-        return 0, "not needed"
+        return 0, Reason("calm", "not needed")
     share = pool.work(demand.prompt_rate, demand.output_rate) / max(
         1e-9, main.work(demand.prompt_rate, demand.output_rate)
     )
-    return math.ceil(short * share), f"{short:.1f} replicas of the other pool are missing"
+    text = f"{short:.1f} replicas of the other pool are missing"
+    return math.ceil(short * share), Reason("overflow", text)
 
 
 def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

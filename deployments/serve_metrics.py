@@ -14,7 +14,15 @@ from typing import Any, cast
 
 from ray.serve import metrics as ray_metrics
 
-from deployments.metrics import PREFIX, SCALING_DECISIONS, SCALING_HELP, SCALING_TARGET, Family
+from deployments.metrics import (
+    PREFIX,
+    SCALING_DECISIONS,
+    SCALING_HELP,
+    SCALING_MAXIMUM,
+    SCALING_MINIMUM,
+    SCALING_TARGET,
+    Family,
+)
 
 _PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that does not show
 
@@ -80,17 +88,28 @@ class ScalingExport:
         self._decisions = _make(
             Family(SCALING_DECISIONS, "counter", SCALING_HELP[SCALING_DECISIONS], ()),
             PREFIX + SCALING_DECISIONS,
-            (*keys, "direction"),
+            (*keys, "direction", "reason"),
         )
+        self._limits = [
+            _make(Family(name, "gauge", SCALING_HELP[name], ()), PREFIX + name, keys)
+            for name in (SCALING_MINIMUM, SCALING_MAXIMUM)
+        ]
 
-    def tell(self, targets: Mapping[str, int]) -> None:
-        """The pools' numbers are now these."""
+    def tell(
+        self,
+        targets: Mapping[str, int],
+        causes: Mapping[str, str],
+        limits: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """These pools' numbers, why (`scaling.Reason.cause`), and their limits, are now these."""
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}
             before = self._targets.get(pool, target)
             cast(ray_metrics.Gauge, self._target).set(target, tags=tags)
+            for gauge, limit in zip(self._limits, limits[pool], strict=True):
+                cast(ray_metrics.Gauge, gauge).set(limit, tags=tags)
             if target != before:
                 direction = "up" if target > before else "down"
                 counter = cast(ray_metrics.Counter, self._decisions)
-                counter.inc(1, tags={**tags, "direction": direction})
-        self._targets = dict(targets)
+                counter.inc(1, tags={**tags, "direction": direction, "reason": causes[pool]})
+        self._targets.update(targets)

@@ -270,6 +270,7 @@ def _pool(
         "stopping": counts.get("STOPPING", 0),
         "target": scaling["targets"].get(name) if scaling is not None else None,
         "reason": scaling["reasons"].get(name) if scaling is not None else None,
+        "limits": scaling["limits"].get(name) if scaling is not None else None,
         "requests": sum(one["running"] for one in mine),
         "waiting": sum(one["waiting"] for one in mine),
         "kv_used": round(sum(one["kv_used"] for one in mine) / len(mine), 3) if mine else None,
@@ -334,7 +335,9 @@ def page(found: Told) -> RenderableType:
     if (scaling := found["scaling"]) is not None:
         at = time.strftime("%H:%M:%S", time.localtime(scaling["time"]))
         for name, target in scaling["targets"].items():
-            parts.append(f"{at} {name} to {target}: {escape(scaling['reasons'][name])}")
+            low, high = scaling["limits"][name]
+            why = escape(scaling["reasons"][name])
+            parts.append(f"{at} {name} to {target} (of {low} to {high}): {why}")
     return Group(*parts)
 
 

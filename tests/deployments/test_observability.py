@@ -189,16 +189,37 @@ def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
     from deployments.serve_metrics import ScalingExport
 
     export = ScalingExport("manta")
-    for targets in ({"gpu": 1, "cpu": 1}, {"gpu": 3, "cpu": 1}, {"gpu": 2, "cpu": 0}):
-        export.tell(targets)
+    limits = {"gpu": (0, 3), "cpu": (0, 1)}
+    for targets, causes in (
+        ({"gpu": 1, "cpu": 1}, {"gpu": "work", "cpu": "work"}),
+        ({"gpu": 3, "cpu": 1}, {"gpu": "backlog", "cpu": "overflow"}),
+        ({"gpu": 2, "cpu": 0}, {"gpu": "calm", "cpu": "handover"}),
+    ):
+        export.tell(targets, causes, limits)
     assert made["manta_scaling_target_replicas"].values == {
         ("manta", "gpu"): 2,
         ("manta", "cpu"): 0,
     }
+    assert made["manta_scaling_max_replicas"].values == {("manta", "gpu"): 3, ("manta", "cpu"): 1}
+    assert made["manta_scaling_min_replicas"].values == {("manta", "gpu"): 0, ("manta", "cpu"): 0}
     assert made["manta_scaling_decisions"].values == {
-        ("manta", "gpu", "up"): 1,
-        ("manta", "gpu", "down"): 1,
-        ("manta", "cpu", "down"): 1,
+        ("manta", "gpu", "up", "backlog"): 1,
+        ("manta", "gpu", "down", "calm"): 1,
+        ("manta", "cpu", "down", "handover"): 1,
+    }
+
+
+def test_pools_with_a_policy_each_are_counted(made: dict[str, FakeMetric]) -> None:
+    """Each policy tells of its own pool, and the other's number is forgotten: nothing changes."""
+    from deployments.serve_metrics import ScalingExport
+
+    export = ScalingExport("manta")
+    for target in (1, 2, 3):
+        for pool in ("gpu", "cpu"):
+            export.tell({pool: target}, {pool: "work"}, {pool: (1, 4)})
+    assert made["manta_scaling_decisions"].values == {
+        ("manta", "gpu", "up", "work"): 2,
+        ("manta", "cpu", "up", "work"): 2,
     }
 
 
@@ -242,7 +263,12 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
         "RUNNING",
         {"gpu": {"RUNNING": 2, "STARTING": 1}, "cpu": {}},
         [router("a", one, gpu_1=old), router("b", two, gpu_1=new)],
-        {"time": 11.0, "targets": {"gpu": 3}, "reasons": {"gpu": "a trend [x]"}},
+        {
+            "time": 11.0,
+            "targets": {"gpu": 3},
+            "reasons": {"gpu": "a trend [x]"},
+            "limits": {"gpu": [1, 4]},
+        },
         silent=1,
     )
     found = summarise(after, before)
@@ -263,7 +289,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     console.print(page(found))
     shown = console.export_text()
     for text in (
-        "gpu to 3: a trend [x]",
+        "gpu to 3 (of 1 to 4): a trend [x]",
         "engine-gpu/1 draining",
         "1 routers do not answer",
         "3/8",
