@@ -2,8 +2,9 @@
 
 Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of a sequence is
 first + p % (vocab_size - first), a function of the position alone (and of the adapter's name and
-revision, which shift p): so a stream that went on elsewhere can be checked for gaps and repeats,
-and the CPU cost of router and client shows without a model's.
+revision, which shift p), and its log-probability one of the token: so a stream that went on
+elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
+model's.
 """
 
 import os
@@ -210,7 +211,7 @@ class FakeCore:
         self._stats.output_tokens += len(new)
         delta = Delta(request.id, new, finish, stop_token)
         if params.logprobs is not None:
-            delta.logprobs = [TokenLogprobs(t, -1.0, 1, [t], [-1.0]) for t in new]
+            delta.logprobs = [self._logprobs(token, params.logprobs) for token in new]
         if request.id in self._new:
             self._new.discard(request.id)
             self._stats.prompt_tokens += len(tokens) - len(new)
@@ -218,6 +219,13 @@ class FakeCore:
         if finish:
             self._forget(request.id)
         return delta
+
+    def _logprobs(self, token: int, k: int) -> TokenLogprobs:
+        """Of this token, the likeliest, and of those that would have come after it."""
+        first, size = self._options.first, self._options.vocab_size
+        ids = [first + (token - first + place) % (size - first) for place in range(k)]
+        best = -1.0 - token / size
+        return TokenLogprobs(token, best, 1, ids, [best - place for place in range(k)])
 
     def stats(self) -> EngineStats:
         stats = self._stats

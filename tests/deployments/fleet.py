@@ -258,12 +258,15 @@ class Fleet:
 
 
 async def read(entry: Entry) -> dict[int, list[int]]:
-    """All token ids of each choice, and a check that each ends once."""
+    """All token ids of each choice, and a check that each ends once and that log-probabilities, if
+    it asked for them, are of its tokens."""
     tokens: dict[int, list[int]] = {choice.index: [] for choice in entry.choices}
     ended: set[int] = set()
     while items := await entry.next():
         for index, delta in items:
             assert index not in ended, "a delta after the end"
+            if entry.request.params.logprobs is not None:
+                assert [one.token_id for one in delta.logprobs or ()] == delta.token_ids
             tokens[index] += delta.token_ids
             if delta.finish:
                 ended.add(index)

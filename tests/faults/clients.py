@@ -10,12 +10,26 @@ from typing import Any
 TIMEOUT = 120.0  # seconds for a whole stream
 
 
+class Near(float):
+    """A log-probability; equal to one that differs by less than 1e-4: what is computed again for a
+    prompt in one go is added up in another order than token by token."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = float.__hash__  # type: ignore[assignment]
+
+
 @dataclass
 class Said:
     """An answer put together from its events. gap: the longest pause between two of them, seconds;
     it ended at gap_end. first: when the first event came, monotonic seconds.
 
-    prompt, output: usage. items: log-probabilities that came, of all choices.
+    prompt, output: usage. logprobs: of each choice that has them, for each token: its text and
+    log-probability, then the same of the most likely ones.
     """
 
     error: str = ""
@@ -23,7 +37,7 @@ class Said:
     finishes: dict[int, str] = field(default_factory=dict)
     prompt: int = -1
     output: int = -1
-    items: int = 0
+    logprobs: dict[int, list[list[tuple[str, Near]]]] = field(default_factory=dict)
     gap: float = 0.0
     gap_end: float = 0.0
     first: float = 0.0
@@ -33,7 +47,8 @@ class Said:
     def outcome(self) -> tuple[Any, ...]:
         """What must be the same with and without a fault."""
         texts, finishes = sorted(self.texts.items()), sorted(self.finishes.items())
-        return self.error, texts, finishes, self.prompt, self.output, self.items
+        logprobs = sorted(self.logprobs.items())
+        return self.error, texts, finishes, self.prompt, self.output, logprobs
 
     def take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -46,7 +61,10 @@ class Said:
                 assert index not in self.finishes, "a choice ended twice"
                 self.finishes[index] = choice["finish_reason"]
             if choice.get("logprobs"):
-                self.items += len(choice["logprobs"]["content"])
+                self.logprobs.setdefault(index, []).extend(
+                    [(one["token"], Near(one["logprob"])) for one in (item, *item["top_logprobs"])]
+                    for item in choice["logprobs"]["content"]
+                )
         if event.get("usage"):
             self.prompt = event["usage"]["prompt_tokens"]
             self.output = event["usage"]["completion_tokens"]

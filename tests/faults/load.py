@@ -181,6 +181,6 @@ def _body(number: int, tokens: int) -> dict[str, Any]:
         {"temperature": 0},
         {"temperature": 0.8, "seed": 11},
         {"temperature": 0.8, "seed": 3, "n": 2},
-        {"temperature": 0, "logprobs": True, "top_logprobs": 0},
+        {"temperature": 0, "logprobs": True, "top_logprobs": 2},
     ]
     return body | kinds[number % len(kinds)]

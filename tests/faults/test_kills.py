@@ -65,7 +65,7 @@ async def bodies(broken: Broken) -> list[dict[str, Any]]:
         {**plain, "temperature": 1.0, "seed": 7},
         {**plain, "n": 2},
         {**plain, "stop": [text[55:58]]},  # over several tokens, hence over events
-        {**plain, "logprobs": True, "top_logprobs": 0},
+        {**plain, "n": 2, "logprobs": True, "top_logprobs": 2},
         {"prompt": "the answer to", "max_tokens": 80},
     ]
 

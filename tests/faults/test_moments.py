@@ -20,7 +20,7 @@ def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
         limits = DispatchLimits(wait_seconds=5, channel=FAST)
         for moment in range(TOKENS + 1):
             async with Fleet(2, limits=limits) as fleet:
-                entry = fleet.generate(max_tokens=TOKENS, n=2)
+                entry = fleet.generate(max_tokens=TOKENS, n=2, logprobs=2)
                 first, second = entry.choices
                 while len(first.emitted) < moment:
                     await asyncio.sleep(0)
