@@ -23,10 +23,13 @@ from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
 from engine.runner.kv_cache import KVCache, bytes_per_block
 from engine.runner.memory import (
+    ADAPTERS_TOO_LARGE,
     CPU_KV_BYTES,
     GIB,
     GRAPHS_TOO_LARGE,
+    KV_TOO_LARGE,
     KV_WAYS_OUT,
+    ROWS_TOO_LARGE,
     STEP_TOO_LARGE,
     WEIGHTS_TOO_LARGE,
     MemoryPlan,
@@ -106,7 +109,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
     phases.end("weights")
 
     phases.start("memory")
-    room = AdapterRoom.allocate(resolved, model) if config.max_loras else None
+    room = _room(resolved, model) if config.max_loras else None
     runner, plan = _build_runner(resolved, model, kernels, room)
     phases.end("memory")
 
@@ -180,6 +183,15 @@ def _model_key(resolved: Resolved) -> str:
     return state.hexdigest()
 
 
+def _room(resolved: Resolved, model: Model) -> AdapterRoom:
+    config = resolved.config
+    what = f"the LoRA slots ({config.max_loras} of rank {config.max_lora_rank})"
+    if config.max_virtual_tokens:
+        what += f" and their virtual tokens ({config.max_virtual_tokens} each)"
+    with fits_on(resolved.device, what, ADAPTERS_TOO_LARGE, param="max_loras"):
+        return AdapterRoom.allocate(resolved, model)
+
+
 def _adapters(config: EngineConfig, room: AdapterRoom | None) -> AdapterStore | None:
     if room is None:
         return None
@@ -191,10 +203,11 @@ def _build_runner(
     resolved: Resolved, model: Model, kernels: Kernels, room: AdapterRoom | None
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
-    rows = RequestRows.allocate(
-        resolved.max_num_seqs, resolved.max_model_len, config.block_size, device
-    )
-    sampler = Sampler(resolved.max_num_seqs + 1, resolved.model.vocab_size, device)
+    max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
+    what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
+    with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
+        rows = RequestRows.allocate(max_num_seqs, max_model_len, config.block_size, device)
+        sampler = Sampler(max_num_seqs + 1, resolved.model.vocab_size, device)
     block_bytes = bytes_per_block(resolved.model, config.block_size, resolved.dtype)
 
     def runner_with(num_blocks: int) -> ModelRunner:
@@ -224,7 +237,10 @@ def _build_runner(
     else:
         plan = _plan_cpu(resolved, fixed, block_bytes)
     plan.block_bytes, plan.block_size = block_bytes, config.block_size
-    return runner_with(plan.num_blocks), plan
+    size = plan.num_blocks * block_bytes / GIB
+    what = f"the KV cache's {plan.num_blocks} blocks ({size:.2f} GiB)"
+    with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
+        return runner_with(plan.num_blocks), plan
 
 
 def _plan_cpu(resolved: Resolved, fixed: list[tuple[str, int]], block_bytes: int) -> MemoryPlan:

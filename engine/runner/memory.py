@@ -21,6 +21,15 @@ WEIGHTS_TOO_LARGE = (
     "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
     "memory, or free what other processes hold of it"
 )
+ADAPTERS_TOO_LARGE = (
+    "Ways out: lower max_loras, lower max_lora_rank or max_virtual_tokens, or a device with more "
+    "memory"
+)
+ROWS_TOO_LARGE = "Ways out: lower max_num_seqs, lower max_model_len, or a device with more memory"
+KV_TOO_LARGE = (
+    "Ways out: lower memory_fraction (or kv_cache_bytes, or num_blocks), lower "
+    "max_num_batched_tokens, or free what other processes hold of the device"
+)
 STEP_TOO_LARGE = (
     "Ways out: lower max_num_batched_tokens, lower max_num_seqs, or a device with more memory"
 )

@@ -12,8 +12,15 @@ from engine import factory
 from engine.batch import Batch, OutOfMemory
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from tests.fakes import FakeRunner, _Step, expected, make_config, make_request, run
 
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 128_000, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
 WIDE = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_blocks": 256}
 
 
@@ -125,17 +132,52 @@ def test_the_real_runner_on_the_cpu(default_model: Path, monkeypatch: Any) -> No
     assert core.stats().out_of_memory == 3 and core.stats().total_blocks == 70
 
 
+@pytest.mark.parametrize(
+    ("target", "param", "words"),
+    [
+        ("AdapterRoom.allocate", "max_loras", "2 of rank 4, max_virtual_tokens"),
+        ("RequestRows.allocate", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
+        ("Sampler", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
+        ("KVCache.allocate", "memory_fraction", "8 blocks, kv_cache_bytes, num_blocks"),
+        ("ModelRunner", "memory_fraction", "8 blocks, max_num_batched_tokens"),
+    ],
+)
+def test_no_allocation_of_the_start_ends_in_an_error_of_torch(
+    target: str, param: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the weights' shortage is explained, that of what is allocated after them is a
+    traceback."""
+
+    def short(*args: Any, **fields: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(f"engine.factory.{target}", short)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small one")
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | small))
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", num_blocks=8,
+        max_num_seqs=3, max_model_len=64, max_loras=2, max_lora_rank=4, max_virtual_tokens=5,
+        num_threads=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as raised:
+        factory.build(config)
+    assert raised.value.param == param
+    message, ways = raised.value.message.split("Ways out: ")
+    assert param in ways and ways.count(", ") >= 2 and ", or " in ways
+    for word in ("a small one", "8.00 GiB", "3.00 GiB", "1.00 GiB"):
+        assert word in message
+    for word in words.split(", "):
+        assert word in message + ways
+
+
 @pytest.mark.gpu
 def test_a_real_shortage_on_the_device(tmp_path: Path) -> None:
     """Bug: what CUDA does when memory runs out is not what the other tests pretend: graphs that
     know old addresses, a cache that is not given back, a text that differs."""
-    model = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
-        "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "vocab_size": 128_000, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     config = EngineConfig(
         model=str(tmp_path), device="cuda", dtype="bfloat16", load_format="dummy",
         num_blocks=4096, max_num_seqs=16, max_model_len=8192, max_num_batched_tokens=8192,
