@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from engine.lora.device import make_tiles
+from engine.lora.weights import padded
 from kernels import reference
 from kernels.metadata import LoraLinear, LoraStep
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, row_error
 
 lora = pytest.importorskip("kernels.lora")
+activation = pytest.importorskip("kernels.activation")
 
 MATRICES = dict[int, tuple[Tensor, Tensor]]
+GATES = {"silu": activation.silu_mul, "gelu_pytorch_tanh": activation.gelu_tanh_mul}
 
 
 def make_step(
@@ -23,20 +26,24 @@ def make_step(
     dtype: torch.dtype,
     deterministic: bool = False,
 ) -> LoraStep:
-    """ranks[slot]: part -> rank. Matrices are random, laid out as engine.lora.weights does."""
+    """ranks[slot]: part -> rank. Matrices are random, laid out as engine.lora.weights does; what
+    lies behind them is NaN."""
     sizes = [(layer.in_features, out) for layer in layers for out in layer.outs]
     table = torch.zeros(len(ranks), len(sizes), 4, dtype=torch.int32)
-    slab = torch.zeros(len(ranks), max_rank * sum(a + b for a, b in sizes), dtype=dtype)
+    slab = torch.full((len(ranks), max_rank * sum(a + b for a, b in sizes)), torch.nan, dtype=dtype)
     parts: list[MATRICES] = []
     for slot, of_part in enumerate(ranks):
         at, views = 0, {}
         for part, rank in of_part.items():
             width, height = sizes[part]
-            b = at + rank * width
-            table[slot, part, :3] = torch.tensor([rank, at // 16, b // 16])
-            end = b + rank * height
+            full = padded(rank)
+            b = at + full * width
+            table[slot, part, :3] = torch.tensor([full, at // 16, b // 16])
+            end = b + full * height
             slab[slot, at:end] = torch.randn(end - at, dtype=dtype)
-            views[part] = (slab[slot, at:b].view(rank, width), slab[slot, b:end].view(-1, rank))
+            down, up = slab[slot, at:b].view(full, width), slab[slot, b:end].view(height, full)
+            down[rank:], up[:, rank:] = 0, 0
+            views[part] = (down[:rank], up[:, :rank])
             at = end
         parts.append(views)
     sorted_slots = np.asarray(slots, dtype=np.int16)
@@ -91,23 +98,46 @@ RANKS = [
 @pytest.mark.parametrize("name", SLOTS)
 @pytest.mark.parametrize("layer", LAYERS, ids=["qkv", "out", "gate_up"])
 def test_add_and_gate(name: str, layer: LoraLinear, dtype: torch.dtype) -> None:
-    """A wrong row, rank, part or split shows; base rows stay as they are to the bit."""
+    """A wrong row, rank, part or split shows; base rows are to the bit what they are in a step
+    without adapters."""
     torch.manual_seed(0)
     slots = SLOTS[name]
     step = make_step(slots, LAYERS, RANKS, 48, dtype)
     x = torch.randn(len(slots), layer.in_features, dtype=dtype, device=DEVICE) / 8
     y = torch.randn(len(slots), sum(layer.outs), dtype=dtype, device=DEVICE)
     before = y.clone()
+    base = [i for i, slot in enumerate(slots) if slot in (-1, 3)]
     want = reference.lora_add(y.double().cpu(), x.double().cpu(), layer, widened(step))
     if len(layer.outs) == 2:
         for gate in ("silu", "gelu_pytorch_tanh"):
             gated = lora.lora_gated(y.clone(), x, layer, step, gate)
             assert row_error(gated.cpu(), reference.GATES[gate](want)) < 2 * BOUND[dtype]
+            assert torch.equal(gated[base], GATES[gate](before[base]))
     got = lora.lora_add(y, x, layer, step)
     assert got is y
     assert row_error(got.cpu(), want) < 2 * BOUND[dtype]
-    base = [i for i, slot in enumerate(slots) if slot in (-1, 3)]
     assert torch.equal(got[base], before[base])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_8_and_256_in_one_batch(dtype: torch.dtype) -> None:
+    """The smallest and the largest rank of one step, also on the two parts of one layer: one that
+    is read with the other's width, or whose filling up is not zero, shows."""
+    torch.manual_seed(0)
+    layer = LoraLinear(0, 520, (80, 80))
+    ranks = [{0: 8, 1: 8}, {0: 256, 1: 256}, {0: 256, 1: 8}, {1: 256}, {0: 8}]
+    slots = [3, -1, 0, 1, 4, 2, -1, 1, 0, 2, 4, 1, 3]
+    count = len(slots)
+    step = make_step(slots, [layer], ranks, 256, dtype)
+    assert lora.num_splits(count, 2, layer.in_features) > 1
+    x = torch.randn(count, layer.in_features, dtype=dtype, device=DEVICE) / 64
+    y = torch.randn(count, 160, dtype=dtype, device=DEVICE)
+    want = reference.lora_add(y.double().cpu(), x.double().cpu(), layer, widened(step))
+    base = [i for i, slot in enumerate(slots) if slot == -1]
+    gated = lora.lora_gated(y.clone(), x, layer, step, "silu")
+    assert row_error(gated.cpu(), reference.silu_mul(want)) < 2 * BOUND[dtype]
+    assert torch.equal(gated[base], activation.silu_mul(y[base]))
+    assert row_error(lora.lora_add(y.clone(), x, layer, step).cpu(), want) < 2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -135,6 +135,39 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
                 models[adapter].unload()
 
 
+def test_ranks_8_and_256_in_one_batch(tmp_path: Path) -> None:
+    """The limits of what is promised, base rows between them: in prompt chunks and in decodes, and
+    with room for one adapter less than there are. A slot that held the large one has its values
+    behind the small one's."""
+    theirs = save_checkpoint(tmp_path / "base", "llama")
+    ranks = {"small": 8, "large": 256, "pattern": 8}
+    changes = {"pattern": {"rank_pattern": {"v_proj": 256, "layers.1.mlp.gate_proj": 256}}}
+    folders = {}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        fields = {"r": rank, "lora_alpha": rank, **changes.get(name, {})}
+        folders[name] = save_adapter(theirs, tmp_path / name, seed, **fields)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 30, 1)]
+    for slots in (3, 2):
+        core = engine(tmp_path / "base", max_loras=slots, max_lora_rank=256)
+        for name, folder in folders.items():
+            assert add(core, name, folder).rank == (8 if name == "small" else 256)
+        plan = [(name, prompt) for prompt in prompts for name in ("", *folders, "small")]
+        for number, (name, prompt) in enumerate(plan):
+            submit(core, number, prompt, name)
+        outputs = run(core)
+        with torch.no_grad():
+            for name in ("", *folders):
+                model = theirs
+                if name:
+                    model = PeftModel.from_pretrained(theirs, folders[name]).eval()
+                for number, (other, prompt) in enumerate(plan):
+                    if other == name:
+                        check(outputs[number], prompt, model)
+                if name:
+                    model.unload()
+
+
 def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
     """Blocks run out, adapters take turns in one slot, and prompts share prefixes: what an adapter
     computed is found again by that adapter alone, and never by its successor of the same name."""
@@ -212,8 +245,8 @@ def test_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> None:
-    """Two adapters trained on real text: in one batch with the model itself each gives peft's
-    numbers, and suits its own text better than the other does."""
+    """Two adapters trained on real text: alone, and in one batch with the model itself, each gives
+    peft's numbers, and suits its own text better than the other does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     train(default_model, tmp_path, list(TEXTS))
@@ -225,11 +258,14 @@ def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> No
         size = sum(file.stat().st_size for file in (tmp_path / name).iterdir())
         assert size < 5 << 20
         add(core, name, tmp_path / name)
-    for name in TEXTS:
-        for adapter in ("", *TEXTS):
-            wanted[len(wanted) + 1] = (adapter, name)
-            submit(core, len(wanted), prompts[name], adapter)
-    outputs = run(core)
+    outputs = {}
+    for alone in (True, False):
+        for name in TEXTS:
+            for adapter in ("", *TEXTS):
+                wanted[len(wanted) + 1] = (adapter, name)
+                submit(core, len(wanted), prompts[name], adapter)
+                outputs |= run(core) if alone else {}
+    outputs |= run(core)
     theirs = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     losses = {}
     with torch.no_grad():
