@@ -375,6 +375,7 @@ class Dispatcher:
             return
         if isinstance(message, Failed):
             assert link.connection is not None
+            link.crashed = message.code != "engine_killed"
             link.connection.close(f"{message.code}: {message.message}")
             return
         now = time.monotonic()
@@ -423,7 +424,8 @@ class Dispatcher:
                 continue  # its entry failed with another choice of this loop
             given = len(choice.emitted) - choice.begun
             choice.losses = 0 if given else choice.losses + 1
-            choice.doubts += given < PROOF
+            # Tokens clear it of a death from outside, not of an engine's own: a poison may be slow.
+            choice.doubts += given < PROOF or link.crashed
             # Half of the doubts may be about others that moved together with it.
             allowed = self._limits.losses
             if choice.losses > allowed or choice.doubts > 2 * allowed + 1:

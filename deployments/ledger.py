@@ -19,7 +19,7 @@ from deployments.metrics import RouterMetrics
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
-PROOF = 8  # tokens from one replica that clear a request of its death
+PROOF = 8  # tokens from one replica that clear a request of its death, if that came from outside
 
 # What is kept of a stream that nobody reads: then it pauses.
 UNREAD_BYTES = 2**20
@@ -33,7 +33,8 @@ class Choice:
     emitted: output token ids so far. place: the replica that has it, "" while none has.
     begun: how many there were when it was placed there. losses: replicas lost in a row before a
     token came from them; a request that kills its replicas is given up by this. doubts: replicas
-    lost before they had given PROOF tokens, which tells of one that kills after a token or two.
+    lost before they had given PROOF tokens, or whose engine failed by itself, which tells of one
+    that kills after some tokens.
     weights: of the replica that it went to last; what was emitted can only go on with the same.
     """
 

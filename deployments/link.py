@@ -79,6 +79,7 @@ class Link:
         self.stats = EngineStats()
         self.intake = Intake(endpoint.step_tokens)
         self.choices: dict[int, Choice] = {}
+        self.crashed = False  # its engine failed by itself: a request may be the cause
         self.retired = False  # Serve no longer counts it: send nothing new
         self._limits = limits
         self._router = router

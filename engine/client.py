@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -175,7 +176,9 @@ class _Client:
                 return ConfigError(failed.message, param=failed.param, code=failed.code)
             return EngineDead(failed.message, code=failed.code)
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        return EngineDead(f"the engine process {how}; its log has the reason")
+        killed = -status in (signal.SIGKILL, signal.SIGTERM)
+        code = "engine_killed" if killed else EngineDead.code
+        return EngineDead(f"the engine process {how}; its log has the reason", code=code)
 
 
 class EngineClient(_Client):

@@ -122,7 +122,12 @@ class LocalEngine:
     def die(self) -> None:
         """As after SIGKILL."""
         self.alive = False
-        self._on_death(EngineDead("killed"))
+        self._on_death(EngineDead("killed", code="engine_killed"))
+
+    def crash(self) -> None:
+        """As after an illegal access of its own."""
+        self.alive = False
+        self._on_death(EngineDead("crashed"))
 
     def _check(self) -> None:
         if not self.alive:
@@ -139,7 +144,7 @@ class LocalEngine:
         if any(self.lethal in request.token_ids for request in self.core._requests.values()):
             self.patience -= 1
             if self.patience < 0:
-                self.die()
+                self.crash()
                 return
         self._send(self.core.step())
         for answer in self.core.answers():

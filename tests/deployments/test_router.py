@@ -11,7 +11,7 @@ import pytest
 from deployments.backend import GenerationRequest
 from deployments.channel import ChannelLimits
 from deployments.dispatcher import DispatchLimits
-from deployments.ledger import Entry
+from deployments.ledger import PROOF, Entry
 from deployments.metrics import RouterMetrics
 from engine.errors import MantaError, Overloaded, RequestFailed
 from engine.messages import Delta, EngineRequest
@@ -187,15 +187,16 @@ def test_a_request_that_kills_its_replicas_is_given_up_and_the_others_go_on():
     run(case())
 
 
-def test_a_request_that_kills_after_a_token_each_time_is_given_up_too():
-    """F7. A poison that shows only in decoding: each new replica gives one token and dies, so that
-    it never seems to be the cause."""
+@pytest.mark.parametrize("patience", [2, PROOF + 4])
+def test_a_request_that_kills_after_some_tokens_each_time_is_given_up_too(patience: int):
+    """F7. A poison that shows only in decoding: each new replica gives some tokens and dies, so
+    that it never seems to be the cause, and takes the whole fleet down, again and again."""
 
     async def case():
         limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
         async with Fleet(6, limits=limits) as fleet:
             for engine in fleet.engines.values():
-                engine.lethal, engine.patience = 999, 2
+                engine.lethal, engine.patience = 999, patience
             poison = fleet.generate(prompt=[*PROMPT[1:], 999])
             with pytest.raises(RequestFailed):
                 await read(poison)
