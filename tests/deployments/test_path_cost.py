@@ -5,13 +5,17 @@ import pytest
 from tests.deployments.path_cost import measure
 
 
+def good(found: dict[str, float]) -> bool:
+    return found["ratio"] < 3.0 and found["engine ratio"] < 1.0 and found["scale"] >= 1.8
+
+
 @pytest.mark.timeout(120)
 def test_the_path_costs_no_more_than_a_few_null_paths(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a task, a copy or an object for each token somewhere between engine and socket. The null
-    path is uvicorn sending bytes that are there; measured: router 2.3 times that, relay and engine
-    0.6 times."""
-    found = measure(streams=128, seconds=1.5, rounds=2, scale=False)
+    """Bug: a task, a copy or an object for each token somewhere between engine and socket, or
+    something that two routers wait for or do for each other. The null path is uvicorn sending bytes
+    that are there; measured, with others at work on the same cores: router 1.7 to 2.1 times that,
+    engine side 0.5 to 0.6 times, two routers carry 1.9 to 2.1 times what one does."""
+    found = measure(streams=128, seconds=0.7, rounds=6, good=good)
     with capsys.disabled():
         print(f"\nus of CPU a chunk: {found}")
-    assert found["ratio"] < 4.0
-    assert found["relay"] + found["fake engine"] < 1.5 * found["null"]
+    assert good(found)

@@ -20,8 +20,6 @@ class Near(float):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = float.__hash__  # type: ignore[assignment]
-
 
 @dataclass
 class Said:
