@@ -87,7 +87,7 @@ class Adapter:
         self.digest = ""
         self.weights: Any = None  # in host memory
         self.host_bytes = 0
-        self.reading = False
+        self.reading: object | None = None  # the read whose result it waits for
         self.error: AdapterError | None = None
         self.failed_at = 0.0
         self.slot: Slot | None = None

@@ -1,15 +1,18 @@
 """AdapterStore: which adapters are known, and in which tier each is. No torch here.
 
-    disk or object store --read (thread)--> host memory --upload (thread)--> device slot
+    disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
 Host memory (host.py) has a byte budget and forgets what was used longest ago; of the slots
 (slots.py) the one that is asked for least is given away.
 All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
-a load never stalls a step, and only the requests that need that adapter wait.
+a load never stalls a step, and only the requests that need that adapter wait. Additions and
+removals of one name are done in their order; those of other names do not wait for them, and none
+waits for what requests have begun to read.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -20,12 +23,14 @@ from engine.lora.adapter import Adapter, Described, Loaded, Loader, NoLoader, ch
 from engine.lora.host import HostMemory
 from engine.lora.names import AdapterNames
 from engine.lora.peft_config import check_name
+from engine.lora.remote import is_remote
 from engine.lora.slots import DeviceSlots, Slot
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 
 logger = logging.getLogger("manta.engine")
 
 RETRY_SECONDS = 10.0  # how long a failed read is remembered
+READERS = 4  # threads for disks, and as many for object stores: a store that hangs blocks no disk
 READ_AHEAD = 4  # reads under way, beyond which none is begun for a request that is not first
 
 T = TypeVar("T")
@@ -48,9 +53,12 @@ class AdapterStore:
         device: Executor | None = None,
     ) -> None:
         self._loader = loader
-        self._disk = disk or ThreadPoolExecutor(1, "adapter-reads")  # one: answers keep their order
+        self._disk = disk or ThreadPoolExecutor(READERS, "adapter-reads")
+        self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
         self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
         self._names: AdapterNames[Adapter] = AdapterNames()
+        # Additions and removals of a name; the first of them has begun.
+        self._lines: dict[str, deque[Callable[[], None]]] = {}
         self._slots = DeviceSlots(max_loras)
         self._host = HostMemory(host_bytes)
         self._wanted: dict[Adapter, None] = {}  # wait for a slot, in the order of asking
@@ -74,7 +82,11 @@ class AdapterStore:
                 return self._loader.read(message.path)
             return self._loader.describe(message.path)
 
-        self._run(self._disk, work, lambda result: self._added(message, result))
+        def then(result: Described | Loaded | AdapterError) -> None:
+            self._added(message, result)
+            self._next(message.name)
+
+        self._line_up(message.name, lambda: self._run(self._readers(message.path), work, then))
 
     def _added(self, message: AddAdapter, result: Described | Loaded | AdapterError) -> None:
         if isinstance(result, AdapterError):
@@ -91,9 +103,13 @@ class AdapterStore:
         info = info_of(message.name, message.revision or digest, described)
         before = self._names.get(info.name)
         if before is not None and before.is_same(info, described, digest):
+            if loaded is not None or before.path != message.path:
+                before.reading = None  # what is under way may fail where it was before
             before.path, before.stamp, before.error = message.path, described.stamp, None
             if loaded is not None and before.weights is None:
                 self._keep(before, loaded)
+            if before in self._wanted and before.slot is None:
+                self._advance(before)
             self._answers.append(AdapterAnswer(message.ticket, before.info))
             return
         adapter = Adapter(info, message.path, described.stamp)
@@ -106,8 +122,28 @@ class AdapterStore:
         self._answers.append(AdapterAnswer(message.ticket, info))
 
     def remove(self, message: RemoveAdapter) -> None:
-        """Behind the additions before it."""
-        self._run(self._disk, lambda: None, lambda _: self._removed(message))
+        """Behind the additions of that name before it."""
+
+        def then() -> None:
+            self._removed(message)
+            self._next(message.name)
+
+        self._line_up(message.name, lambda: self._later(then))
+
+    def _line_up(self, name: str, begin: Callable[[], None]) -> None:
+        """begin() when what was asked for this name before is done; it ends with `_next`."""
+        line = self._lines.setdefault(name, deque())
+        line.append(begin)
+        if len(line) == 1:
+            begin()
+
+    def _next(self, name: str) -> None:
+        line = self._lines[name]
+        line.popleft()
+        if line:
+            line[0]()
+        else:
+            del self._lines[name]
 
     def _removed(self, message: RemoveAdapter) -> None:
         try:
@@ -238,26 +274,35 @@ class AdapterStore:
             except Exception as error:  # whatever a damaged file or a full device brings up
                 logger.exception("an adapter could not be loaded")
                 result = AdapterError(f"it could not be loaded: {type(error).__name__}: {error}")
-            self._done.put(lambda: then(result))
-            self._wake()
+            self._later(lambda: then(result))
 
         executor.submit(job)
 
+    def _later(self, then: Callable[[], None]) -> None:
+        """In `poll`; from any thread."""
+        self._done.put(then)
+        self._wake()
+
+    def _readers(self, path: str) -> Executor:
+        return self._remote if is_remote(path) else self._disk
+
     def _read(self, adapter: Adapter) -> None:
-        if adapter.weights is None and not adapter.reading:
-            adapter.reading = True
+        if adapter.weights is None and adapter.reading is None:
+            reading = adapter.reading = object()
             self._reading += 1
             self.reads += 1
             path = adapter.path
             self._run(
-                self._disk,
+                self._readers(path),
                 lambda: self._loader.read(path),
-                lambda result: self._was_read(adapter, result),
+                lambda result: self._was_read(adapter, reading, result),
             )
 
-    def _was_read(self, adapter: Adapter, result: Loaded | AdapterError) -> None:
-        adapter.reading = False
+    def _was_read(self, adapter: Adapter, reading: object, result: Loaded | AdapterError) -> None:
         self._reading -= 1
+        if adapter.reading is not reading:
+            return  # it was added again meanwhile
+        adapter.reading = None
         if isinstance(result, Loaded):
             # The digest tells for sure. Before the first read nobody has it.
             before, now = (
@@ -273,9 +318,8 @@ class AdapterStore:
             self._unpromise(adapter)
             self._news.append(adapter)
             return
-        if adapter.weights is None:  # else it was added again meanwhile
-            self._keep(adapter, result)
-        if adapter in self._wanted:
+        self._keep(adapter, result)
+        if adapter in self._wanted and adapter.slot is None:
             self._advance(adapter)
         self._drop_unused(adapter)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class LoraReader:
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
         self._dtype = dtype
         self._max_rank = max_rank
+        self._filling = Lock()  # several threads at it would keep Python from the step loop
 
     def describe(self, folder: Path, seen: str) -> Described:
         """seen: the stamp to give it."""
@@ -189,14 +191,15 @@ class LoraReader:
             pair[side].name: (number, side) for number, pair in pairs.items() for side in "AB"
         }
         read = read_tensors(stored, digest)
-        for tensor, values in zip(stored, read, strict=True):
-            number, side = places[tensor.name]
-            part = self._layout.parts[number]
-            a, b = host.parts[number]
-            if side == "A":
-                a[: tensor.shape[0]].copy_(values[:, part.columns[0] : part.columns[1]])
-            else:
-                scale = config.scale_of(part.name)
-                scaled = values[part.rows[0] : part.rows[1]].float() * scale
-                b[:, : tensor.shape[1]].copy_(scaled)
-        check_finite(stored, read, host.blob)
+        with self._filling:
+            for tensor, values in zip(stored, read, strict=True):
+                number, side = places[tensor.name]
+                part = self._layout.parts[number]
+                a, b = host.parts[number]
+                if side == "A":
+                    a[: tensor.shape[0]].copy_(values[:, part.columns[0] : part.columns[1]])
+                else:
+                    scale = config.scale_of(part.name)
+                    scaled = values[part.rows[0] : part.rows[1]].float() * scale
+                    b[:, : tensor.shape[1]].copy_(scaled)
+            check_finite(stored, read, host.blob)
