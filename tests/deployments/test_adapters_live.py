@@ -1,16 +1,17 @@
 """Issue 6 on a running server: two routers, two engines with the default model, HTTP. 500 requests
 over 40 adapters that come, go, change and break meanwhile; and where the traffic of each goes."""
 
+import itertools
 import json
 import random
 import shutil
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,18 @@ from tests.deployments.live import NAME, Live, live_server, settled
 pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(900)]
 
 ADAPTERS, REQUESTS, CLIENTS = 40, 500, 8
+SECONDS = 500  # most that the changes may take
 TOKENS = 4
 SLOTS = 8
 RANK = 4
 PROMPTS = ("The sea is", "Once upon a time")
+FAULTS = ("cut", "noise", "nan")
+STATUS = {
+    "model_not_found": 404,
+    "adapter_not_found": 404,
+    "adapter_changed": 409,
+    "adapter_invalid": 422,
+}
 ENGINE = {
     "dtype": "float32",
     "num_blocks": 400,
@@ -157,10 +166,15 @@ class World:
 
     While a change is under way both the old and the new are right; once the server has confirmed
     it, only the new.
+
+    done: changes that went through, by kind. untouched: of the configuration, and nobody may ask
+    for them yet: no engine has read them.
     """
 
     def __init__(self, live: Live, roots: Path) -> None:
         self.live, self.roots = live, roots
+        self.done: Counter[str] = Counter()
+        self.untouched = {10, 20, 30}
         self._states: dict[int, list[tuple[float, set[Any]]]] = defaultdict(list)
         for number in range(ADAPTERS):
             known = number % 10 in (0, 9)
@@ -194,6 +208,7 @@ class World:
             assert status == 200 and answer["rank"] == RANK, answer
 
         self.change(number, {0}, work)
+        self.done["added"] += 1
 
     def replace(self, number: int) -> None:
         """Other files in the same folder, one after the other as a copy does, then added again."""
@@ -208,6 +223,7 @@ class World:
         self._set(number, self.now(number) | {1, "adapter_changed", "adapter_invalid"})
         work()
         self._set(number, {1})
+        self.done["replaced"] += 1
 
     def remove(self, number: int) -> None:
         def work() -> None:
@@ -215,12 +231,15 @@ class World:
             assert status == 200 and answer["deleted"], answer
 
         self.change(number, {"model_not_found", "adapter_not_found"}, work)
+        self.done["removed"] += 1
 
     def corrupt(self, number: int, how: str) -> None:
-        """Its files break and nobody says so: who has it in memory goes on, others are told. Added
-        again it is refused, and stays what it was."""
+        """Its files break and nobody says so: who has it in memory goes on, others are told; if no
+        engine has read it, all are told. Added again it is refused, and stays what it was."""
         path = self.folder(number) / "adapter_model.safetensors"
-        self._set(number, self.now(number) | {"adapter_changed", "adapter_invalid"})
+        broken = {"adapter_changed", "adapter_invalid"}
+        unread = number in self.untouched
+        self._set(number, {"adapter_invalid"} if unread else self.now(number) | broken)
         if how == "cut":
             path.write_bytes(path.read_bytes()[:5000])
         elif how == "noise":
@@ -231,26 +250,25 @@ class World:
             path.write_bytes(data)
         status, answer = self.post(number)
         assert (status, answer["error"]["code"]) == (422, "adapter_invalid"), answer
+        self.untouched.discard(number)
+        self.done[how] += 1
 
 
-def changes(world: World, stop: threading.Event) -> None:
+def changes(world: World, look: Callable[[int, int], None]) -> None:
+    """All of them, each followed by a request that must see it."""
     dice = random.Random(5)
     by_hand = [number for number in range(ADAPTERS) if number % 10 not in (0, 9)]
     dice.shuffle(by_hand)
-    for number in by_hand[:20]:
-        world.add(number)
-    later = by_hand[20:]
-    events: list[Callable[[], None]] = [lambda n=number: world.add(n) for number in later]
-    events += [lambda n=number: world.replace(n) for number in by_hand if number % 4 == 0]
-    events += [lambda n=number: world.remove(n) for number in by_hand if number % 8 == 1]
-    for number, how in zip(
-        [n for n in by_hand if n % 8 == 3], ("cut", "noise", "nan"), strict=False
-    ):
-        events.append(lambda n=number, how=how: world.corrupt(n, how))
-    for event in events:
-        if stop.is_set():
-            break
-        event()
+    events: list[tuple[int, Callable[[int], None]]] = [(number, world.add) for number in by_hand]
+    events += [(number, world.replace) for number in by_hand if number % 4 == 0]
+    events += [(number, world.remove) for number in by_hand if number % 8 == 1]
+    in_use = [number for number in by_hand if number % 8 == 3]
+    for numbers in (in_use, sorted(world.untouched)):
+        for number, how in zip(numbers, FAULTS, strict=False):
+            events.append((number, partial(world.corrupt, how=how)))
+    for number, event in events:
+        event(number)
+        look(number, 0)
         time.sleep(0.05)
 
 
@@ -260,14 +278,11 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     """Bug: the text of another adapter or revision, an error that says nothing, a restart, or
     something that stays behind."""
     assert len({text for key in texts.of for text in texts.of[key]}) > ADAPTERS, "they are alike"
-    pids, world, stop = engines(live), World(live, roots), threading.Event()
+    pids, world = engines(live), World(live, roots)
     wrong: list[str] = []
-    seen: Counter[Any] = Counter()
+    outcomes: list[Any] = []  # of all requests: generations and error codes
 
-    def one(index: int) -> None:
-        dice = random.Random(index)
-        number, prompt = min(int(dice.paretovariate(0.7)) - 1, 10**6) % ADAPTERS, index // 2 % 2
-        name = name_of(number) if index % 2 else f"{NAME}:{name_of(number)}"
+    def ask(name: str, number: int, prompt: int) -> None:
         begin = time.monotonic()
         status, answer = complete(live, name, prompt)
         allowed = world.allowed(number, begin, time.monotonic())
@@ -276,28 +291,50 @@ def test_500_requests_while_adapters_come_go_change_and_break(
             right = {
                 g for g in allowed if isinstance(g, int) and texts.of[number, g][prompt] == text
             }
-            seen[min(right, default="wrong text")] += 1
+            outcomes.append(min(right, default="wrong text"))
             if not right:
                 wrong.append(f"{name}: {text!r}, allowed {allowed}")
             return
         code = answer["error"]["code"]
-        seen[code] += 1
-        if code not in allowed or status not in (404, 409, 422):
+        outcomes.append(code)
+        if code not in allowed or STATUS[code] != status:
             wrong.append(f"{name}: {status} {answer}, allowed {allowed}")
         if str(roots) in answer["error"]["message"]:
             wrong.append(f"a path is told: {answer}")
 
-    worker = threading.Thread(target=changes, args=(world, stop))
-    worker.start()
-    try:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            list(pool.map(one, range(REQUESTS)))
-    finally:
-        stop.set()
-        worker.join(60)
-    print(dict(seen))
+    def look(number: int, prompt: int) -> None:
+        ask(name_of(number), number, prompt)
+
+    def one(index: int) -> None:
+        dice = random.Random(index)
+        number, prompt = min(int(dice.paretovariate(0.7)) - 1, 10**6) % ADAPTERS, index // 2 % 2
+        if number in world.untouched:
+            number = 0
+        ask(name_of(number) if index % 2 else f"{NAME}:{name_of(number)}", number, prompt)
+
+    deadline = time.monotonic() + SECONDS
+    with ThreadPoolExecutor(CLIENTS + 1) as pool:
+        changing = pool.submit(changes, world, look)
+
+        def client(first: int) -> None:
+            for index in itertools.count(first, CLIENTS):
+                if index >= REQUESTS and (changing.done() or time.monotonic() > deadline):
+                    return
+                one(index)
+
+        for future in [pool.submit(client, first) for first in range(CLIENTS)]:
+            future.result()
+        in_time = changing.done()
+        changing.result()
+    seen = Counter(outcomes)
+    print(dict(seen), dict(world.done))
     assert not wrong, wrong[:5]
-    assert seen[0] + seen[1] > REQUESTS / 2 and seen[1], seen
+    assert in_time, "the changes took too long"
+    assert world.done == {"added": 32, "replaced": 8, "removed": 4, **dict.fromkeys(FAULTS, 2)}
+    assert seen.total() >= REQUESTS + world.done.total() and seen[0] + seen[1] > REQUESTS / 2, seen
+    assert seen[1] >= world.done["replaced"], seen
+    assert seen["model_not_found"] + seen["adapter_not_found"] >= world.done["removed"], seen
+    assert seen["adapter_invalid"] >= len(FAULTS), seen
     settled(lambda: quiet(live))
     assert engines(live) == pids, "an engine was restarted"
 
@@ -310,13 +347,8 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     models = call(live, "GET", "/v1/models")[1]["data"]
     assert {one["id"] for one in models if one["parent"] == NAME} == known
     for number in range(ADAPTERS):
-        if len(world.now(number)) == 1:
-            _, answer = complete(live, name_of(number), 0)
-            (outcome,) = world.now(number)
-            if isinstance(outcome, int):
-                assert answer["choices"][0]["text"] == texts.of[number, outcome][0]
-            else:
-                assert answer["error"]["code"] == outcome
+        look(number, 0)
+    assert not wrong, wrong[:5]
 
 
 def traffic(live: Live, names: Sequence[str], count: int) -> dict[str, Counter[str]]:
