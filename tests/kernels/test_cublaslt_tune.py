@@ -78,6 +78,7 @@ def test_sizes_between_landmarks_try_what_led_there(fake: type[FakeSearch]) -> N
 
 
 def test_nothing_is_searched_twice(fake: type[FakeSearch]) -> None:
+    """Graphs that are recorded again, after the cache has shrunk, wait for seconds each time."""
     weight = torch.zeros(8, 4)
     cublaslt_tune.tune([weight], [64, 72], add=False)
     fake.asked.clear()
@@ -86,5 +87,6 @@ def test_nothing_is_searched_twice(fake: type[FakeSearch]) -> None:
 
 
 def test_other_types_are_left_to_the_library(fake: type[FakeSearch]) -> None:
+    """A KeyError at the start of a model in a type that cuBLASLt's table here does not know."""
     cublaslt_tune.tune([torch.zeros(8, 4, dtype=torch.int8)], [64], add=False)
     assert not fake.asked

@@ -25,6 +25,7 @@ def test_overlap_belongs_to_the_earlier_kernel() -> None:
 
 
 def test_means_over_steps() -> None:
+    """Sums that pass for the times of one step."""
     kernels = [Kernel(BOUNDARY, t, t + 1) for t in (0, 10, 30)] + [Kernel("nvjet_x", 1, 10)]
     line = time_line(kernels)
     assert (line.steps, line.step_us, line.idle_us) == (2, 15, 9.5)
@@ -46,6 +47,7 @@ def test_gaps_between_steps_and_inside_them() -> None:
 
 
 def test_no_whole_step_is_an_error() -> None:
+    """A division by zero, or a table of nothing, where the profiler saw no kernels."""
     with pytest.raises(ValueError, match="1 starts of a step"):
         time_line([Kernel(BOUNDARY, 0, 1), Kernel("_gemv_kernel", 1, 2)])
 
@@ -61,6 +63,7 @@ def test_no_whole_step_is_an_error() -> None:
     ],
 )
 def test_kinds(name: str, kind: str) -> None:
+    """The library's kernels, whose names change with its version, end up in "sampling"."""
     assert kind_of(name) == kind
 
 
