@@ -27,7 +27,8 @@ class Said:
     it ended at gap_end. first: when the first event came, monotonic seconds.
 
     prompt, output: usage. logprobs: of each choice that has them, for each token: its text and
-    log-probability, then the same of the most likely ones.
+    log-probability, then the same of the most likely ones. migrations: how often a choice went on
+    elsewhere.
     """
 
     error: str = ""
@@ -36,6 +37,7 @@ class Said:
     prompt: int = -1
     output: int = -1
     logprobs: dict[int, list[list[tuple[str, Near]]]] = field(default_factory=dict)
+    migrations: int = 0
     gap: float = 0.0
     gap_end: float = 0.0
     first: float = 0.0
@@ -66,6 +68,7 @@ class Said:
         if event.get("usage"):
             self.prompt = event["usage"]["prompt_tokens"]
             self.output = event["usage"]["completion_tokens"]
+            self.migrations = event["usage"].get("timing", {}).get("migrations", 0)
 
 
 async def ask(port: int, body: dict[str, Any], prefix: str = "") -> Said:
@@ -87,7 +90,8 @@ async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str) -> None
     try:
         writer.write(
             f"POST {prefix}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+            "x-return-timing: 1\r\n\r\n".encode()
             + payload
         )
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

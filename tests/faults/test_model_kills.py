@@ -2,13 +2,17 @@
 elsewhere, and the text is the same to the last token."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.deployments.serve_cluster import ray_and_serve
+from tests.engine.lora.adapters import save_adapter
 from tests.faults.cluster import Broken, deployed
 from tests.faults.soak import ENGINE
 
@@ -20,12 +24,32 @@ LONG = [
 ]
 
 
+TUNED = "tuned"  # an adapter
+
+
 @pytest.fixture(scope="module")
-def broken(default_model: Path) -> Iterator[Broken]:
+def adapter(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Strong enough for another text, and weak enough for one that makes sense."""
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("adapters") / TUNED
+    return save_adapter(model, folder, r=8, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture(scope="module")
+def broken(default_model: Path, adapter: Path) -> Iterator[Broken]:
+    engine = {**ENGINE, "max_loras": 2, "max_lora_rank": 8}
+    adapters = {"paths": {TUNED: str(adapter)}}
     with (
         ray_and_serve(4) as cluster,
         deployed(
-            cluster, default_model, None, replicas=2, routers=1, num_cpus=0.5, engine=ENGINE
+            cluster,
+            default_model,
+            None,
+            replicas=2,
+            routers=1,
+            num_cpus=0.5,
+            engine=engine,
+            adapters=adapters,
         ) as found,
     ):
         yield found
@@ -61,5 +85,34 @@ def test_f1_f2_f3_same_text_from_another_replica(broken: Broken, after: float) -
         for got, right in zip(said, wanted, strict=True):
             assert got.outcome == right.outcome
         print(f"killed after {after} s: longest gap {max(one.gap for one in said):.2f} s")
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])
+def test_f3_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
+    """Bug: the other replica goes on with the base model, or with keys of the base model from its
+    prefix cache."""
+    body = {"messages": QUESTION, "max_tokens": 48, "ignore_eos": True, **kind}
+    tuned = {**body, "model": TUNED}
+
+    async def case() -> None:
+        await broken.settled(120)
+        base, right = await asyncio.gather(broken.ask(body), broken.ask(tuned))
+        assert not base.error and not right.error, (base, right)
+        assert all(right.texts[index] != text for index, text in base.texts.items())
+        task = asyncio.create_task(broken.ask(tuned))
+        victims = []
+        while not victims:  # whichever has it
+            assert not task.done(), "it was too quick"
+            replicas = (await broken.states())["replicas"]
+            victims = [one["engine_pid"] for one in replicas if one["running"]]
+        await asyncio.sleep(0.5)
+        (engine,) = (one for one in broken.find("engine") if one.pid == victims[0])
+        assert engine.send(signal.SIGKILL)
+        said = await task
+        assert said.outcome == right.outcome
+        assert said.migrations >= 1 and not right.migrations
+        print(f"{kind}: {said.migrations} went on elsewhere, longest gap {said.gap:.2f} s")
 
     asyncio.run(case())
