@@ -11,7 +11,7 @@ W4   ShareGPT at 200 requests/s                   W13  text beside the loop, or 
 W5   tokens and the exact peak against slots      W14  8-bit and 16-bit weights
 W6   lengths that differ widely                   W15  ragged and filled prompts
 W7   fused and unfused                            W16  requests in a given memory
-W12  continuous and static batches
+W12  continuous and static batches                W20  adapters in one step, or one a step
 """
 
 import argparse

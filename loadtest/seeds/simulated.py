@@ -7,14 +7,20 @@ both sides of a ratio, so that nothing but the feature which is switched off mak
 what the seeds' own kernels and hosts gained over their rivals' is not in it.
 """
 
+import json
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.batch import Batch, StepResult
 from engine.core import CoreConfig, EngineCore
-from engine.messages import EngineRequest
+from engine.lora.fake import FakeLoader
+from engine.lora.store import AdapterStore
+from engine.messages import AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
 from loadtest.seeds.lengths import Sizes, batches, sharegpt, widely_different
 from loadtest.seeds.rows import Row
@@ -94,6 +100,7 @@ def serve(
     *,
     rate: float = 0.0,  # requests a second, Poisson; 0 = all at once
     seed: int = 0,
+    adapters: Sequence[str] = (),  # of each request; none at all: no request has one
     **changes: Any,  # of CoreConfig
 ) -> Outcome:
     """Serve requests of these sizes to the end."""
@@ -107,7 +114,7 @@ def serve(
     }
     config = CoreConfig(num_blocks=capacity // values["block_size"], **values)
     runner = TimedRunner(device)
-    core = EngineCore(config, runner)
+    core = EngineCore(config, runner, _store(sorted(set(adapters))) if adapters else None)
     rng = random.Random(seed)
     arrivals, at = [], 0.0
     for _ in sizes:
@@ -122,7 +129,8 @@ def serve(
         while coming < len(sizes) and arrivals[coming] <= runner.seconds:
             prompt, output = sizes[coming]
             params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-            core.add(EngineRequest(coming, [5] * prompt, prompt, params, seed=0))
+            adapter = adapters[coming] if adapters else ""
+            core.add(EngineRequest(coming, [5] * prompt, prompt, params, seed=0, adapter=adapter))
             coming += 1
         core.step()
         running = core.scheduler.running.values()
@@ -138,6 +146,32 @@ def serve(
         filled / runner.steps,
         core.scheduler.counters.preemptions,
     )
+
+
+class _AtOnce(Executor):
+    """Runs what it is given, so that a simulation does not depend on threads."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **more))
+        return future
+
+
+def _store(names: Sequence[str]) -> AdapterStore:
+    """Adapters of these names without weights, all of which fit on the device."""
+    at_once = _AtOnce()
+    store = AdapterStore(FakeLoader(), len(names), 1 << 20, disk=at_once, device=at_once)
+    with tempfile.TemporaryDirectory(prefix="manta-seeds-") as folder:
+        (Path(folder) / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]})
+        )
+        (Path(folder) / "adapter_model.safetensors").touch()
+        for ticket, name in enumerate(names):
+            store.add(AddAdapter(ticket, name, folder))
+        store.poll()
+        answers = store.take_answers()
+        assert len(answers) == len(names) and all(answer.info for answer in answers), answers
+    return store
 
 
 def serve_in_batches(
@@ -323,4 +357,20 @@ def w16(scale: float) -> list[Row]:
     ]
 
 
-WORKLOADS = {"W4": w4, "W5": w5, "W6": w6, "W12": w12, "W15": w15, "W16": w16}
+def w20(scale: float) -> list[Row]:
+    """Two adapters, asked for in blocks of 16 requests or in turns: one adapter a step, first come
+    first served (`batching: split`), against all in one step. The adapters' own products cost
+    nothing here: what is compared is how many requests a step holds."""
+    rows = []
+    sizes = [(128, 128)] * int(256 * scale)
+    for case, length in (("in blocks of 16", 16), ("in turns", 1)):
+        adapters = ["ab"[index // length % 2] for index in range(len(sizes))]
+        options: dict[str, Any] = {"capacity": 400_000, "max_num_seqs": 64, "adapters": adapters}
+        mixed = serve(sizes, LLAMA_7B, **options)
+        split = serve(sizes, LLAMA_7B, batching="split", **options)
+        workload = f"W20 adapters {case}"
+        rows += _rates(workload, len(sizes), ("mixed", mixed), [("split", split, None)])
+    return rows
+
+
+WORKLOADS = {"W4": w4, "W5": w5, "W6": w6, "W12": w12, "W15": w15, "W16": w16, "W20": w20}
