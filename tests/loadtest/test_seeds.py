@@ -32,6 +32,12 @@ def test_time_is_that_of_bytes_and_arithmetic() -> None:
     assert out.seconds == pytest.approx(3 * (0.5 + 1e9 / 1e12) + keys)
 
 
+def test_split_batches_collapse_when_adapters_take_turns() -> None:
+    """Adapters that never load, so that both policies run nothing at all."""
+    blocks, turns = (row.ratio for row in simulated.w20(0.25))
+    assert blocks < 4 < 15 < turns
+
+
 def test_what_each_feature_gives() -> None:
     """A policy that lost what it is for: peak against sum, tokens against slots, continuous
     against static; and nobody is preempted by a careful policy."""
@@ -55,7 +61,7 @@ def test_table() -> None:
         "| W1 a / b (simulated) | 30 | 20 req/s | 1.5 |  |",
         "| W2 c / d (measured) | 1 | 3 tok/s | 0.333 | 1.5 |",
     ]
-    assert not simulated.WORKLOADS.keys() - {"W4", "W5", "W6", "W12", "W15", "W16"}
+    assert not simulated.WORKLOADS.keys() - {"W4", "W5", "W6", "W12", "W15", "W16", "W20"}
     assert not measured.WORKLOADS.keys() - {"W7", "W12", "W13", "W14", "W15"}
 
 
