@@ -3,7 +3,6 @@ engines that count instead of thinking."""
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -66,7 +65,7 @@ class LocalEngine:
         self._pulses = 0
         self.adapter_calls: list[tuple[str, str]] = []
         self._tickets = itertools.count(1)
-        self._asked: deque[asyncio.Future[AdapterAnswer]] = deque()
+        self._asked: dict[int, asyncio.Future[AdapterAnswer]] = {}
         self._on_frame = on_frame
         self._on_death = on_death
         self._timer: asyncio.TimerHandle | None = None
@@ -91,18 +90,19 @@ class LocalEngine:
 
     async def add_adapter(self, name: str, folder: str, **more: Any) -> AdapterInfo:
         self.adapter_calls.append(("add", name))
-        self.core.add_adapter(AddAdapter(next(self._tickets), name, folder, **more))
-        return await self._answer(self.core)
+        ticket = next(self._tickets)
+        self.core.add_adapter(AddAdapter(ticket, name, folder, **more))
+        return await self._answer(ticket)
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
         self.adapter_calls.append(("remove", name))
-        self.core.remove_adapter(RemoveAdapter(next(self._tickets), name, revision))
-        return await self._answer(self.core)
+        ticket = next(self._tickets)
+        self.core.remove_adapter(RemoveAdapter(ticket, name, revision))
+        return await self._answer(ticket)
 
-    async def _answer(self, core: fake.FakeCore) -> AdapterInfo:
-        """Answers keep the order of the questions."""
+    async def _answer(self, ticket: int) -> AdapterInfo:
         future: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
+        self._asked[ticket] = future
         answer = await future
         if answer.info is None:
             raise AdapterError(answer.message, code=answer.code)
@@ -148,7 +148,7 @@ class LocalEngine:
                 return
         self._send(self.core.step())
         for answer in self.core.answers():
-            self._asked.popleft().set_result(answer)
+            self._asked.pop(answer.ticket).set_result(answer)
         if self.core.has_work():
             self._wake()
 
