@@ -18,13 +18,14 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 # In a path that comes over the network: nothing that one of the layers below might read as
 # something else. No escapes, queries, users, chains of file systems, other systems' separators.
 _PLAIN = re.compile(r"[A-Za-z0-9._/@+=, -]+")
-_ANY = re.compile(r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?")
+_ANY = r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?"
 
 
 def without_paths(message: str, path: str, name: str) -> str:
     """An engine's message about the adapter at `path`, for somebody who need not know its machine's
-    folders."""
-    return _ANY.sub(name, message.replace(path, name) if path else message)
+    folders. A file of the adapter keeps its own name."""
+    told = message.replace(path, name) if path else message
+    return re.sub(f"(?<!{re.escape(name)}){_ANY}", name, told)
 
 
 def is_url(path: str) -> bool:
