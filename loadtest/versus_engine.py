@@ -1,18 +1,18 @@
 """Manta's engine against vLLM's on one GPU, offline, in turns: ratios, printed and written down.
 
-    python -m loadtest.versus_engine --model FOLDER --name llama-8b --runs 3 --out loadtest/results
+    python -m loadtest.versus_engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
 
 With --change Manta runs against itself: changed, and as it is. What deterministic mode costs, and
 whether blocks of one token are as fast as blocks of sixteen:
 
-    python -m loadtest.versus_engine --model FOLDER --name llama-8b --change deterministic=true
-    python -m loadtest.versus_engine --model FOLDER --name llama-8b --change block_size=1
+    python -m loadtest.versus_engine --model LLAMA --name llama-8b --change deterministic=true
+    python -m loadtest.versus_engine --model LLAMA --name llama-8b --change block_size=1
 
-FOLDER needs a config.json only: weights are random on both sides. Greedy, end tokens ignored,
-prefix cache off on both. Each run is a process of its own (both engines want the whole device),
-sides alternate, and the best run of each side counts. Every run's raw line is kept beside the
-table as soon as it is there: --resume takes up the day's lines in --out and does only the runs that
-are missing, so that the comparison fits where a command may not run for long.
+A model is a folder and needs a config.json only: weights are random on both sides. Greedy, end
+tokens ignored, prefix cache off on both. Each run is a process of its own (both engines want the
+whole device), sides alternate, and the best run of each side counts. Every run's raw line is kept
+beside the table as soon as it is there: --resume takes up the day's lines in --out and does only
+the runs that are missing, so that the comparison fits where a command may not run for long.
 """
 
 import argparse
@@ -160,13 +160,18 @@ def _run_side(
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
+def _of(line: dict[str, Any]) -> tuple[str, int, str]:
+    """Which process said it."""
+    return line["model"], line["run"], line["side"]
+
+
 def whole_runs(text: str, names: list[str]) -> list[dict[str, Any]]:
     """The lines of runs that got through all workloads; a run that was cut off runs again."""
     lines = [json.loads(line) for line in text.splitlines()]
-    done: dict[tuple[int, str], set[str]] = {}
+    done: dict[tuple[str, int, str], set[str]] = {}
     for line in lines:
-        done.setdefault((line["run"], line["side"]), set()).add(line.get("workload", ""))
-    return [line for line in lines if done[line["run"], line["side"]] >= set(names)]
+        done.setdefault(_of(line), set()).add(line.get("workload", ""))
+    return [line for line in lines if done[_of(line)] >= set(names)]
 
 
 def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
@@ -176,61 +181,44 @@ def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
 
 
 def compare(
-    model: str, label: str, names: list[str], runs: int, out: Path, change: list[str], resume: bool
+    models: dict[str, str],
+    names: list[str],
+    runs: int,
+    out: Path,
+    change: list[str],
+    resume: bool,
 ) -> None:
     """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is.
 
-    Writes <out>/versus-engine-<label>-<date>.json (the table) and .jsonl (the raw lines).
+    models: label -> folder. Writes <out>/versus-engine-<date>.json (the table) and .jsonl (the raw
+    lines); with a change, change-<change>-<date>.
     """
     import torch
 
     other = PLAIN if change else "vllm"
     sides = ("manta", other)
     date = datetime.date.today().isoformat()
-    name = f"versus-engine-{label}" if not change else f"change-{'-'.join(change)}-{label}"
-    stem = out / f"{name.replace('=', '-')}-{date}"
+    name = "versus-engine" if not change else f"change-{'-'.join(change)}".replace("=", "-")
+    stem = out / f"{name}-{date}"
     raw = Path(f"{stem}.jsonl")
     out.mkdir(parents=True, exist_ok=True)
     lines = whole_runs(raw.read_text(), names) if resume and raw.exists() else []
     raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    there = {(line["run"], line["side"]) for line in lines}
-    for run in range(runs):
-        for side in sides:
+    there = {_of(line) for line in lines}
+    for label, folder in models.items():
+        for run, side in ((run, side) for run in range(runs) for side in sides):
+            about = {"model": label, "run": run}
 
-            def keep(line: dict[str, Any], run: int = run) -> None:
-                line = {"run": run, **line}
+            def keep(line: dict[str, Any], about: dict[str, Any] = about) -> None:
+                line = {**about, **line}
                 print(json.dumps(line), flush=True)
                 lines.append(line)
                 with raw.open("a") as file:
                     file.write(json.dumps(line) + "\n")
 
-            if (run, side) not in there:
-                _run_side(side, model, names, change, keep)
-    rows = []
-    for name in names:
-        ours, peer = _best(lines, "manta", name), _best(lines, other, name)
-        rows.append(
-            {
-                "case": f"{label}/{name}",
-                "ours": ours,
-                "peer": peer,
-                "unit": "tok/s",
-                "ratio": round(ours / peer, 3),
-            }
-        )
-    ready = {
-        side: min(li["ready_s"] for li in lines if li["side"] == side and "ready_s" in li)
-        for side in sides
-    }
-    rows.append(
-        {
-            "case": f"{label}/ready",
-            "ours": ready["manta"],
-            "peer": ready[other],
-            "unit": "s",
-            "ratio": round(ready["manta"] / ready[other], 3),
-        }
-    )
+            if (label, run, side) not in there:
+                _run_side(side, folder, names, change, keep)
+    rows = [row for label in models for row in _rows(label, lines, names, other)]
     configs = {
         side: next(li["config"] for li in lines if li["side"] == side and "config" in li)
         for side in sides
@@ -250,6 +238,30 @@ def compare(
         )
 
 
+def _rows(
+    label: str, lines: list[dict[str, Any]], names: list[str], other: str
+) -> list[dict[str, Any]]:
+    """Of one model: each workload, and how soon each side was ready."""
+    mine = [line for line in lines if line["model"] == label]
+    found = [
+        (name, "tok/s", _best(mine, "manta", name), _best(mine, other, name)) for name in names
+    ]
+    ready = (
+        min(line["ready_s"] for line in mine if line["side"] == side and "ready_s" in line)
+        for side in ("manta", other)
+    )
+    return [
+        {
+            "case": f"{label}/{name}",
+            "ours": ours,
+            "peer": peer,
+            "unit": unit,
+            "ratio": round(ours / peer, 3),
+        }
+        for name, unit, ours, peer in [*found, ("ready", "s", *ready)]
+    ]
+
+
 def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -257,8 +269,10 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", required=True, help="folder with config.json")
-    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--model", nargs="+", required=True, help="folders with config.json")
+    parser.add_argument(
+        "--name", nargs="+", default=["model"], help="a label of the cases for each"
+    )
     parser.add_argument("--workloads", nargs="+", default=["single", "uniform", "dialogue"])
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
@@ -269,9 +283,9 @@ def main() -> None:
     parser.add_argument("--side", choices=["manta", PLAIN, "vllm"], help="run one side only, here")
     args = parser.parse_args()
     if args.side in ("manta", PLAIN):
-        run_manta(args.model, args.workloads, engine_fields(args.change), args.side)
+        run_manta(args.model[0], args.workloads, engine_fields(args.change), args.side)
     elif args.side == "vllm":
-        run_vllm(args.model, args.workloads)
+        run_vllm(args.model[0], args.workloads)
     else:
         compare(
             args.model, args.name, args.workloads, args.runs, args.out, args.change, args.resume

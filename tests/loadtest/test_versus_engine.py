@@ -13,9 +13,10 @@ NAMES = ["single", "uniform"]
 
 
 def lines_of(run: int, side: str, rate: float, names: list[str] = NAMES) -> list[dict[str, Any]]:
-    first = {"run": run, "side": side, "ready_s": 9.0 - run, "config": {"side": side}}
+    about = {"model": "m", "run": run, "side": side}
+    first = {**about, "ready_s": 9.0 - run, "config": {"side": side}}
     speeds = {"out_tok_s": rate, "total_tok_s": 2 * rate}
-    return [first, *({"run": run, "side": side, "workload": name, **speeds} for name in names)]
+    return [first, *({**about, "workload": name, **speeds} for name in names)]
 
 
 def test_a_run_that_was_cut_off_runs_again() -> None:
@@ -32,18 +33,17 @@ def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fake(side: str, model: str, names: list[str], change: list[str], keep: Any) -> None:
         ran.append(side)
         for line in lines_of(1, side, 3.0 if side == "manta" else 1.5):
-            line.pop("run")
-            keep(line)
+            keep({key: value for key, value in line.items() if key not in ("model", "run")})
 
     monkeypatch.setattr(versus_engine, "_run_side", fake)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
-    compare("folder", "m", NAMES, 1, tmp_path, [], resume=False)
+    compare({"m": "folder"}, NAMES, 1, tmp_path, [], resume=False)
     assert ran == ["manta", "vllm"]
     (raw,) = tmp_path.glob("*.jsonl")
     cut = raw.read_text().splitlines()[:-1]  # the last workload of vLLM
     raw.write_text("".join(line + "\n" for line in cut))
     ran.clear()
-    compare("folder", "m", NAMES, 2, tmp_path, [], resume=True)
+    compare({"m": "folder"}, NAMES, 2, tmp_path, [], resume=True)
     assert ran == ["vllm", "manta", "vllm"]
     (table,) = tmp_path.glob("*.json")
     rows = {row["case"]: row for row in json.loads(table.read_text())["rows"]}
