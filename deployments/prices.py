@@ -156,8 +156,9 @@ def _throughputs(model: ModelConfig, folder: Path) -> Iterable[tuple[tuple[str, 
     name = _MEASURED.get(sizes)
     if name is None or not folder.is_dir():
         return
-    for path in sorted(folder.glob(f"versus-engine-{name}-*.json")):  # the newest comes last
-        result: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
+    found = [json.loads(path.read_text("utf-8")) for path in folder.glob("versus-engine-*.json")]
+    result: Mapping[str, Any]
+    for result in sorted(found, key=lambda result: str(result["date"])):  # the newest comes last
         gpu = next((gpu for gpu in GPUS if gpu in result["device"].lower().split()), None)
         for row in result["rows"]:
             if gpu is not None and row["case"] == f"{name}/{_WORKLOAD}":

@@ -94,9 +94,12 @@ def test_offers(tmp_path: Path) -> None:
     results.mkdir()
     written = {
         "device": "NVIDIA H200",
+        "date": "2026-01-02",
         "config": {"ours": {"dtype": "bfloat16"}},
         "rows": [{"case": "llama-8b/dialogue", "ours": 10_000.0}],
     }
+    (results / "versus-engine-2026-01-02.json").write_text(json.dumps(written))
+    written |= {"date": "2026-01-01", "rows": [{"case": "llama-8b/dialogue", "ours": 1.0}]}
     (results / "versus-engine-llama-8b-2026-01-01.json").write_text(json.dumps(written))
     model, prices = llama(tmp_path), Prices.load()
     found = {
