@@ -11,6 +11,7 @@ import mmap
 import platform
 import re
 import struct
+import threading
 from functools import lru_cache
 
 import torch
@@ -27,6 +28,10 @@ _SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
 _R_64, _R_PC32, _R_PLT32 = 1, 2, 4
 
 _code: list[mmap.mmap] = []  # never freed: functions are used until the process ends
+
+# LLVM's list of targets and its options belong to the process, and weights are packed by several
+# threads: a second one that comes while the first registers its target finds none, and crashes.
+_compiling = threading.Lock()
 
 
 class Unavailable(Exception):
@@ -112,9 +117,14 @@ def _object_code(ir: str) -> bytes:
         return bytes(translate(*arguments))
 
 
-@lru_cache(maxsize=64)
 def compile_ir(ir: str) -> dict[str, Function]:
     """The external functions of a module, by name. Raises Unavailable."""
+    with _compiling:
+        return _compiled(ir)
+
+
+@lru_cache(maxsize=64)
+def _compiled(ir: str) -> dict[str, Function]:
     _parallel()
     return {name: Function(address) for name, address in _load(_object_code(ir)).items()}
 

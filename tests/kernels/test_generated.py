@@ -2,13 +2,15 @@
 
 import copy
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import native
+from kernels.cpu import compiler, native
 from kernels.cpu.attention import attention_for
 from kernels.cpu.compiler import Unavailable, compile_ir, has_int8, lanes
 from kernels.cpu.gemm import PackedInt8, PackedLinear
@@ -29,6 +31,27 @@ def able() -> bool:
 
 pytestmark = pytest.mark.skipif(not able(), reason="no compiler for this machine")
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+
+
+def test_one_thread_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing threads that find LLVM half set up: the engine's process dies of signal 11."""
+    inside, most, compiled = 0, 0, []
+
+    def slow(ir: str) -> bytes:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        compiled.append(ir)
+        time.sleep(0.02)
+        inside -= 1
+        return b""
+
+    monkeypatch.setattr(compiler, "_object_code", slow)
+    monkeypatch.setattr(compiler, "_load", lambda elf: {})
+    modules = [f"; module {number % 4} of a test" for number in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(compile_ir, modules))
+    assert most == 1 and sorted(compiled) == sorted(set(modules))
 
 
 def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> list[float]:
