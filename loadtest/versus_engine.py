@@ -286,10 +286,11 @@ def main() -> None:
         run_manta(args.model[0], args.workloads, engine_fields(args.change), args.side)
     elif args.side == "vllm":
         run_vllm(args.model[0], args.workloads)
+    elif len(args.name) != len(args.model):
+        parser.error(f"--name: {len(args.name)} labels for {len(args.model)} models")
     else:
-        compare(
-            args.model, args.name, args.workloads, args.runs, args.out, args.change, args.resume
-        )
+        models = dict(zip(args.name, args.model, strict=True))
+        compare(models, args.workloads, args.runs, args.out, args.change, args.resume)
 
 
 if __name__ == "__main__":

@@ -51,3 +51,19 @@ def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "case": "m/uniform", "ours": 3.0, "peer": 1.5, "unit": "tok/s", "ratio": 2.0
     }  # fmt: skip
     assert len(raw.read_text().splitlines()) == 4 * 3
+
+
+def test_the_command_pairs_labels_and_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that cannot start its comparison, which only a GPU machine would find out."""
+    asked: list[Any] = []
+    line = ["versus_engine", "--model", "A", "B", "--name", "a", "b", "--runs", "1"]
+    monkeypatch.setattr("sys.argv", [*line, "--workloads", "single", "--out", "/nonexistent/x"])
+    monkeypatch.setattr(versus_engine, "compare", lambda *given: asked.append(given))
+    versus_engine.main()
+    assert asked == [({"a": "A", "b": "B"}, ["single"], 1, Path("/nonexistent/x"), [], False)]
+    monkeypatch.setattr("sys.argv", [*line[:4], "--name", "a"])
+    with pytest.raises(SystemExit):
+        versus_engine.main()
+    assert "1 labels for 2 models" in capsys.readouterr().err
