@@ -156,9 +156,11 @@ class PoolsPolicy:
         if last and any(map(_silent, (*engines.values(), router))):
             plan = keep(plan, last.targets, "some say nothing of their load")
         self._memory, self._plan, self._decided = plan.memory, plan, now
-        _export(any_context.app_name or "", plan, pools)
+        app = any_context.app_name or ""
+        limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
+        _export(app, plan, limits)
         if last is None or plan.targets != last.targets:
-            _tell(any_context.app_name or "", plan, pools, now)
+            _tell(app, plan, limits, now)
         return plan
 
     def _measured(self, name: str, context: Context) -> Pool:
@@ -241,15 +243,14 @@ def _mean(values: list[float]) -> float:
 # -- told to people
 
 
-def _export(app: str, plan: Plan, pools: Mapping[str, Pool]) -> None:
+def _export(app: str, plan: Plan, limits: Mapping[str, tuple[int, int]]) -> None:
     """To the metrics: each time, because Ray's exporter forgets what is not said again."""
     from deployments.serve_metrics import scaling_export  # not by value: one for the process
 
-    limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
     scaling_export(app).tell(plan.targets, {n: r.cause for n, r in plan.reasons.items()}, limits)
 
 
-def _tell(app: str, plan: Plan, pools: Mapping[str, Pool], now: float) -> None:
+def _tell(app: str, plan: Plan, limits: Mapping[str, tuple[int, int]], now: float) -> None:
     """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
     they decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
@@ -257,8 +258,8 @@ def _tell(app: str, plan: Plan, pools: Mapping[str, Pool], now: float) -> None:
     for name, target in plan.targets.items():
         logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
         if _internal_kv_initialized():
-            limits = (pools[name].minimum, pools[name].maximum)
-            record = {"time": now, "target": target, "reason": plan.reasons[name], "limits": limits}
+            reason, bounds = plan.reasons[name], limits[name]
+            record = {"time": now, "target": target, "reason": reason, "limits": bounds}
             _internal_kv_put(f"{_KEY}{app}/{name}", json.dumps(record).encode(), overwrite=True)
 
 
