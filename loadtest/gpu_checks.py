@@ -7,8 +7,6 @@ pytest's. MANTA_TEST_MODEL is for machines that cannot download the default mode
 """
 
 import argparse
-import datetime
-import json
 import subprocess
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from loadtest.versus_engine import commit
+from loadtest.result_file import write
 
 FOLDERS = ("tests/kernels", "tests/parity", "tests/engine")
 
@@ -54,23 +52,11 @@ def main() -> None:
         code = subprocess.run(command, check=False).returncode
         rows = rows_of(report)
     outcomes = [row["outcome"] for row in rows]
-    print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})
+    told = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+    print(told)
     if args.out:
-        date = datetime.date.today().isoformat()
-        document = {
-            "commit": commit(),
-            "date": date,
-            "device": torch.cuda.get_device_name(),
-            "config": {"ours": {"pytest": command[3:]}},
-            "rows": [
-                {"case": outcome, "tests": outcomes.count(outcome)}
-                for outcome in sorted(set(outcomes))
-            ],
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"gpu-checks-{date}"
-        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        Path(f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        counts = [{"case": outcome, "tests": count} for outcome, count in told.items()]
+        write(args.out, "gpu-checks", {"ours": {"pytest": command[3:]}}, counts, rows)
     sys.exit(code)
 
 

@@ -7,9 +7,7 @@ second counts. Keys and values of the longest request have to fit; the table at 
 """
 
 import argparse
-import datetime
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.session import make_config
-from loadtest.versus_engine import commit, engine_fields
+from loadtest.result_file import write
+from loadtest.versus_engine import engine_fields
 
 OUTPUT = 32
 
@@ -78,18 +77,8 @@ def main() -> None:
         lines.append({"case": f"{args.name}/{tokens}", **measure(core, tokens)})
         print(json.dumps(lines[-1]), flush=True)
     if args.out:
-        cuda = torch.cuda.is_available()
-        document = {
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores",
-            "config": {"ours": {**values, "memory": ready.memory_table.splitlines()}},
-            "rows": lines,
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"long-context-{args.name}-{document['date']}"
-        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = {"ours": {**values, "memory": ready.memory_table.splitlines()}}
+        write(args.out, f"long-context-{args.name}", config, lines, lines)
 
 
 if __name__ == "__main__":

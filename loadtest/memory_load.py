@@ -9,7 +9,6 @@ memory, a request failed, nothing was preempted, or the device's memory grew aft
 """
 
 import argparse
-import datetime
 import json
 import random
 import sys
@@ -23,7 +22,8 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.session import make_config
-from loadtest.versus_engine import commit, engine_fields
+from loadtest.result_file import write
+from loadtest.versus_engine import engine_fields
 
 
 @dataclass
@@ -133,25 +133,6 @@ def _reserved() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 1
 
 
-def _write(
-    out: Path, name: str, config: dict[str, Any], row: dict[str, Any], moments: list[dict[str, int]]
-) -> None:
-    import torch
-
-    date = datetime.date.today().isoformat()
-    document = {
-        "commit": commit(),
-        "date": date,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "config": {"ours": config},
-        "rows": [{"case": name, **row}],
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"memory-load-{name}-{date}"
-    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in moments))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -170,9 +151,8 @@ def main() -> int:
     moments = row.pop("moments")
     print(json.dumps(row))
     if args.out:
-        _write(
-            args.out, args.name, {**values, "memory": ready.memory_table.splitlines()}, row, moments
-        )
+        config = {"ours": {**values, "memory": ready.memory_table.splitlines()}}
+        write(args.out, f"memory-load-{args.name}", config, [{"case": args.name, **row}], moments)
     for fault in report.faults:
         print(f"wrong: {fault}")
     return 1 if report.faults else 0

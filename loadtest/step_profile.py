@@ -12,8 +12,6 @@ large matrix product, whichever is longer; both are measured in the same run.
 """
 
 import argparse
-import datetime
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,8 @@ from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.session import make_config
-from loadtest.versus_engine import commit, engine_fields
+from loadtest.result_file import write
+from loadtest.versus_engine import engine_fields
 
 STEPS = 12  # profiled; the first and the last are cut off
 PROMPT = 400  # tokens of the requests that decode
@@ -265,21 +264,12 @@ def main() -> None:
     rows = report(core, args.name, bandwidth, rate)
     if args.out:
         details = {row["case"]: row.pop("kernels") for row in rows if "kernels" in row}
-        document = {
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "config": {
-                "ours": values,
-                "floors": {"copy_bytes_s": bandwidth, "product_flop_s": rate},
-            },
-            "rows": rows,
+        config = {
+            "ours": values,
+            "floors": {"copy_bytes_s": bandwidth, "product_flop_s": rate},
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"step-profile-{args.name}-{document['date']}"
-        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
         lines = [{"case": case, "us_and_launches": names} for case, names in details.items()]
-        Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write(args.out, f"step-profile-{args.name}", config, rows, lines)
 
 
 if __name__ == "__main__":
