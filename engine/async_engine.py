@@ -23,7 +23,7 @@ class AsyncEngine:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._client = EngineClient(self._on_frame, self._on_death)
-        self._next_frame: asyncio.Future[EngineStats] | None = None
+        self._asked: dict[int, asyncio.Future[EngineStats]] = {}  # by the ticket of the order
         self._idle: asyncio.Future[None] | None = None  # there once it drains
 
     @classmethod
@@ -128,11 +128,13 @@ class AsyncEngine:
         return await self._client.remove_adapter(name)
 
     async def stats(self) -> EngineStats:
-        """The engine's state now. Raises EngineDead."""
-        self._client.control("stats")
-        if self._next_frame is None:
-            self._next_frame = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._next_frame)
+        """The engine's state after all that was asked of it before. Raises EngineDead."""
+        ticket = self._client.control("stats")
+        future = self._asked[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            self._asked.pop(ticket, None)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the open ones have ended. Raises EngineDead."""
@@ -143,15 +145,15 @@ class AsyncEngine:
 
     def _on_frame(self, frame: StepFrame) -> None:
         self._session.on_frame(frame)
-        if self._next_frame is not None:
-            _resolve(self._next_frame, frame.stats)
-            self._next_frame = None
+        for ticket, future in self._asked.items():
+            if ticket <= frame.ticket:
+                _resolve(future, frame.stats)
         if self._idle is not None and not self._session.num_open:
             _resolve(self._idle, None)
 
     def _on_death(self, error: MantaError) -> None:
         self._session.on_death(error)
-        for future in (self._next_frame, self._idle):
+        for future in (*self._asked.values(), self._idle):
             if future is not None and not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever waits gets it; if nobody does, that is no news

@@ -98,9 +98,13 @@ class _Client:
         """
         self._live().send(Abort(ids))
 
-    def control(self, what: str) -> None:
-        """ "drain", "stats" or "reset_prefix_cache" (see `Control`). Raises EngineDead."""
-        self._live().send(Control(what))
+    def control(self, what: str) -> int:
+        """ "drain", "stats" or "reset_prefix_cache" (see `Control`). Returns the order's ticket.
+        Raises EngineDead.
+        """
+        ticket = next(self._tickets)
+        self._live().send(Control(what, ticket))
+        return ticket
 
     def _add_adapter(
         self, name: str, folder: str | Path, revision: str, load: bool, digest: str = ""

@@ -48,9 +48,11 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
     what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache" or
         "stop".
+    ticket: the next frame's carries it, so that who asks can tell it from a frame under way.
     """
 
     what: str
+    ticket: int = 0
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
@@ -149,11 +151,14 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
-    """links: of prompts that other routers have sent to this replica; put in by its relay."""
+    """links: of prompts that other routers have sent to this replica; put in by its relay.
+    ticket: the newest of an order that the engine had carried out when it made this frame.
+    """
 
     stats: EngineStats
     deltas: list[Delta]
     links: bytes = b""
+    ticket: int = 0
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):

@@ -134,6 +134,7 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._refused: list[Delta] = []
         self._stopped = False
+        self._ticket = 0  # of the last order carried out
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waker, False)
@@ -172,7 +173,7 @@ class EngineLoop:
             for answer in core.answers():
                 self._send(answer)
             if stepped or asked or deltas:
-                self._send(StepFrame(core.stats(), deltas))
+                self._send(StepFrame(core.stats(), deltas, ticket=self._ticket))
 
     def pulse(self) -> Pulse:
         """For a thread beside the loop."""
@@ -216,6 +217,7 @@ class EngineLoop:
                 self._control(message)
 
     def _control(self, message: Control) -> None:
+        self._ticket = max(self._ticket, message.ticket)
         if message.what == "drain":
             self._core.drain()
         elif message.what == "reset_prefix_cache":
