@@ -3,11 +3,19 @@
 import datetime
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from loadtest.versus_engine import commit
+Line = dict[str, Any]
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def device_name() -> str:
@@ -19,23 +27,99 @@ def device_name() -> str:
     return f"{os.cpu_count()} CPU cores"
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """What a side of a comparison ran on: the device and its driver, Python, CUDA, torch, triton
+    and these packages, as far as they are there."""
+    import torch
+
+    found = {"device": device_name(), "python": sys.version.split()[0]}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+        found["driver"] = said[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pass  # no such device here
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("torch", "triton", *packages):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, str]:
+    """The same of a program that runs with another environment than this one."""
+    command = [sys.executable, "-m", "loadtest.result_file", *packages]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:  # a comparison is worth having without it
+        return {"unknown": done.stderr[-400:]}
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class RawLines:
+    """<out>/<name>-<date>.jsonl: each line is in it as soon as it is there, so that a run that is
+    cut off loses nothing and can be taken up again."""
+
+    def __init__(
+        self, out: Path, name: str, whole: Callable[[list[Line]], list[Line]] | None = None
+    ) -> None:
+        """whole: take up the day's file; of its lines, those to keep. None: begin a new one."""
+        out.mkdir(parents=True, exist_ok=True)
+        self.date = datetime.date.today().isoformat()
+        self._stem = out / f"{name}-{self.date}"
+        self._path = Path(f"{self._stem}.jsonl")
+        self.all: list[Line] = []
+        if whole and self._path.exists():
+            text = self._path.read_text()
+            # Without its end, a last line was being written when the run was cut off.
+            ended = text[: text.rfind("\n") + 1]
+            self.all = whole([json.loads(line) for line in ended.splitlines()])
+        self._path.write_text("".join(json.dumps(line) + "\n" for line in self.all))
+
+    def keep(self, line: Line, show: bool = True) -> None:
+        text = json.dumps(line)
+        if show:
+            print(text, flush=True)
+        self.all.append(line)
+        with self._path.open("a") as file:
+            file.write(text + "\n")
+
+    def finish(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the table, <name>-<date>.json, beside the lines."""
+        document = {
+            "commit": commit(),
+            "date": self.date,
+            "device": device_name(),
+            "config": config,
+            "rows": rows,
+        }
+        Path(f"{self._stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
 def write(
     out: Path,
     name: str,
     config: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    lines: Iterable[Mapping[str, Any]],
+    lines: Iterable[Line],
 ) -> None:
-    """<out>/<name>-<date>.json, the table, and .jsonl, the raw lines."""
-    date = datetime.date.today().isoformat()
-    document = {
-        "commit": commit(),
-        "date": date,
-        "device": device_name(),
-        "config": config,
-        "rows": rows,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"{name}-{date}"
-    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """Of a run that is over: <out>/<name>-<date>.json, the table, and .jsonl, the raw lines. The
+    versions of this process are added to the configuration."""
+    raw = RawLines(out, name)
+    for line in lines:
+        raw.keep(line, show=False)
+    raw.finish({**config, "versions": versions("transformers")}, rows)
+
+
+def print_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each row that has ours, peer, unit and ratio."""
+    for row in rows:
+        figures = f"{row['ours']!s:>12} {row['peer']!s:>12} {row['unit']:<6} {row['ratio']!s:>7}"
+        print(f"{row['case']:<38} {figures}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(versions(*sys.argv[1:])))

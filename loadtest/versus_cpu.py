@@ -14,7 +14,6 @@ comparison of equals. It is left out where the processor cannot.
 """
 
 import argparse
-import datetime
 import json
 import random
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cpu.compiler import has_int8
-from loadtest.versus_engine import commit
+from loadtest.result_file import write
 
 PROMPTS = Path(__file__).parent.parent / "tests" / "parity" / "prompts.txt"
 BATCH = 32
@@ -138,22 +137,12 @@ def main() -> None:
     for row in rows:
         print(f"{row['case']:<48} {row['ours']:>8} {row['peer']:>8}  {row['ratio']:>5}")
     if args.out:
-        date = datetime.date.today().isoformat()
-        document = {
-            "commit": commit(),
-            "date": date,
-            "device": "2 CPU cores",
-            "config": {
-                "ours": {"dtype": "bfloat16", "prefix_caching": False},
-                INT8: {"dtype": "bfloat16", "quantization": "int8", "prefix_caching": False},
-                "peers": {"transformers": {"dtype": "bfloat16", "static batch": BATCH}},
-            },
-            "rows": rows,
+        config = {
+            "ours": {"dtype": "bfloat16", "prefix_caching": False},
+            INT8: {"dtype": "bfloat16", "quantization": "int8", "prefix_caching": False},
+            "peers": {"transformers": {"dtype": "bfloat16", "static batch": BATCH}},
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"versus-cpu-{date}"
-        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write(args.out, "versus-cpu", config, rows, lines)
 
 
 if __name__ == "__main__":

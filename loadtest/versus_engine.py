@@ -16,17 +16,18 @@ the runs that are missing, so that the comparison fits where a command may not r
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from loadtest import workloads
+from loadtest.result_file import Line, RawLines, print_ratios, versions
+from loadtest.result_file import commit as commit  # others ask for it here
 
 MAX_MODEL_LEN = 9216
 MAX_NUM_SEQS = 1024
@@ -68,7 +69,7 @@ def run_manta(
         _print(
             side=side,
             ready_s=round(time.perf_counter() - began, 2),
-            config=config,
+            config={**config, "versions": versions("transformers")},
             phases=llm.ready.start_seconds,
         )
         for name in names:
@@ -101,7 +102,8 @@ def run_vllm(model: str, names: list[str]) -> None:
         "enable_prefix_caching": False,
     }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
-    _print(side="vllm", ready_s=round(time.perf_counter() - began, 2), config=config)
+    ready_s = round(time.perf_counter() - began, 2)
+    _print(side="vllm", ready_s=ready_s, config={**config, "versions": versions("vllm")})
     for name in names:
         requests = workloads.build(name)
         params = [
@@ -139,14 +141,8 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _run_side(
-    side: str,
-    model: str,
-    names: list[str],
-    change: list[str],
-    keep: Callable[[dict[str, Any]], None],
-) -> None:
-    """One run in a process of its own; `keep` gets each line when it is there."""
+def _run_side(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
+    """The lines of one run in a process of its own, each when it is there."""
     command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
     if side == "manta" and change:
         command += ["--change", *change]
@@ -155,19 +151,18 @@ def _run_side(
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
-                keep(json.loads(line))
+                yield json.loads(line)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def _of(line: dict[str, Any]) -> tuple[str, int, str]:
+def _of(line: Line) -> tuple[str, int, str]:
     """Which process said it."""
     return line["model"], line["run"], line["side"]
 
 
-def whole_runs(text: str, names: list[str]) -> list[dict[str, Any]]:
+def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
     """The lines of runs that got through all workloads; a run that was cut off runs again."""
-    lines = [json.loads(line) for line in text.splitlines()]
     done: dict[tuple[str, int, str], set[str]] = {}
     for line in lines:
         done.setdefault(_of(line), set()).add(line.get("workload", ""))
@@ -193,49 +188,23 @@ def compare(
     models: label -> folder. Writes <out>/versus-engine-<date>.json (the table) and .jsonl (the raw
     lines); with a change, change-<change>-<date>.
     """
-    import torch
-
     other = PLAIN if change else "vllm"
     sides = ("manta", other)
-    date = datetime.date.today().isoformat()
     name = "versus-engine" if not change else f"change-{'-'.join(change)}".replace("=", "-")
-    stem = out / f"{name}-{date}"
-    raw = Path(f"{stem}.jsonl")
-    out.mkdir(parents=True, exist_ok=True)
-    lines = whole_runs(raw.read_text(), names) if resume and raw.exists() else []
-    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    there = {_of(line) for line in lines}
+    raw = RawLines(out, name, (lambda lines: whole_runs(lines, names)) if resume else None)
+    there = {_of(line) for line in raw.all}
     for label, folder in models.items():
         for run, side in ((run, side) for run in range(runs) for side in sides):
-            about = {"model": label, "run": run}
-
-            def keep(line: dict[str, Any], about: dict[str, Any] = about) -> None:
-                line = {**about, **line}
-                print(json.dumps(line), flush=True)
-                lines.append(line)
-                with raw.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-
             if (label, run, side) not in there:
-                _run_side(side, folder, names, change, keep)
-    rows = [row for label in models for row in _rows(label, lines, names, other)]
+                for line in _run_side(side, folder, names, change):
+                    raw.keep({"model": label, "run": run, **line})
+    rows = [row for label in models for row in _rows(label, raw.all, names, other)]
     configs = {
-        side: next(li["config"] for li in lines if li["side"] == side and "config" in li)
+        side: next(li["config"] for li in raw.all if li["side"] == side and "config" in li)
         for side in sides
     }
-    document = {
-        "commit": commit(),
-        "date": date,
-        "device": torch.cuda.get_device_name(),
-        "config": {"ours": configs["manta"], "peers": {other: configs[other]}},
-        "rows": rows,
-    }
-    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    for row in rows:
-        print(
-            f"{row['case']:<24} {row['ours']:>12} {row['peer']:>12} {row['unit']:<6}"
-            f" {row['ratio']:>7}"
-        )
+    raw.finish({"ours": configs["manta"], "peers": {other: configs[other]}}, rows)
+    print_ratios(rows)
 
 
 def _rows(
@@ -260,11 +229,6 @@ def _rows(
         }
         for name, unit, ours, peer in [*found, ("ready", "s", *ready)]
     ]
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

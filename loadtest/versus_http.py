@@ -18,7 +18,6 @@ the sides that are not whole, so that the comparison fits where a command may no
 """
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -34,9 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import workloads
-from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
+from loadtest.result_file import Line, RawLines, print_ratios, versions_under
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 
 STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
+PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
 PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 240
 URL = "http://127.0.0.1:8000"
@@ -148,9 +149,7 @@ def command_of(side: str, model: str, folder: Path) -> list[str]:
     return command + flags
 
 
-@contextmanager
-def server(side: str, model: str, first_path: str) -> Iterator[float]:
-    """A running server; yields the seconds it took to answer. Ends it and what it started."""
+def environment_of(side: str, first_path: str) -> dict[str, str]:
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -160,13 +159,19 @@ def server(side: str, model: str, first_path: str) -> Iterator[float]:
     }
     if side == "ray-serve-llm" and first_path:
         environment["PYTHONPATH"] = f"{first_path}:{environment.get('PYTHONPATH', '')}"
+    return environment
+
+
+@contextmanager
+def server(side: str, model: str, first_path: str) -> Iterator[float]:
+    """A running server; yields the seconds it took to answer. Ends it and what it started."""
     with tempfile.TemporaryDirectory() as name:
         log_path = Path(name) / "server.log"
         with log_path.open("w") as log:
             start = time.monotonic()
             process = subprocess.Popen(
                 command_of(side, model, Path(name)),
-                env=environment,
+                env=environment_of(side, first_path),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -235,60 +240,41 @@ def load(script: Path, side: str, streams: int, count: int, workload: str) -> di
 
 def compare(args: argparse.Namespace) -> None:
     script = args.load_script.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
-    raw = args.out / f"versus-http-{today}.jsonl"
-    lines = whole_sides(raw.read_text() if args.resume and raw.exists() else "")
-    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    there = {line["label"] for line in lines}
-
-    def keep(line: dict[str, Any]) -> None:
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-        with raw.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
+    raw = RawLines(args.out, "versus-http", whole_sides if args.resume else None)
+    there = {line["label"] for line in raw.all}
     if "offline" not in there:
         command = [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model]
         offline = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         for text in offline.stdout.decode().splitlines():
             if text.startswith("{"):
-                keep(json.loads(text))
+                raw.keep(json.loads(text))
     for side in ("manta", *args.peers):
         if side in there:
             continue
+        ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
         with server(side, args.model, args.ray_llm_path) as ready:
-            keep({"label": side, "ready_s": ready})
+            raw.keep({"label": side, "ready_s": ready, "versions": ran_on})
             load(script, side, 64, 64, "uniform")  # warm
             for streams, count in STREAMS.items():
-                keep(load(script, side, streams, count, "dialogue"))
+                raw.keep(load(script, side, streams, count, "dialogue"))
 
-    rows = rows_of(args.name, lines, args.peers)
-    document: dict[str, Any] = {
-        "commit": commit(),
-        "date": today,
-        "device": _device(),
-        "config": {
-            "ours": {"replicas": 1, "routers": 4, "prefix_caching": False},
-            "peers": {side: {"prefix_caching": False, "replicas": 1} for side in args.peers},
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "memory_fraction": MEMORY_FRACTION,
-            "load": "dialogue, 8 client processes (1 at one stream)",
-        },
-        "rows": rows,
+    rows = rows_of(args.name, raw.all, args.peers)
+    ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
+    common = {"prefix_caching": False, "replicas": 1}
+    config: dict[str, Any] = {
+        "ours": {**common, "routers": 4, "versions": ran.get("manta")},
+        "peers": {side: {**common, "versions": ran.get(side)} for side in args.peers},
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+        "load": "dialogue, 8 client processes (1 at one stream)",
     }
-    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    for row in rows:
-        print(
-            f"{row['case']:<38} {row['ours']:>10} {row['peer']:>10} {row['unit']:<6}"
-            f" {row['ratio']:>7}"
-        )
+    raw.finish(config, rows)
+    print_ratios(rows)
 
 
-def whole_sides(text: str) -> list[dict[str, Any]]:
+def whole_sides(lines: list[Line]) -> list[Line]:
     """Of an earlier run's raw lines, those of the sides that saw every load."""
-    lines = [json.loads(line) for line in text.splitlines()]
 
     def whole(side: str) -> bool:
         return {x.get("concurrency") for x in lines if x["label"] == side} >= STREAMS.keys()
@@ -318,12 +304,6 @@ def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[d
             for name in ("ttft_ms_p50", "itl_ms_p99"):
                 add(f"{case}/{peer}/{name}", ours[name], theirs[name], "ms")
     return rows
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 def main() -> None:

@@ -23,9 +23,7 @@ Both tools want a folder with a tokenizer, for their prompts only; counts are th
 
 import argparse
 import contextlib
-import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -34,8 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from loadtest.result_file import write
 from loadtest.runner import Task, run
-from loadtest.versus_engine import commit
 
 LIMITS = {"throughput": 0.05, "ttft": 0.10, "itl": 0.10, "itl_chunk": 0.10}
 UNITS = {"throughput": "tok/s", "ttft": "ms", "itl": "ms", "itl_chunk": "ms"}
@@ -212,17 +210,8 @@ def main() -> int:
             name: _version(program, name)
             for name, program in (("aiperf", args.aiperf), ("guidellm", args.guidellm))
         }
-        document = {
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-            "device": f"{os.cpu_count()} CPU cores",
-            "config": {"ours": {"server": server, "model": args.model, **load}, "peers": peers},
-            "rows": rows,
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"versus-tools-{document['date']}"
-        Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-        Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = {"ours": {"server": server, "model": args.model, **load}, "peers": peers}
+        write(args.out, "versus-tools", config, rows, lines)
     return 0 if all(row["agrees"] for row in rows) else 1
 
 

@@ -21,9 +21,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from loadtest.result_file import commit
 from loadtest.seeds import measured, simulated
 from loadtest.seeds.rows import Row, table
-from loadtest.versus_engine import commit
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """The comparison of engines can be cut off and taken up again."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest import versus_engine
+from loadtest.result_file import Line
 from loadtest.versus_engine import compare, whole_runs
 
 NAMES = ["single", "uniform"]
@@ -22,21 +24,19 @@ def lines_of(run: int, side: str, rate: float, names: list[str] = NAMES) -> list
 def test_a_run_that_was_cut_off_runs_again() -> None:
     """Half a run counts as a whole one, and its missing workload is never measured."""
     whole = lines_of(0, "manta", 2.0)
-    text = "".join(json.dumps(li) + "\n" for li in whole + lines_of(0, "vllm", 1.0, ["single"]))
-    assert whole_runs(text, NAMES) == whole
+    assert whole_runs(whole + lines_of(0, "vllm", 1.0, ["single"]), NAMES) == whole
 
 
 def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run done twice, raw lines lost, a best that is not the best of all runs."""
     ran = []
 
-    def fake(side: str, model: str, names: list[str], change: list[str], keep: Any) -> None:
+    def fake(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
         ran.append(side)
         for line in lines_of(1, side, 3.0 if side == "manta" else 1.5):
-            keep({key: value for key, value in line.items() if key not in ("model", "run")})
+            yield {key: value for key, value in line.items() if key not in ("model", "run")}
 
     monkeypatch.setattr(versus_engine, "_run_side", fake)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
     compare({"m": "folder"}, NAMES, 1, tmp_path, [], resume=False)
     assert ran == ["manta", "vllm"]
     (raw,) = tmp_path.glob("*.jsonl")
