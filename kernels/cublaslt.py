@@ -47,17 +47,13 @@ class Algorithm(ctypes.Structure):
 
 
 class _Library:
-    """libcublasLt with a handle and a workspace on one device.
-
-    Steps of one engine follow each other on one stream, so that one workspace serves them all.
-    """
+    """libcublasLt with a handle on one device."""
 
     def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
         self.lib = lib
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
-        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        self.workspace_at = self._workspace.data_ptr()
+        self.device = device
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
@@ -181,6 +177,9 @@ class Product:
     def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, y: Tensor) -> None:
         lib = self._lib
         at = y.data_ptr()
+        workspace = None
+        if algorithm.workspace:  # of this call, since products may run side by side
+            workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=lib.device)
         status = lib.matmul(
             lib.handle,
             self._desc,
@@ -195,7 +194,7 @@ class Product:
             at,
             self._y,
             ctypes.addressof(algorithm),  # `algo` comes first
-            lib.workspace_at,
+            None if workspace is None else workspace.data_ptr(),
             algorithm.workspace,
             torch.cuda.current_stream().cuda_stream,
         )
