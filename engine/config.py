@@ -55,6 +55,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         room for as many, allocated at start. 0 = such adapters are refused and cost nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
+    lora_disk_bytes: of the disk, for adapters that came from object stores, shared by all engines
+        of a user; 0 = the smaller of 16 GiB and a quarter of what is free.
+    lora_disk_folder: where these are kept, an absolute path; "" = the machine's temporary folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
         kind of device with the same num_threads. Not with adapters on the CPU.
@@ -88,6 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: int = 64
     max_virtual_tokens: int = 0
     lora_host_bytes: int = 0
+    lora_disk_bytes: int = 0
+    lora_disk_folder: str = ""
     deterministic: bool = False
     num_threads: int = 0
     seed: int = 0
@@ -112,12 +117,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_loras",
             "max_virtual_tokens",
             "lora_host_bytes",
+            "lora_disk_bytes",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(
                 f"max_lora_rank must be 1..256, got {self.max_lora_rank}", param="max_lora_rank"
+            )
+        if self.lora_disk_folder and not self.lora_disk_folder.startswith("/"):
+            raise ConfigError(
+                f"lora_disk_folder must be an absolute path, got {self.lora_disk_folder!r}",
+                param="lora_disk_folder",
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")

@@ -264,13 +264,13 @@ class MemoryLoader:
     """Adapters that are only names: an adapter's path is its size in bytes and its name in VIRTUAL,
     or why it fails."""
 
-    def describe(self, path: str) -> Described:
+    def describe(self, path: str, digest: str = "") -> Described:
         if not path[0].isdigit():
             raise AdapterError(path)
         kind, virtual = VIRTUAL.get(path.lstrip("0123456789"), ("lora", 0))
         return Described(kind, 8, int(path.rstrip(LETTERS)), [], path, virtual)
 
-    def read(self, path: str) -> Loaded:
+    def read(self, path: str, digest: str = "") -> Loaded:
         described = self.describe(path)
         return Loaded(described, path, described.num_bytes, object())
 

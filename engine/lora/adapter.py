@@ -35,13 +35,16 @@ class Loaded:
 
 
 class Loader(Protocol):
-    """Reads and moves adapters. Called from the store's threads; raises AdapterError."""
+    """Reads and moves adapters. Called from the store's threads; raises AdapterError.
 
-    def describe(self, path: str) -> Described:
+    digest: of the bytes that are expected, to find a copy of them; "" = whatever is there now.
+    """
+
+    def describe(self, path: str, digest: str = "") -> Described:
         """Configuration only."""
         ...
 
-    def read(self, path: str) -> Loaded: ...
+    def read(self, path: str, digest: str = "") -> Loaded: ...
 
     def upload(self, weights: Any, slot: int) -> None:
         """Into a slot that no step uses. Returns when the copy is done."""
@@ -51,10 +54,10 @@ class Loader(Protocol):
 class NoLoader:
     """Of an engine that takes no adapters: never called."""
 
-    def describe(self, path: str) -> Described:
+    def describe(self, path: str, digest: str = "") -> Described:
         raise NotImplementedError
 
-    def read(self, path: str) -> Loaded:
+    def read(self, path: str, digest: str = "") -> Loaded:
         raise NotImplementedError
 
     def upload(self, weights: Any, slot: int) -> None:

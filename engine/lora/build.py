@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.lora.device import LoraDevice
+from engine.lora.disk import DiskCache
 from engine.lora.loader import AdapterLoader
 from engine.lora.prompts import PromptDevice, PromptReader
 from engine.lora.uploads import Uploads
@@ -42,12 +43,14 @@ class AdapterRoom:
             max_tokens=resolved.max_num_batched_tokens,
             deterministic=config.deterministic,
         )
+        disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
         reader = LoraReader(layout, dtype, config.max_lora_rank)
         if not config.max_virtual_tokens:
-            return cls(AdapterLoader((reader, lora)), lora, None)
+            return cls(AdapterLoader((reader, lora), None, disk), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype
         prompts = PromptDevice(
             config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploads
         )
         prompt_reader = PromptReader(resolved.model, model.dtype, kv_dtype, count)
-        return cls(AdapterLoader((reader, lora), (prompt_reader, prompts)), lora, prompts)
+        loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk)
+        return cls(loader, lora, prompts)

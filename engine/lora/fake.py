@@ -13,13 +13,13 @@ class FakeLoader:
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
-    def describe(self, path: str) -> Described:
+    def describe(self, path: str, digest: str = "") -> Described:
         config = read_peft_config(Path(path))
         targets = list(config.targets or ())
         seen = stamp(Path(path))
         return Described(config.kind, config.max_rank, 1, targets, seen, config.virtual_tokens)
 
-    def read(self, path: str) -> Loaded:
+    def read(self, path: str, digest: str = "") -> Loaded:
         described = self.describe(path)
         return Loaded(described, described.stamp, 1, "weights")
 

@@ -1,38 +1,78 @@
 """AdapterLoader: reads and uploads adapters of all kinds for a model on its device."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.errors import AdapterError
 from engine.lora.adapter import Described, Loaded
 from engine.lora.device import LoraDevice
+from engine.lora.disk import DiskCache, Entry
 from engine.lora.peft_config import read_peft_config, stamp
 from engine.lora.prompts import HostPrompt, PromptDevice, PromptReader
 from engine.lora.remote import fetched, is_remote
 from engine.lora.weights import HostLora, LoraReader
 
+logger = logging.getLogger("manta.engine")
+
+
+@contextmanager
+def _named(path: str, entry: Entry) -> Iterator[None]:
+    """Errors speak of the URL that was given, not of the copy."""
+    folder = str(entry.folder)
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterError(error.message.replace(folder, path), code=error.code) from None
+
 
 class AdapterLoader:
-    """See `engine.lora.adapter.Loader`. prompts: None if the engine takes none."""
+    """See `engine.lora.adapter.Loader`. prompts: None if the engine takes none.
+
+    disk: what came from object stores is kept there by its digest. An adapter whose digest is known
+    is read there without asking the store; one that is added by hand is always fetched.
+    """
 
     def __init__(
         self,
         lora: tuple[LoraReader, LoraDevice],
         prompts: tuple[PromptReader, PromptDevice] | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         self._lora_reader, self._lora = lora
         self._prompts = prompts
+        self._disk = disk or DiskCache()
 
-    def describe(self, path: str) -> Described:
+    def describe(self, path: str, digest: str = "") -> Described:
         if not is_remote(path):
             return self._reader(Path(path)).describe(Path(path), stamp(Path(path)))
-        with fetched(path, weights=False) as (folder, seen):
-            return self._reader(folder).describe(folder, seen)
+        kept = self._disk.find(digest)
+        if kept is not None:
+            with kept, suppress(AdapterError):  # damaged; `read` finds it out
+                return self._reader(kept.folder).describe(kept.folder, digest)
+        entry = self._disk.open()
+        with fetched(path, entry, weights=False) as seen, _named(path, entry):
+            return self._reader(entry.folder).describe(entry.folder, seen)
 
-    def read(self, path: str) -> Loaded:
+    def read(self, path: str, digest: str = "") -> Loaded:
         if not is_remote(path):
             return self._reader(Path(path)).read(Path(path), stamp(Path(path)))
-        with fetched(path, weights=True) as (folder, seen):
-            return self._reader(folder).read(folder, seen)
+        while (entry := self._disk.open(digest)).filled:
+            with entry, _named(path, entry):
+                try:
+                    loaded = self._reader(entry.folder).read(entry.folder, digest)
+                    if loaded.digest == digest:
+                        return loaded
+                except AdapterError as error:
+                    if error.code == "adapter_incompatible":
+                        raise
+                logger.warning("%s is damaged; %s is downloaded again", entry.folder, path)
+                entry.remove()
+        with fetched(path, entry, weights=True) as seen, _named(path, entry):
+            loaded = self._reader(entry.folder).read(entry.folder, seen)
+            entry.keep(loaded.digest)
+            return loaded
 
     def _reader(self, folder: Path) -> LoraReader | PromptReader:
         config = read_peft_config(folder)

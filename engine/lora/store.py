@@ -2,7 +2,8 @@
 
     disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
-Host memory (host.py) has a byte budget and forgets what was used longest ago; of the slots
+What comes from an object store is kept on the disk (disk.py). Disk and host memory (host.py) have
+byte budgets and forget what was used longest ago; of the slots
 (slots.py) the one that is asked for least is given away.
 All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
 a load never stalls a step, and only the requests that need that adapter wait. Additions and
@@ -79,8 +80,8 @@ class AdapterStore:
             self._check_enabled()
             check_name(message.name)
             if message.load:
-                return self._loader.read(message.path)
-            return self._loader.describe(message.path)
+                return self._loader.read(message.path, message.digest)
+            return self._loader.describe(message.path, message.digest)
 
         def then(result: Described | Loaded | AdapterError) -> None:
             self._added(message, result)
@@ -291,10 +292,10 @@ class AdapterStore:
             reading = adapter.reading = object()
             self._reading += 1
             self.reads += 1
-            path = adapter.path
+            path, digest = adapter.path, adapter.digest
             self._run(
                 self._readers(path),
-                lambda: self._loader.read(path),
+                lambda: self._loader.read(path, digest),
                 lambda result: self._was_read(adapter, reading, result),
             )
 

@@ -77,10 +77,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraReader, Path]:
 @pytest.fixture
 def real_reader(made: tuple[LoraReader, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     class Loader(FakeLoader):
-        def describe(self, path: str) -> Described:
+        def describe(self, path: str, digest: str = "") -> Described:
             return made[0].describe(Path(path), stamp(Path(path)))
 
-        def read(self, path: str) -> Loaded:
+        def read(self, path: str, digest: str = "") -> Loaded:
             return made[0].read(Path(path), stamp(Path(path)))
 
     monkeypatch.setattr(fake, "FakeLoader", Loader)

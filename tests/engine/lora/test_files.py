@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
+from engine.lora.disk import DiskCache
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name
 from engine.lora.remote import fetched
 from engine.lora.weights import LoraLayout, LoraReader
@@ -150,30 +151,32 @@ def test_names(name: str) -> None:
     check_name("A-good.name_1")
 
 
-def test_object_store(folder: Path) -> None:
+def test_object_store(folder: Path, tmp_path: Path) -> None:
     """An adapter at a URL; what is missing or cannot be kept has its own error."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
+    disk = DiskCache(str(tmp_path / "disk"))
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         store.pipe(f"/adapters/a/{name}", (folder / name).read_bytes())
-    with fetched("memory://adapters/a", weights=True) as (copy, first):
-        assert (copy / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
-    assert not copy.exists()
+    with fetched("memory://adapters/a", entry := disk.open(), weights=True) as first:
+        assert (entry.folder / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+    assert not entry.folder.exists()
     store.pipe(f"/adapters/a/{WEIGHTS_FILE}", b"other")
-    with fetched("memory://adapters/a", weights=False) as (copy, second):
-        assert second != first and not (copy / WEIGHTS_FILE).exists()
+    with fetched("memory://adapters/a", entry := disk.open(), weights=False) as second:
+        assert second != first and not (entry.folder / WEIGHTS_FILE).exists()
     for url, code in (
         ("memory://adapters/b", "adapter_not_found"),
         (f"file://{folder}", "adapter_not_found"),
         (f"simplecache::file://{folder}", "adapter_not_found"),
         ("nonsense://a", "adapter_invalid"),
     ):
-        with pytest.raises(AdapterError) as caught, fetched(url, weights=True):
+        with pytest.raises(AdapterError) as caught, fetched(url, disk.open(), weights=True):
             pass
         assert caught.value.code == code
+    assert disk.num_bytes == 0 and not list(disk.folder.iterdir())
 
 
-def test_no_room_for_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_copy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F26: 503 for that adapter, and no part of the file is left."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
@@ -189,7 +192,7 @@ def test_no_room_for_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(store), "get_file", full)
     with (
         pytest.raises(AdapterError) as caught,
-        fetched("memory://adapters/full", weights=True),
+        fetched("memory://adapters/full", DiskCache(str(tmp_path)).open(), weights=True),
     ):
         pass
     assert caught.value.code == "storage_full"

@@ -10,6 +10,7 @@ import pytest
 from engine.errors import AdapterError
 from engine.lora import remote
 from engine.lora.adapter import Loaded
+from engine.lora.disk import DiskCache
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.store import AdapterStore
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
@@ -25,12 +26,12 @@ class Hanging(MemoryLoader):
         self._hung = hung
         self.begun, self.release = threading.Event(), threading.Event()
 
-    def read(self, path: str) -> Loaded:
+    def read(self, path: str, digest: str = "") -> Loaded:
         if path == self._hung:
             self.begun.set()
             assert self.release.wait(SECONDS)
             raise AdapterError("it is gone")
-        return super().read(path)
+        return super().read(path, digest)
 
 
 class Loop:
@@ -145,16 +146,16 @@ def test_an_object_store_that_hangs(
 
     monkeypatch.setattr(type(store), method, hangs)
     monkeypatch.setattr(remote, "MAX_SECONDS", 0.1)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    disk = DiskCache(str(tmp_path))
     before = set(threading.enumerate())
     try:
         with (
             pytest.raises(AdapterError, match=r"memory://adapters/slow: .* 0\.1 s.* local folder"),
-            remote.fetched("memory://adapters/slow", weights=True),
+            remote.fetched("memory://adapters/slow", disk.open(), weights=True),
         ):
             pass
     finally:
         release.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(SECONDS)
-    assert not list(tmp_path.iterdir())
+    assert not list(disk.folder.iterdir())

@@ -1,0 +1,241 @@
+"""DiskCache: adapters of an object store on this machine's disk, with a budget of bytes. No torch.
+
+    <digest>/    an adapter's two files, complete; the folder's mtime is its last use
+    part-.../    one that is being downloaded; the file `reserved` is as long as it will be
+
+All engines of a user share it. Each folder is locked (flock, so the lock ends with its process)
+by whoever reads or fills it, and what is locked is never removed; a part that nobody holds is what
+a killed process left. The folder above is locked while room is made and folders get their names.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from engine.errors import AdapterError
+
+DEFAULT_BYTES = 16 << 30
+DOWNLOAD_SECONDS = 100.0  # for another engine to finish the same download
+ROOM_SECONDS = 30.0  # for others to let go of what is in the way
+_POLL_SECONDS = 0.05
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_RESERVED = "reserved"
+
+
+class Entry:
+    """A folder of the cache that this thread holds until `close`.
+
+    filled: it holds an adapter's files. Otherwise it is empty and removed by `close`, unless `keep`
+    was called before.
+    """
+
+    def __init__(self, cache: "DiskCache", folder: Path, lock: int, *, filled: bool) -> None:
+        self.folder = folder
+        self.filled = filled
+        self._cache = cache
+        self._lock = lock
+
+    def __enter__(self) -> "Entry":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Room for what will be written here. Raises AdapterError: adapter_incompatible if it is
+        more than the budget, storage_full if others keep the room for too long."""
+        self._cache.reserve(self, num_bytes)
+
+    def keep(self, digest: str) -> None:
+        """It is complete: found by its digest from now on."""
+        self._cache.keep(self, digest)
+
+    def become(self, folder: Path) -> None:
+        """It was renamed, and others may read it."""
+        self.folder, self.filled = folder, True
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        """Its files are damaged: the next to ask gets an empty one."""
+        self.filled = False
+
+    def close(self) -> None:
+        if not self.filled:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+class DiskCache:
+    """folder: where it makes its own, when that is first needed; "" = the machine's temporary one.
+    budget: bytes; 0 = the smaller of 16 GiB and a quarter of what is free there."""
+
+    def __init__(self, folder: str = "", budget: int = 0) -> None:
+        self.folder = Path(folder or tempfile.gettempdir(), f"manta-adapters-{os.getuid()}")
+        self._budget = budget
+
+    @property
+    def num_bytes(self) -> int:
+        with self._alone():
+            return sum(size for _, size in self._folders().values())
+
+    def find(self, digest: str) -> Entry | None:
+        """The adapter with this digest; None if it is not there. Raises AdapterError."""
+        with self._alone():
+            return self._find(digest)
+
+    def open(self, digest: str = "") -> Entry:
+        """The adapter with this digest, or else an empty entry to fill. While another thread or
+        process fills one for this digest it is waited for.
+
+        digest: "" = not known: always empty. Raises AdapterError storage_full.
+        """
+        known = digest if _DIGEST.fullmatch(digest) else ""
+        prefix = f"part-{known}-"
+        end = time.monotonic() + DOWNLOAD_SECONDS
+        while True:
+            with self._alone():
+                if (found := self._find(known)) is not None:
+                    return found
+                coming = known and any(path.name.startswith(prefix) for path in self._folders())
+                if not coming or time.monotonic() > end:
+                    part = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
+                    lock = _lock(part, fcntl.LOCK_EX)
+                    assert lock is not None  # nobody else knows it yet
+                    return Entry(self, part, lock, filled=False)
+            time.sleep(_POLL_SECONDS)
+
+    def _find(self, digest: str) -> Entry | None:
+        if not _DIGEST.fullmatch(digest):
+            return None
+        lock = _lock(self.folder / digest, fcntl.LOCK_SH)
+        if lock is None:
+            return None
+        os.utime(lock)
+        return Entry(self, self.folder / digest, lock, filled=True)
+
+    def reserve(self, entry: Entry, num_bytes: int) -> None:
+        end = time.monotonic() + ROOM_SECONDS
+        while True:
+            with self._alone():
+                budget = self._most()
+                if num_bytes > budget:
+                    raise AdapterError(
+                        f"{num_bytes} bytes are more than the {budget} that lora_disk_bytes allows "
+                        f"for all adapters in {self.folder}",
+                        code="adapter_incompatible",
+                    )
+                if self._make_room(budget - num_bytes):
+                    with (entry.folder / _RESERVED).open("wb") as file:
+                        file.truncate(num_bytes)
+                    return
+            if time.monotonic() > end:
+                raise AdapterError(
+                    f"no room for {num_bytes} bytes in {self.folder}: all that lora_disk_bytes "
+                    f"{budget} allows is in use",
+                    code="storage_full",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def keep(self, entry: Entry, digest: str) -> None:
+        with self._alone():
+            place = self.folder / digest
+            if place.exists():
+                return  # another has brought it meanwhile; this one goes
+            (entry.folder / _RESERVED).unlink(missing_ok=True)
+            entry.folder.rename(place)
+            os.utime(place)
+            entry.become(place)
+            self._make_room(self._most())  # its size may not have been told
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid not in (0, os.getuid()):
+                    raise PermissionError(errno.EPERM, "it belongs to another user")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(lock)
+        except OSError as error:
+            raise AdapterError(
+                f"adapters cannot be kept in {self.folder} (lora_disk_folder): {error.strerror}",
+                code="storage_full",
+            ) from None
+
+    def _folders(self) -> dict[Path, tuple[int, int]]:
+        """Entries and parts, with the last use and the bytes of each. The parts of processes that
+        are gone are removed."""
+        found = {}
+        for path in self.folder.iterdir():
+            part = path.name.startswith("part-")
+            if (part or _DIGEST.fullmatch(path.name)) and not (part and _remove_unused(path)):
+                found[path] = _look(path)
+        return found
+
+    def _most(self) -> int:
+        if self._budget:
+            return self._budget
+        held = sum(size for _, size in self._folders().values())
+        return min(DEFAULT_BYTES, (shutil.disk_usage(self.folder).free + held) // 4)
+
+    def _make_room(self, most: int) -> bool:
+        """Remove what was used longest ago and is not in use, until `most` bytes are left. Whether
+        that is so."""
+        folders = self._folders()
+        held = sum(size for _, size in folders.values())
+        for path in sorted(folders, key=lambda path: folders[path]):
+            if held > most and _remove_unused(path):
+                held -= folders[path][1]
+        return held <= most
+
+
+def _lock(folder: Path, kind: int) -> int | None:
+    """A descriptor with the lock on it; None if there is no such folder or another has it."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _remove_unused(folder: Path) -> bool:
+    """Whether nobody had it. Called alone, so nobody gets it meanwhile."""
+    lock = _lock(folder, fcntl.LOCK_EX)
+    if lock is None:
+        return not folder.exists()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+    return True
+
+
+def _look(folder: Path) -> tuple[int, int]:
+    """Its last use, and the bytes that it takes or will take."""
+    sizes = {}
+    try:
+        used = folder.stat().st_mtime_ns
+        for file in folder.iterdir():
+            sizes[file.name] = file.stat().st_size
+    except FileNotFoundError:  # its holder is removing it
+        return 0, 0
+    return used, max(sizes.pop(_RESERVED, 0), sum(sizes.values()))
