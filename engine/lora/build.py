@@ -46,11 +46,11 @@ class AdapterRoom:
         disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
         reader = LoraReader(layout, dtype, config.max_lora_rank)
         if not config.max_virtual_tokens:
-            return cls(AdapterLoader((reader, lora), None, disk), lora, None)
+            return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype
         prompts = PromptDevice(
             config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploads
         )
         prompt_reader = PromptReader(resolved.model, model.dtype, kv_dtype, count)
-        loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk)
+        loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk, config.model)
         return cls(loader, lora, prompts)

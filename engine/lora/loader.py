@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.errors import AdapterError
 from engine.lora.adapter import Described, Loaded
+from engine.lora.base_model import another_model
 from engine.lora.device import LoraDevice
 from engine.lora.disk import DiskCache, Entry
 from engine.lora.peft_config import read_peft_config, stamp
@@ -30,6 +31,8 @@ def _named(path: str, entry: Entry) -> Iterator[None]:
 class AdapterLoader:
     """See `engine.lora.adapter.Loader`. prompts: None if the engine takes none.
 
+    model: its folder. An adapter that was trained for one of another name is read, with a warning:
+    folders and fine-tuned models have all kinds of names, and shapes are checked.
     disk: what came from object stores is kept there by its digest. An adapter whose digest is known
     is read there without asking the store; one that is added by hand is always fetched.
     """
@@ -39,10 +42,13 @@ class AdapterLoader:
         lora: tuple[LoraReader, LoraDevice],
         prompts: tuple[PromptReader, PromptDevice] | None = None,
         disk: DiskCache | None = None,
+        model: str = "",
     ) -> None:
         self._lora_reader, self._lora = lora
         self._prompts = prompts
         self._disk = disk or DiskCache()
+        self._model = model
+        self._warned: set[str] = set()  # digests
 
     def describe(self, path: str, digest: str = "") -> Described:
         if not is_remote(path):
@@ -57,11 +63,11 @@ class AdapterLoader:
 
     def read(self, path: str, digest: str = "") -> Loaded:
         if not is_remote(path):
-            return self._reader(Path(path)).read(Path(path), stamp(Path(path)))
+            return self._read(path, Path(path), stamp(Path(path)))
         while (entry := self._disk.open(digest)).filled:
             with entry, _named(path, entry):
                 try:
-                    loaded = self._reader(entry.folder).read(entry.folder, digest)
+                    loaded = self._read(path, entry.folder, digest)
                     if loaded.digest == digest:
                         return loaded
                 except AdapterError as error:
@@ -70,9 +76,22 @@ class AdapterLoader:
                 logger.warning("%s is damaged; %s is downloaded again", entry.folder, path)
                 entry.remove()
         with fetched(path, entry, weights=True) as seen, _named(path, entry):
-            loaded = self._reader(entry.folder).read(entry.folder, seen)
+            loaded = self._read(path, entry.folder, seen)
             entry.keep(loaded.digest)
             return loaded
+
+    def _read(self, path: str, folder: Path, seen: str) -> Loaded:
+        other = another_model(read_peft_config(folder).base, self._model)
+        try:
+            loaded = self._reader(folder).read(folder, seen)
+        except AdapterError as error:
+            if other and error.code == "adapter_incompatible":
+                raise AdapterError(f"{error.message}; {other}", code=error.code) from None
+            raise
+        if other and loaded.digest not in self._warned:
+            self._warned.add(loaded.digest)
+            logger.warning("adapter %s: %s; it fits, and is served", path, other)
+        return loaded
 
     def _reader(self, folder: Path) -> LoraReader | PromptReader:
         config = read_peft_config(folder)

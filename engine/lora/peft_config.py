@@ -26,7 +26,7 @@ KINDS = ("lora", "prompt_tuning", "p_tuning", PREFIX)  # PEFT's names of them, i
 class PeftConfig:
     """One adapter's configuration.
 
-    kind: a value of KINDS. base: base_model_name_or_path, for messages.
+    kind: a value of KINDS. base: base_model_name_or_path; see `engine.lora.base_model`.
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
     targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
     everywhere: all modules of these names are adapted: none may be missing.

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import AdapterError
 from engine.lora.disk import DiskCache
+from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name
 from engine.lora.remote import fetched
 from engine.lora.weights import LoraLayout, LoraReader
@@ -135,6 +136,30 @@ def test_broken_files(made: tuple[LoraReader, Path], folder: Path, tmp_path: Pat
     (folder / CONFIG_FILE).unlink()
     fails(made, folder, "adapter_not_found", CONFIG_FILE)
     fails(made, folder / "nowhere", "adapter_not_found", "nowhere")
+
+
+def test_another_base_model(
+    made: tuple[LoraReader, Path], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: an adapter trained for another model of equal shapes gives poor answers and nobody is
+    told why; or one is refused, or warned of again and again, for a name that says the same."""
+    device: Any = None  # nothing is uploaded
+    loader = AdapterLoader((made[0], device), model="/models/Llama-3.1-8B-Instruct")
+    same = ("", "meta-llama/Llama-3.1-8B-Instruct", "/home/me/llama-3.1-8b-instruct.Q4_K_M.gguf/")
+    for base in (*same, "~/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a1"):
+        configure(folder, base_model_name_or_path=base)
+        loader.read(str(folder))
+    assert not caplog.records
+    configure(folder, base_model_name_or_path="meta-llama/Llama-3.1-8B")
+    for _ in range(2):
+        loader.read(str(folder))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert str(folder) in said and "'meta-llama/Llama-3.1-8B'" in said
+    assert "'Llama-3.1-8B-Instruct'" in said
+    edit_tensors(folder, **{Q: torch.zeros(8, 31)})
+    with pytest.raises(AdapterError, match=r"\[8, 31\].*trained for 'meta-llama/Llama-3.1-8B'"):
+        loader.read(str(folder))
 
 
 @pytest.mark.parametrize(

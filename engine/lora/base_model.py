@@ -1,0 +1,23 @@
+"""Which model an adapter says that it was trained for. No torch here."""
+
+import re
+
+# What is appended to a model's name where its files lie: a hash of our cache, how it was rounded.
+_SUFFIX = re.compile(r"(?i)([-._](q\d\w*|iq\d\w*|int[48]|fp?(8|16|32)|bf16|gguf|[0-9a-f]{12}))+$")
+_SNAPSHOT = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+$")  # of the hub's cache
+
+
+def model_name(path: str) -> str:
+    """The name without where it lies: "meta-llama/Llama-3.1-8B", ".../Llama-3.1-8B.Q4_K_M.gguf" and
+    the hub's cache of it are one."""
+    path = path.replace("\\", "/").rstrip("/")
+    snapshot = _SNAPSHOT.search(path)
+    return _SUFFIX.sub("", snapshot[1] if snapshot else path.rsplit("/", 1)[-1])
+
+
+def another_model(base: str, model: str) -> str:
+    """What to tell if an adapter's base_model_name_or_path is not the model that it is used with;
+    "" if it is, or if it says nothing."""
+    if not base or model_name(base).lower() == model_name(model).lower():
+        return ""
+    return f"it was trained for {base[:200]!r}, and this model is {model_name(model)!r}"
