@@ -10,7 +10,7 @@ dozen frames.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_FADE = 0.98  # weight of the past at each frame: about fifty count
+_FADE = 0.98  # weight of the past at each frame: about fifty count, of a replica that may change
 _REFIT = 16  # frames between two solutions, after the first few
 _SWEEPS = 6
 
@@ -34,8 +34,9 @@ class Cost(NamedTuple):
 class StepModel:
     """Least squares with non-negative terms, older frames fading; begins at a prior."""
 
-    def __init__(self, prior: Cost) -> None:
+    def __init__(self, prior: Cost, fade: float = _FADE) -> None:
         self.cost = prior
+        self._fade = fade
         self._frames = 0
         # Normal equations of three typical steps that took what the prior says.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
@@ -53,8 +54,8 @@ class StepModel:
         """What a busy replica did between two frames."""
         if seconds <= 0:
             return
-        self._matrix = [value * _FADE for value in self._matrix]
-        self._vector = [value * _FADE for value in self._vector]
+        self._matrix = [value * self._fade for value in self._matrix]
+        self._vector = [value * self._fade for value in self._vector]
         self._add(steps, outputs, prompts, seconds, 1.0)
         self._frames += 1
         if self._frames % _REFIT == 0 or self._frames in (1, 2, 4, 8):

@@ -31,6 +31,8 @@ MADE_BY = {
     "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
     "scale-out": "`python -m loadtest.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
+    "simulate-calibration": "`python -m loadtest.simulate calibrate`: a real replica's steps, "
+    "and the simulator against it",
     "step-profile": "`python -m loadtest.step_profile`: kernels of a step, floors and gaps",
     "versus-cpu": "`python -m loadtest.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m loadtest.versus_engine`: Manta's engine against vLLM's, offline",

@@ -2,7 +2,9 @@
 
 routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
 rows on any machine, but for decision/*. --out FOLDER writes simulate-NAME-DATE.json and .jsonl,
---pictures FOLDER the pictures of docs/. calibrate: what a step costs on this machine.
+--pictures FOLDER the pictures of docs/. calibrate: what a step of a real replica costs on this
+machine, and the simulator's error; on a GPU machine
+    calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
 """
 
 import argparse
@@ -16,7 +18,7 @@ from typing import Any
 from loadtest.simulate import calibrate, routing, scaling
 from loadtest.simulate.cluster import Outcome
 from loadtest.simulate.pictures import Line, Panel, svg
-from loadtest.versus_engine import commit
+from loadtest.versus_engine import commit, engine_fields
 
 
 def main() -> None:
@@ -27,9 +29,13 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="folder for SVG files")
     parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
     parser.add_argument("--model", help="calibrate: folder; default: the default model")
+    parser.add_argument("--name", default="default", help="calibrate: label of the cases")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="calibrate: of the engine"
+    )
     args = parser.parse_args()
     if args.what == "calibrate":
-        calibrate.main(args.model)
+        calibrate.main(args.model, args.name, engine_fields(args.set), args.out)
         return
     rows: list[routing.Row] = []
     lines: list[dict[str, Any]] = []

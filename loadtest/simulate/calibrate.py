@@ -7,90 +7,185 @@ steps by the fit, and the times to first tokens by SimReplica with the same arri
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from deployments.steps import Cost, StepModel
 from engine.messages import EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
+from loadtest import result_file
 from loadtest.simulate.cluster import run
 from loadtest.simulate.policies import RoundRobin
 from loadtest.simulate.replica import Job, Speed
 
-_REQUESTS = 16
-_RATE = 0.5  # a second
-_STEP_TOKENS = 512
-_ROWS = 32
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """rate: requests a second. prompts: tokens, one of these. outputs: tokens, from, below."""
+
+    rate: float
+    count: int
+    prompts: tuple[int, ...]
+    outputs: tuple[int, int]
+    rows: int
+    step_tokens: int
+
+    def jobs(self, seed: int, count: int) -> list[Job]:
+        dice, now, jobs = Random(seed), 0.0, []
+        for _ in range(count):
+            now += dice.expovariate(self.rate)
+            jobs.append(Job(now, dice.choice(self.prompts), dice.randrange(*self.outputs)))
+        return jobs
+
+
+LOADS = {  # by device; about half of what the replica that it is meant for can do
+    "cpu": Load(1.0, 60, (20, 60, 150, 400), (8, 40), 32, 512),  # the default model
+    "cuda": Load(20.0, 400, (100, 400, 1000, 2000), (50, 200), 256, 2048),  # 8B
+}
+_WARM = 0.2  # of the requests, before the two runs: kernels are compiled
 _STRETCH = 0.2  # seconds over which predicted and real times are compared
+_LEAST = 0.02  # seconds of an observation: frames that come together say nothing one by one
+_PASSES = 10  # over the frames; each starts from the last solution
 
 
 @dataclass(slots=True)
 class Observed:
-    """frames: (second, stats). firsts: seconds to the first token, by request."""
+    """frames: (second, stats). firsts: seconds to the first token, by request; gaps: seconds a
+    token after it."""
 
     frames: list[tuple[float, EngineStats]]
     firsts: list[float]
     jobs: list[Job]
     kv_tokens: int
+    gaps: list[float] = field(default_factory=list)
 
 
-def main(model: str | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the engine did in so many busy seconds."""
+
+    steps: int
+    outputs: int
+    prompts: int
+    seconds: float
+
+    def predicted(self, cost: Cost) -> float:
+        base, sequence, token = cost
+        return self.steps * base + self.outputs * sequence + self.prompts * token
+
+
+def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | None) -> None:
+    """Prints the table; with `out`, also writes the result file. fields: of EngineConfig."""
+    import torch
+
     if model is None:
         from deployments.models import resolve_model
 
         model = str(resolve_model("default"))
-    first, second = asyncio.run(_observe(model))
+    device = fields.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    load = LOADS[device]
+    engine = {
+        "device": device,
+        "max_num_seqs": load.rows,
+        "max_num_batched_tokens": load.step_tokens,
+        "prefix_caching": False,
+        **fields,
+    }
+    first, second = asyncio.run(_observe(model, engine, load))
+    rows, lines = compare(name, first, second, load)
+    for row in rows:
+        peer = f"{row['peer']:>10g}" if "peer" in row else " " * 10
+        ratio = f"{row['ratio']:>7g}" if "ratio" in row else ""
+        print(f"{row['case']:<36} {row['ours']:>10g} {peer} {row['unit']:<6} {ratio}")
+    if out:
+        told = {"engine": engine, "load": {one: getattr(load, one) for one in Load.__slots__}}
+        config = {"ours": told, "peers": {"the real engine": {}}}
+        result_file.write(out, f"simulate-calibration-{name}", config, rows, lines)
+
+
+def compare(
+    name: str, first: Observed, second: Observed, load: Load
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
+    was (peer). Lines: its stretches and requests."""
     cost = fit(first)
-    print(
-        f"a step: {cost.base * 1e3:.2f} ms, each sequence {cost.sequence * 1e3:.3f} ms, "
-        f"each prompt token {cost.token * 1e6:.1f} us"
+    stretches = intervals(second, _STRETCH)
+    predicted = [one.predicted(cost) for one in stretches]
+    errors = sorted(
+        abs(guess - one.seconds) / one.seconds
+        for guess, one in zip(predicted, stretches, strict=True)
     )
-    errors = sorted(stretch_errors(second, cost))
-    print(
-        f"error of {len(errors)} stretches of {_STRETCH} s of a second run: "
-        f"median {errors[len(errors) // 2]:.1%}, 90 % below {errors[int(len(errors) * 0.9)]:.1%}"
-    )
-    predicted = simulated_firsts(second, cost)
+    simulated = [job for job in simulate(second, cost, load) if job.first >= 0]
+    waits = [job.first - job.arrival for job in simulated]
+    gaps = [
+        (job.end - job.first) / (job.output - 1)
+        for job in simulated
+        if job.end >= 0 and job.output > 1
+    ]
+    rows: list[dict[str, Any]] = [
+        {"case": f"{name}/step", "ours": round(cost.base * 1e3, 3), "unit": "ms"},
+        {"case": f"{name}/sequence", "ours": round(cost.sequence * 1e3, 4), "unit": "ms"},
+        {"case": f"{name}/prompt_token", "ours": round(cost.token * 1e6, 2), "unit": "us"},
+    ]
+
+    def add(case: str, ours: float, peer: float) -> None:
+        ratio = round(ours / peer, 3)
+        row = {"case": f"{name}/{case}", "ours": round(ours, 5), "peer": round(peer, 5)}
+        rows.append({**row, "unit": "s", "ratio": ratio})
+
+    add("busy", sum(predicted), sum(one.seconds for one in stretches))
+    for what, ours, peers in (("ttft", waits, second.firsts), ("itl", gaps, second.gaps)):
+        add(f"{what}_p50", _share(ours, 0.5), _share(peers, 0.5))
+        add(f"{what}_p90", _share(ours, 0.9), _share(peers, 0.9))
     for share in (0.5, 0.9):
-        real, guess = _share(second.firsts, share), _share(predicted, share)
-        print(f"first tokens, p{share * 100:.0f}: real {real:.3f} s, simulated {guess:.3f} s")
+        case = f"{name}/stretch_error_p{share * 100:.0f}"
+        rows.append({"case": case, "ours": round(_share(errors, share), 4), "unit": "share"})
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "stretch",
+            "steps": one.steps,
+            "outputs": one.outputs,
+            "prompts": one.prompts,
+            "seconds": round(one.seconds, 4),
+            "predicted": round(guess, 4),
+        }
+        for guess, one in zip(predicted, stretches, strict=True)
+    ]
+    lines += [
+        {
+            "kind": "request",
+            "arrival_s": round(job.arrival, 3),
+            "prompt": job.prompt,
+            "output": job.output,
+            "ttft_s": round(real, 4),
+            "itl_s": round(gap, 5),
+        }
+        for job, real, gap in zip(second.jobs, second.firsts, second.gaps, strict=True)
+    ]
+    return rows, lines
 
 
 def fit(observed: Observed) -> Cost:
-    model = StepModel(Cost.mean([]))
-    for _ in range(3):  # the frames of one run are few; each pass starts from the last solution
-        for steps, outputs, prompts, seconds in _intervals(observed, 0.0):
-            model.observe(steps, outputs, prompts, seconds)
+    model = StepModel(Cost.mean([]), fade=1.0)
+    found = intervals(observed, _LEAST)
+    for one in found * _PASSES:
+        model.observe(one.steps, one.outputs, one.prompts, one.seconds)
     return model.cost
 
 
-def stretch_errors(observed: Observed, cost: Cost) -> list[float]:
-    """|predicted - real| / real of each busy stretch."""
-    return [
-        abs(steps * cost.base + outputs * cost.sequence + prompts * cost.token - seconds) / seconds
-        for steps, outputs, prompts, seconds in _intervals(observed, _STRETCH)
-    ]
+def simulate(observed: Observed, cost: Cost, load: Load) -> list[Job]:
+    """The same requests at one SimReplica."""
+    speed = Speed("", *cost, observed.kv_tokens, load.rows, load.step_tokens)
+    work = [Job(job.arrival, job.prompt, job.output) for job in observed.jobs]
+    return run([speed], RoundRobin(), work, routers=1).jobs
 
 
-def simulated_firsts(observed: Observed, cost: Cost) -> list[float]:
-    speed = Speed(
-        "cpu",
-        cost.base,
-        cost.sequence,
-        cost.token,
-        observed.kv_tokens,
-        _ROWS,
-        _STEP_TOKENS,
-    )
-    outcome = run([speed], RoundRobin(), observed.jobs, routers=1)
-    return outcome.waits()
-
-
-def _intervals(observed: Observed, least: float) -> list[tuple[int, int, int, float]]:
-    """(steps, outputs, prompt tokens, seconds) between frames at which it was busy, joined to
-    stretches of at least `least` seconds."""
-    found: list[tuple[int, int, int, float]] = []
+def intervals(observed: Observed, least: float) -> list[Stretch]:
+    """From frame to frame where it was busy, joined to stretches of at least `least` seconds."""
+    found: list[Stretch] = []
     began = observed.frames[0]
     for before, after in zip(observed.frames, observed.frames[1:], strict=False):
         if not before[1].running:
@@ -99,7 +194,7 @@ def _intervals(observed: Observed, least: float) -> list[tuple[int, int, int, fl
         seconds = after[0] - began[0]
         if seconds >= least and after[1].step > began[1].step:
             found.append(
-                (
+                Stretch(
                     after[1].step - began[1].step,
                     after[1].output_tokens - began[1].output_tokens,
                     after[1].prompt_tokens - began[1].prompt_tokens,
@@ -114,13 +209,13 @@ def _share(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def _observe(model: str) -> tuple[Observed, Observed]:
+async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[Observed, Observed]:
     from engine.client import EngineClient
-    from engine.config import EngineConfig
+    from engine.session import make_config
 
     frames: list[tuple[float, EngineStats]] = []
     firsts: dict[int, float] = {}
-    open_ids: set[int] = set()
+    ends: dict[int, float] = {}
 
     def on_frame(frame: StepFrame) -> None:
         now = time.monotonic()
@@ -128,56 +223,35 @@ async def _observe(model: str) -> tuple[Observed, Observed]:
         for delta in frame.deltas:
             firsts.setdefault(delta.id, now)
             if delta.finish:
-                open_ids.discard(delta.id)
+                ends[delta.id] = now
 
     client = EngineClient(on_frame)
-    ready = await client.start(
-        EngineConfig(
-            model=model,
-            device="cpu",
-            max_num_seqs=_ROWS,
-            max_num_batched_tokens=_STEP_TOKENS,
-            prefix_caching=False,
-        )
-    )
+    ready = await client.start(make_config(model, engine))
+    kv = ready.num_blocks * ready.block_size
     results: list[Observed] = []
     try:
-        for number, seed in enumerate((0, 1, 2)):  # the first warms up
-            frames.clear()
-            firsts.clear()
-            jobs = _jobs(seed, _REQUESTS if number else 4)
+        for seed, count in enumerate((int(_WARM * load.count), load.count, load.count)):
+            for kept in (frames, firsts, ends):
+                kept.clear()
+            jobs = load.jobs(seed, count)
             began = time.monotonic()
-            for index, job in enumerate(jobs):
+            for number, job in enumerate(jobs):
                 await asyncio.sleep(max(0.0, began + job.arrival - time.monotonic()))
-                open_ids.add(index + 1000 * number)
-                job.end = time.monotonic()  # when it was really sent
-                client.submit(_request(index + 1000 * number, job, ready.vocab_size))
-            while open_ids:
+                job.arrival = time.monotonic() - began
+                client.submit(_request(seed * load.count + number, job, ready.vocab_size))
+            while len(ends) < count:
                 await asyncio.sleep(0.02)
-            waits = [firsts[index + 1000 * number] - job.end for index, job in enumerate(jobs)]
-            for job in jobs:
-                job.end = -1.0
-            kv = ready.num_blocks * ready.block_size
-            results.append(Observed(list(frames), waits, jobs, kv))
+            found = [(job, seed * load.count + number) for number, job in enumerate(jobs)]
+            waits = [firsts[id] - began - job.arrival for job, id in found]
+            gaps = [(ends[id] - firsts[id]) / (job.output - 1) for job, id in found]
+            results.append(Observed(list(frames), waits, jobs, kv, gaps))
     finally:
         await client.close()
     return results[1], results[2]
 
 
-def _jobs(seed: int, count: int) -> list[Job]:
-    dice, now, jobs = Random(seed), 0.0, []
-    for _ in range(count):
-        now += dice.expovariate(_RATE)
-        jobs.append(Job(now, dice.choice((20, 60, 150, 400)), dice.randrange(8, 40)))
-    return jobs
-
-
 def _request(id: int, job: Job, vocab: int) -> EngineRequest:
     dice = Random(id)
     tokens = [dice.randrange(100, min(vocab, 40_000)) for _ in range(job.prompt)]
-    params: Any = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=job.output)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=job.output)
     return EngineRequest(id, tokens, job.prompt, params, seed=1)
-
-
-if __name__ == "__main__":
-    main(None)

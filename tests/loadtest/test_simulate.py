@@ -134,24 +134,39 @@ def test_pictures_are_xml():
     ElementTree.fromstring(svg("t", [Panel("p", "x", [line], log=True), Panel("q", "y", [line])]))
 
 
+class Watched(RoundRobin):
+    def __init__(self):
+        self.frames = []
+
+    def frame(self, replica, now):
+        self.frames.append((now, replica.stats()))
+
+
+def observed(cost: Cost, seed: int) -> calibrate.Observed:
+    """A run of a replica of which every step costs just this."""
+    load, policy = calibrate.LOADS["cpu"], Watched()
+    speed = Speed("cpu", *cost, 50_000, load.rows, load.step_tokens)
+    work = load.jobs(seed, 60)
+    run([speed], policy, [*work, Job(work[-1].arrival + 19, 10, 1)], routers=1)
+    waits = [job.first - job.arrival for job in work]
+    gaps = [(job.end - job.first) / (job.output - 1) for job in work]
+    return calibrate.Observed(policy.frames, waits, work, 50_000, gaps)
+
+
 def test_calibration_finds_a_replica_again():
-    """A fit that does not fit what it was made from."""
+    """A fit that does not fit what it was made from; an error that only the table has."""
     true = Cost(0.02, 0.004, 0.0008)
-    speed = Speed("cpu", *true, 50_000, 32, 512)
-    work = calibrate._jobs(1, 60)
-    replica, frames, now, at = SimReplica(0, speed, 1), [], 0.0, 0
-    while at < len(work) or replica.running or replica.waiting:
-        while at < len(work) and work[at].arrival <= now:
-            replica.submit(work[at])
-            at += 1
-        end = replica.begin(now)
-        if not replica.busy:
-            now = work[at].arrival
-            frames.append((now, replica.stats()))
-            continue
-        now = end
-        replica.finish(now)
-        frames.append((now, replica.stats()))
-    observed = calibrate.Observed(frames, [0.1], work, 50_000)
-    errors = sorted(calibrate.stretch_errors(observed, calibrate.fit(observed)))
-    assert errors[len(errors) // 2] < 0.1
+    load = calibrate.LOADS["cpu"]
+    rows, lines = calibrate.compare("one", observed(true, 1), observed(true, 2), load)
+    found = {row["case"].removeprefix("one/"): row for row in rows}
+    assert abs(found["step"]["ours"] - 20) < 1 and abs(found["sequence"]["ours"] - 4) < 0.2
+    assert abs(found["prompt_token"]["ours"] - 800) < 40
+    for what in ("busy", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90"):
+        assert abs(found[what]["ratio"] - 1) < 0.05, rows
+    assert found["stretch_error_p90"]["ours"] < 0.05
+    assert {line["kind"] for line in lines} == {"stretch", "request"}
+    # Twice as slow as it was: that is seen.
+    rows, _ = calibrate.compare(
+        "one", observed(true, 1), observed(Cost(*(2 * c for c in true)), 2), load
+    )
+    assert next(row["ratio"] for row in rows if row["case"] == "one/busy") < 0.6
