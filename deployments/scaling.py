@@ -308,12 +308,13 @@ def _carry(
             text = f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
             return count, Reason("trend", text)
         return count, Reason("work", f"work of {level:.1f} replicas")
-    if count < have and extra:
-        return have, Reason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
     if count < have:
         levels = _levels(pool, memory, promise)
         calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, memory, promise) else have
+        # What waits is little for those that are there; it must be for those that stay.
+        if extra or (count < have and gathered > promise.ttft * count):
+            return have, Reason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
             text = f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
             return count, Reason("calm", text)
