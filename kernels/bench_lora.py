@@ -1,15 +1,16 @@
-"""What LoRA adds to a step of llama-8b on a CUDA device: `python -m kernels.bench lora [sweep]`.
+"""What LoRA adds to a step of llama-8b on a CUDA device: `python -m kernels.bench_lora [sweep]`.
 
 Adapters are drawn zipf over the rows, on all seven linear layers. Times are of one decoder layer's
 four calls less the activation that one of them replaces, in CUDA graphs that walk over as many
 layers as it takes to leave the L2 cache behind.
 """
 
-from collections.abc import Callable
+import sys
 
 import torch
 
 from kernels import cuda, lora
+from kernels.bench import copies_for, time_us
 from kernels.metadata import LoraLinear, LoraStep
 
 HIDDEN, INNER, KV = 4096, 14336, 1024
@@ -28,7 +29,13 @@ def zipf_slots(tokens: int, adapters: int) -> torch.Tensor:
     return torch.multinomial(weights, tokens, replacement=True, generator=generator)
 
 
-def make_step(tokens: int, adapters: int, rank: int) -> LoraStep:
+def make_step(
+    tokens: int,
+    adapters: int,
+    rank: int,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> LoraStep:
     table = torch.zeros(adapters, len(PARTS), 4, dtype=torch.int32)
     at = 0
     for part, (width, height) in enumerate(PARTS):
@@ -47,29 +54,24 @@ def make_step(tokens: int, adapters: int, rank: int) -> LoraStep:
     room = tokens // block + min(adapters + 1, tokens)
     tiles += [(-1, 0, 0)] * (room - len(tiles))
     return LoraStep(
-        order.int().cuda(),
-        torch.tensor(tiles, dtype=torch.int32).cuda(),
+        order.int().to(device),
+        torch.tensor(tiles, dtype=torch.int32).to(device),
         block,
-        torch.randn(adapters, at, device="cuda", dtype=torch.bfloat16) * 0.02,
-        table.cuda(),
-        torch.empty(lora.partial_size(tokens, rank), device="cuda"),
+        torch.randn(adapters, at, device=device, dtype=dtype) * 0.02,
+        table.to(device),
+        torch.empty(lora.partial_size(tokens, rank), device=device),
         rank,
     )
 
 
-def layer_us(
-    tokens: int,
-    adapters: int,
-    rank: int,
-    time_us: Callable[[list[Callable[[], object]]], float],
-) -> dict[str, float]:
+def layer_us(tokens: int, adapters: int, rank: int) -> dict[str, float]:
     """Microseconds of each call of one layer."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     first = make_step(tokens, adapters, rank)
-    count = max(2, min(16, int(300e6 // first.slab.nbytes) + 1))
+    count = max(2, copies_for(first.slab.nbytes))
     steps = [first] + [make_step(tokens, adapters, rank) for _ in range(count - 1)]
     x, inner = random(tokens, HIDDEN), random(tokens, INNER)
     qkv, out = random(tokens, HIDDEN + 2 * KV), random(tokens, HIDDEN)
@@ -85,13 +87,13 @@ def layer_us(
     }
 
 
-def main(time_us: Callable[[list[Callable[[], object]]], float], sweep: bool) -> None:
+def main(sweep: bool) -> None:
     print(torch.cuda.get_device_name(), "LoRA on llama-8b, us a layer; ms of 32 layers")
     for rank in (16, 64):
         for tokens in (1, 16, 64, 256, 512, 1024, 4096):
             for adapters in (1, 16, 64):
                 if adapters <= tokens:
-                    show(tokens, adapters, rank, layer_us(tokens, adapters, rank, time_us))
+                    show(tokens, adapters, rank, layer_us(tokens, adapters, rank))
     if not sweep:
         return
     classes = lora.CLASSES
@@ -99,7 +101,7 @@ def main(time_us: Callable[[list[Callable[[], object]]], float], sweep: bool) ->
         for rows in (16, 32, 64):
             for splits in (1, 2, 4, 8, 16):
                 lora.CLASSES = ((1 << 30, rows, splits, splits),)
-                times = layer_us(tokens, 16, 16, time_us)
+                times = layer_us(tokens, 16, 16)
                 show(tokens, 16, 16, times, f"tiles of {rows}, {splits} splits")
     lora.CLASSES = classes
 
@@ -112,3 +114,7 @@ def show(tokens: int, adapters: int, rank: int, times: dict[str, float], what: s
         f"step {total * 32 / 1e3:5.2f} ms {what}",
         flush=True,
     )
+
+
+if __name__ == "__main__":
+    main("sweep" in sys.argv[1:])

@@ -26,6 +26,7 @@ MADE_BY = {
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "gpu-checks": "`python -m loadtest.gpu_checks`: the tests that need a GPU, what they measured",
     "http": "streams through Ray Serve, against the same engine offline",
+    "kernels": "`python -m loadtest.kernel_bench`: each kernel against the device and libraries",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
     "memory-load": "`python -m loadtest.memory_load`: more requests than memory, for minutes",
     "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
@@ -68,7 +69,7 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Those that compare two sides in a picture; the docs draw others themselves."""
-        if self.name.startswith(("seeds", "simulate")):
+        if self.name.startswith(("seeds", "simulate", "kernels")):
             return []
         rows = self.document.get("rows", [])
         return [row for row in rows if row.get("ours") and row.get("peer") and "unit" in row]
