@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_folder: where these are kept, an absolute path; "" = the machine's temporary folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
-        kind of device with the same num_threads. Not with adapters on the CPU.
+        kind of device with the same num_threads.
     num_threads: CPU threads of the step; 0 = the process's share of cores.
     seed: of the dummy weights and of seeds drawn for requests that give none.
     log_level: "debug" logs a line when a request is queued and when it has ended.

@@ -36,12 +36,6 @@ def resolve(config: EngineConfig) -> Resolved:
     model = ModelConfig.from_folder(folder)
     device = _device(config)
     cuda = device.type == "cuda"
-    if config.deterministic and config.max_loras and not cuda:
-        raise ConfigError(
-            "deterministic: adapters (max_loras) on the CPU are computed by torch, whose sums "
-            "depend on the number of rows; serve them on CUDA, or without deterministic",
-            param="deterministic",
-        )
     max_model_len = model.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > model.max_positions:

@@ -30,21 +30,31 @@ class Linear:
         self, x: Tensor, norm: Tensor, eps: float, lora: LoraStep | None = None
     ) -> Tensor:
         """self(rms_norm(x))."""
-        if lora is not None:
-            x = self.method.kernels.rms_norm(x, norm, eps)
-            return self.with_adapters(self.method.apply(self.state, x), x, lora)
-        return self.method.apply_norm(self.state, x, norm, eps)
+        if lora is None and not self._apart:
+            return self.method.apply_norm(self.state, x, norm, eps)
+        x = self.method.kernels.rms_norm(x, norm, eps)
+        y = self.method.apply(self.state, x)
+        return y if lora is None else self.with_adapters(y, x, lora)
 
     def gated_after_norm(
         self, x: Tensor, norm: Tensor, eps: float, gate: str, lora: LoraStep | None = None
     ) -> Tensor:
         """gate(self(rms_norm(x))) -> [n, out / 2]; the gate's rows come before the up's."""
-        if lora is not None:
-            assert self.lora is not None
-            x = self.method.kernels.rms_norm(x, norm, eps)
-            gate_up = self.method.apply(self.state, x)
-            return self.method.kernels.lora_gated(gate_up, x, self.lora, lora, gate)
-        return self.method.apply_norm_gated(self.state, x, norm, eps, gate)
+        if lora is None and not self._apart:
+            return self.method.apply_norm_gated(self.state, x, norm, eps, gate)
+        kernels = self.method.kernels
+        x = kernels.rms_norm(x, norm, eps)
+        gate_up = self.method.apply(self.state, x)
+        if lora is None:
+            return kernels.GATES[gate](gate_up)
+        assert self.lora is not None
+        return kernels.lora_gated(gate_up, x, self.lora, lora, gate)
+
+    @property
+    def _apart(self) -> bool:
+        """A token without an adapter shall have the same numbers in a step with adapters, where the
+        norm cannot ride along with the product, and in one without."""
+        return self.lora is not None and self.method.kernels.DETERMINISTIC
 
     def with_adapters(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
         """y, which is self(x), with each token's adapter added; written over y."""

@@ -8,17 +8,18 @@ left to torch goes row by row: its algorithms differ with the number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.attention import Attention, attention_for
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.reference import *  # noqa: F403
 
 DETERMINISTIC = True
+_FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def _by_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -36,6 +37,20 @@ linear = _by_row(reference.linear)
 silu_mul = _by_row(reference.silu_mul)
 gelu_tanh_mul = _by_row(reference.gelu_tanh_mul)
 GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+    for slot, tokens in step.segments:
+        for token in tokens.tolist():
+            alone = replace(step, segments=[(slot, _FIRST)])
+            y[token] = reference.lora_add(
+                y[token : token + 1].clone(), x[token : token + 1].clone(), layer, alone
+            )[0]
+    return y
+
+
+def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
+    return GATES[gate](lora_add(gate_up, x, layer, step))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.factory import build
-from engine.messages import EngineRequest
+from engine.messages import AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
 
 
@@ -38,25 +38,40 @@ def engine(folder: Path, **fields: Any) -> EngineCore:
     return core
 
 
+def add_adapter(core: EngineCore, name: str, folder: Path) -> None:
+    core.add_adapter(AddAdapter(1, name, str(folder)))
+    while not (answers := core.answers()):
+        pass
+    assert answers[0].info is not None, answers[0].message
+
+
 def run(
     core: EngineCore,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
+    adapters: Sequence[str] = (),
     together: bool = True,
     seed: int = 1,
 ) -> list[Output]:
-    """All prompts at once, or one after another. Checks that nothing is left behind."""
+    """All prompts at once, or one after another. Checks that nothing is left behind.
+
+    adapters: of each prompt; none by default.
+    """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]
     requests = [
-        EngineRequest(i, list(prompt), len(prompt), p, seed)
-        for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+        EngineRequest(i, list(prompt), len(prompt), p, seed, adapter=adapter)
+        for i, (prompt, p, adapter) in enumerate(
+            zip(prompts, each, adapters or [""] * len(prompts), strict=True)
+        )
     ]
     for wave in [requests] if together else [[request] for request in requests]:
         for request in wave:
             core.add(request)
-        while core.has_work():
+        while core.has_work() or core.scheduler.requests:  # an adapter may be on its way
+            if not core.has_work():
+                continue
             for delta in core.step():
                 output = outputs[delta.id]
                 output.token_ids += delta.token_ids

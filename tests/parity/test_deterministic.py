@@ -3,17 +3,16 @@ else runs and however its own work is cut into steps. Without it they are not, o
 nothing. The same on a GPU: test_gpu.py.
 """
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.factory import build
+from engine.core import EngineCore
 from engine.sampling_params import SamplingParams
-from tests.parity.engine_driver import Output, engine, run
+from tests.parity.engine_driver import Output, add_adapter, engine, run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -63,26 +62,49 @@ def same(a: Output, b: Output) -> bool:
     return a.token_ids == b.token_ids and a.logprobs == b.logprobs
 
 
-def all_cuts(folder: Path, prompts: list[list[int]], params: SamplingParams, **fields: Any) -> bool:
+def all_cuts(
+    folder: Path,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    adapters: dict[str, Path] | None = None,
+    **fields: Any,
+) -> bool:
     """The outputs are the same alone, together, in another order, in chunks of any size, with the
-    prefix cache, and after preemptions."""
+    prefix cache, and after preemptions. adapters: taken in turns with none."""
     fields = {"num_threads": 1, "prefix_caching": False, **fields}
-    core = engine(folder, **fields)
-    whole = run(core, prompts, params)
-    good = all(map(same, run(core, prompts, params, together=False), whole))
-    good &= all(map(same, reversed(run(core, prompts[::-1], params)), whole))
+    if adapters:
+        fields["max_loras"] = len(adapters)
+    names = [name for name, _ in zip(cycle(["", *(adapters or ())]), prompts, strict=False)]
+
+    def start(**changes: Any) -> EngineCore:
+        core = engine(folder, **fields | changes)
+        for name, path in (adapters or {}).items():
+            add_adapter(core, name, path)
+        return core
+
+    def all_of(core: EngineCore, **how: Any) -> list[Output]:
+        return run(core, prompts, params, adapters=names, **how)
+
+    core = start()
+    whole = all_of(core)
+    assert all(output.finish == "length" for output in whole)
+    good = all(map(same, all_of(core, together=False), whole))
+    backwards = run(core, prompts[::-1], params, adapters=names[::-1])
+    good &= all(map(same, reversed(backwards), whole))
     cuts: list[dict[str, Any]] = [
         {"max_num_batched_tokens": 37},
         {"async_scheduling": False},
         {"prefix_caching": True, "max_num_batched_tokens": 100},
     ]
+    if adapters:
+        cuts.append({"max_loras": 1})  # they take turns
     if fields["dtype"] == "bfloat16":  # torch, token by token, fills the last block up
         cuts.append({"block_size": 1, "num_blocks": 4096})
     for cut in cuts:
-        good &= all(map(same, run(engine(folder, **fields | cut), prompts, params), whole))
-    tight = engine(folder, **fields | {"num_blocks": 24, "max_model_len": 192})
-    good &= all(map(same, run(tight, prompts, params), whole))
-    assert tight.stats().preemptions > 0, "24 blocks were meant to be too few"
+        good &= all(map(same, all_of(start(**cut)), whole))
+    tight = start(num_blocks=16 if adapters else 24, max_model_len=192)
+    good &= all(map(same, all_of(tight), whole))
+    assert tight.stats().preemptions > 0, "the blocks were meant to be too few"
     return good
 
 
@@ -114,11 +136,18 @@ def test_it_says_the_same_as_the_default(folder: Path, prompts: list[list[int]])
         assert max(abs(a.logprob - b.logprob) for a, b in first) < close
 
 
-def test_what_cannot_be_had_is_refused(folder: Path) -> None:
-    """Adapters on the CPU, whose products are torch's, make it a promise that is not kept."""
-    config = EngineConfig(
-        model=str(folder), device="cpu", deterministic=True, max_loras=1, num_blocks=64
-    )
-    with pytest.raises(ConfigError, match="deterministic") as raised:
-        build(config)
-    assert raised.value.param == "deterministic"
+def test_adapters(folder: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    """An adapter's product that depends on how many rows have it, or a row without one that is
+    computed in another way because its neighbours have some."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from tests.engine.lora.adapters import save_adapter
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapters = {
+        name: save_adapter(model, tmp_path / name, seed, r=rank)
+        for seed, (name, rank) in enumerate({"a": 8, "b": 40}.items())
+    }
+    dtype = "bfloat16" if model.config.model_type == "llama" else "float32"
+    assert all_cuts(folder, prompts, GREEDY, adapters, dtype=dtype, deterministic=True)

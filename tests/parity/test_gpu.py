@@ -3,6 +3,7 @@
 python -m pytest -m gpu tests
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine.sampling_params import SamplingParams
-from tests.parity.engine_driver import Output, engine, run
+from tests.parity.engine_driver import Output, add_adapter, engine, run
 
 pytestmark = pytest.mark.gpu
 
@@ -146,8 +147,11 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-def differing(folder: Path, dtype: str, *, deterministic: bool) -> list[str]:
-    """Where the text or a log-probability is another than that of all 256 together."""
+def differing(
+    folder: Path, dtype: str, *, deterministic: bool, adapters: Sequence[Path] = ()
+) -> list[str]:
+    """Where the text or a log-probability is another than that of all 256 together. adapters: taken
+    in turns with none."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 300, (256,), generator=generator).tolist()
     prompts = [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
@@ -158,23 +162,35 @@ def differing(folder: Path, dtype: str, *, deterministic: bool) -> list[str]:
         "num_blocks": 16_384,
         "graph_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
     }
-    core = cuda_engine(folder, **fields)
-    texts = [o.token_ids for o in run(core, prompts, EXACT)]
-    scores = [o.logprobs for o in run(core, prompts, GREEDY)]  # kernel by kernel
+    names = ["", *(path.name for path in adapters)]
+    everyone = list(range(256))
+
+    def start(**changes: Any) -> Any:
+        core = cuda_engine(folder, **fields | {"max_loras": len(adapters)} | changes)
+        for path in adapters:
+            add_adapter(core, path.name, path)
+        return core
+
+    def outputs(core: Any, params: SamplingParams, chosen: list[int]) -> list[Output]:
+        those = [names[i % len(names)] for i in chosen]
+        return run(core, [prompts[i] for i in chosen], params, adapters=those)
+
+    core = start()
+    texts = [o.token_ids for o in outputs(core, EXACT, everyone)]
+    scores = [o.logprobs for o in outputs(core, GREEDY, everyone)]  # kernel by kernel
     found = []
     for count in RUNNING:
         chosen = torch.randperm(256, generator=generator)[:count].tolist()
-        some = [prompts[i] for i in chosen]
-        if [o.token_ids for o in run(core, some, EXACT)] != [texts[i] for i in chosen]:
+        if [o.token_ids for o in outputs(core, EXACT, chosen)] != [texts[i] for i in chosen]:
             found.append(f"text of {count}")
-        if [o.logprobs for o in run(core, some, GREEDY)] != [scores[i] for i in chosen]:
+        if [o.logprobs for o in outputs(core, GREEDY, chosen)] != [scores[i] for i in chosen]:
             found.append(f"log-probabilities of {count}")
     del core
-    for cut in CUTS:
-        core = cuda_engine(folder, **{**fields, **cut})
-        if [o.token_ids for o in run(core, prompts, EXACT)] != texts:
+    for cut in [*CUTS, *([{"max_loras": 1}] if adapters else [])]:
+        core = start(**cut)
+        if [o.token_ids for o in outputs(core, EXACT, everyone)] != texts:
             found.append(f"text with {cut}")
-        if [o.logprobs for o in run(core, prompts, GREEDY)] != scores:
+        if [o.logprobs for o in outputs(core, GREEDY, everyone)] != scores:
             found.append(f"log-probabilities with {cut}")
         if cut.get("num_blocks") == 640:
             assert core.stats().preemptions > 0
@@ -186,6 +202,23 @@ def differing(folder: Path, dtype: str, *, deterministic: bool) -> list[str]:
 def test_deterministic_at_1_to_256_running(folder: Path, dtype: str) -> None:
     """A product, a tile or a split that depends on the rest of the step, anywhere in a model."""
     assert differing(folder, dtype, deterministic=True) == []
+
+
+def test_deterministic_with_adapters(folder: Path, tmp_path: Path) -> None:
+    """A sum that is split by the number of rows of its adapter, or a row without one that is
+    computed in another way because its neighbours have some."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from tests.engine.lora.adapters import save_adapter
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ranks = {"a": 8, "b": 40, "c": 16}
+    adapters = [
+        save_adapter(model, tmp_path / name, seed, r=rank)
+        for seed, (name, rank) in enumerate(ranks.items())
+    ]
+    assert differing(folder, "bfloat16", deterministic=True, adapters=adapters) == []
 
 
 def test_without_the_flag_numbers_differ(folder: Path) -> None:
