@@ -1,5 +1,6 @@
 """Adapters against peft on tiny random models, through a whole engine on the CPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ def run(core: EngineCore) -> dict[int, Any]:
     return outputs
 
 
-def scores(model: Any, ids: list[int]) -> Tensor:
-    """Log-probability of each token after the first."""
-    logits = model(torch.tensor([ids])).logits[0, -len(ids) :].log_softmax(-1)
-    return logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+def scores(model: Any, ids: list[int], device: str = "cpu") -> Tensor:
+    """Log-probability of each token after the first, float32 on the CPU."""
+    given = torch.tensor(ids, device=device)
+    logits = model(given[None]).logits[0, -len(ids) : -1].float().log_softmax(-1)
+    return logits.gather(1, given[1:, None])[:, 0].cpu()
 
 
 def check(output: Any, prompt: list[int], theirs: Any, atol: float = 2e-4) -> None:
@@ -243,21 +245,29 @@ def test_on_the_gpu(tmp_path: Path) -> None:
                     model.unload()
 
 
+@pytest.fixture(scope="module")
+def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with two adapters that were trained on real text."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(default_model, folder, list(TEXTS))
+    for name in TEXTS:
+        assert sum(file.stat().st_size for file in (folder / name).iterdir()) < 5 << 20
+    return folder
+
+
 @pytest.mark.slow
-def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_trained_on_the_default_model(default_model: Path, trained: Path, device: str) -> None:
     """Two adapters trained on real text: alone, and in one batch with the model itself, each gives
     peft's numbers, and suits its own text better than the other does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    train(default_model, tmp_path, list(TEXTS))
-    core = engine(default_model, max_num_batched_tokens=256, block_size=16)
+    core = engine(default_model, device=device, max_num_batched_tokens=256, block_size=16)
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     prompts = {name: tokenizer(text_of(name)[-1500:]).input_ids[:200] for name in TEXTS}
     wanted = {}
     for name in TEXTS:
-        size = sum(file.stat().st_size for file in (tmp_path / name).iterdir())
-        assert size < 5 << 20
-        add(core, name, tmp_path / name)
+        add(core, name, trained / name)
     outputs = {}
     for alone in (True, False):
         for name in TEXTS:
@@ -272,7 +282,7 @@ def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> No
         for adapter in ("", *TEXTS):
             model = theirs
             if adapter:
-                model = PeftModel.from_pretrained(theirs, tmp_path / adapter).eval()
+                model = PeftModel.from_pretrained(theirs, trained / adapter).eval()
             for number, (other, text) in wanted.items():
                 if other == adapter:
                     check(outputs[number], prompts[text], model, atol=2e-3)
@@ -281,3 +291,56 @@ def test_trained_on_the_default_model(default_model: Path, tmp_path: Path) -> No
                 model.unload()
     assert losses["prose", "prose"] < losses["code", "prose"] < 9
     assert losses["code", "code"] < losses["prose", "code"]
+
+
+@pytest.mark.gpu
+def test_trained_in_bfloat16(
+    default_model: Path, trained: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """A sum or a scale that is rounded too early, on the type that is served. The truth is peft in
+    float32; peft in bfloat16 on the GPU errs by what the type gives. Ours may err as much, and a
+    quarter more, since roundings fall elsewhere: in the chunks of a mixed batch, and token by
+    token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model)
+    fields: dict[str, Any] = {"max_num_batched_tokens": 256, "block_size": 16}
+    core = engine(default_model, device="cuda", dtype="bfloat16", **fields)
+    plan = {}
+    for name in TEXTS:
+        add(core, name, trained / name)
+        ids = tokenizer(text_of(name)[-1500:]).input_ids[:200]
+        for adapter in ("", *TEXTS):
+            plan[len(plan)] = (adapter, ids)
+            submit(core, len(plan) - 1, ids, adapter, max_tokens=40)
+    outputs = run(core)
+    errors: dict[str, list[Tensor]] = {"ours": [], "theirs": []}
+    kinds = {"cpu": torch.float32, "cuda": torch.bfloat16}
+    models = {
+        device: AutoModelForCausalLM.from_pretrained(default_model, dtype=dtype).to(device).eval()
+        for device, dtype in kinds.items()
+    }
+    with torch.no_grad():
+        for adapter in ("", *TEXTS):
+            both = models
+            if adapter:
+                both = {
+                    device: PeftModel.from_pretrained(model, trained / adapter).eval()
+                    for device, model in models.items()
+                }
+            for number, (other, ids) in plan.items():
+                if other != adapter:
+                    continue
+                text = ids + outputs[number].tokens
+                items = (outputs[number].deltas[0].prompt_logprobs or [])[1:]
+                items += [i for delta in outputs[number].deltas for i in delta.logprobs or ()]
+                truth, half = (scores(both[device], text, device) for device in ("cpu", "cuda"))
+                errors["ours"].append(torch.tensor([i.logprob for i in items]) - truth)
+                errors["theirs"].append(half - truth)
+            if adapter:
+                for model in both.values():
+                    model.unload()
+    ours, theirs = (float(torch.cat(found).abs().mean()) for found in errors.values())
+    record_property("peft", f"mean absolute difference {theirs:.2e}")
+    record_property("ours", f"mean absolute difference {ours:.2e}")
+    assert 0 < ours < 1.25 * theirs
