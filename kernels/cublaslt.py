@@ -8,17 +8,20 @@ own weights, and `linear` and `linear_add_` use the winner for that number of ro
 the library's usual way.
 
 The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
-cannot be had, nothing is tuned. A choice depends on timing, so two processes may differ in the last
-bits; `engine.config.EngineConfig.deterministic` does without.
+cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two processes
+may differ in the last bits; `engine.config.EngineConfig.deterministic` does without.
 """
 
 import ctypes
+import logging
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 _CANDIDATES = 16  # asked for; today's libraries return eight at most
@@ -32,6 +35,10 @@ _PREFERENCE_WORKSPACE = 1
 _CONFIG_TILE, _CONFIG_SPLIT_K, _CONFIG_REDUCTION, _CONFIG_SWIZZLE, _CONFIG_CUSTOM = 1, 2, 3, 4, 5
 _CONFIG_CLUSTER = 8
 _REDUCE_IN_FLOAT32 = 2
+
+
+class LibraryError(RuntimeError):
+    """cuBLASLt refuses."""
 
 
 class Algorithm(ctypes.Structure):
@@ -63,19 +70,18 @@ class _Library:
     def call(self, name: str, *args: object) -> None:
         status = getattr(self.lib, name)(*args)
         if status:
-            raise RuntimeError(f"{name}: cuBLASLt status {status}")
+            raise LibraryError(f"{name}: cuBLASLt status {status}")
 
 
 @lru_cache
 def library(device: torch.device) -> _Library | None:
-    """None where torch has not loaded a cuBLASLt that can be called."""
-    for version in (13, 12):
-        try:
-            lib = ctypes.CDLL(f"libcublasLt.so.{version}")
-        except OSError:
-            continue
-        return _Library(lib, device)
-    return None
+    """None, and a line in the log, where the cuBLASLt of torch's CUDA cannot be called."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return _Library(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
+    except (OSError, AttributeError, LibraryError) as error:
+        logger.warning("matrix products are not tuned, cuBLASLt cannot be called: %s", error)
+        return None
 
 
 class Product:
@@ -102,7 +108,7 @@ class Product:
         )
 
     def offered(self) -> list[Algorithm]:
-        """What the library's heuristic proposes, its favourite first."""
+        """What the library's heuristic proposes, its favourite first; it may have nothing."""
         lib = self._lib
         preference = ctypes.c_void_p()
         lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
@@ -117,12 +123,13 @@ class Product:
         found = (Algorithm * _CANDIDATES)()
         count = ctypes.c_int()
         layouts = (self._weight, self._x, self._y, self._y)
-        lib.call(
-            "cublasLtMatmulAlgoGetHeuristic",
+        status = lib.lib.cublasLtMatmulAlgoGetHeuristic(
             *(lib.handle, self._desc, *layouts, preference, _CANDIDATES, found),
             ctypes.byref(count),
         )
         lib.call("cublasLtMatmulPreferenceDestroy", preference)
+        if status:  # it knows of none for such a product
+            return []
         return [found[i] for i in range(count.value) if found[i].state == 0]
 
     def fitted(self, algorithm: Algorithm) -> Algorithm | None:
@@ -199,7 +206,7 @@ class Product:
             torch.cuda.current_stream().cuda_stream,
         )
         if status:
-            raise RuntimeError(f"cublasLtMatmul: cuBLASLt status {status}")
+            raise LibraryError(f"cublasLtMatmul: cuBLASLt status {status}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cublaslt import TYPES, Algorithm, Choice, Key, Product, choices, key_of, library
+from kernels.cublaslt import (
+    TYPES,
+    Algorithm,
+    Choice,
+    Key,
+    LibraryError,
+    Product,
+    choices,
+    key_of,
+    library,
+)
 
 _FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
 _LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
 _QUEUE_CYCLES = 20_000.0  # device clocks to wait for each launch to be timed, while they queue up
-_LONGEST_QUEUE = 500_000.0
+_LONGEST_QUEUE = 100_000.0  # from there on a host is too slow to wait for it each time
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
 _BEST = 4  # of all that were timed once, these are timed again
 _LED = 2  # of a landmark's, these are tried at the sizes beside it
@@ -76,6 +86,15 @@ class _Search:
         else:
             torch.mm(self.x, weight.t(), out=self.y)
 
+    def runs(self, algorithm: Algorithm | None) -> bool:
+        """Whether the library goes through with it. The launch also loads the machine code, which
+        takes longer than anything that is timed."""
+        try:
+            self._run(algorithm, self.weights[0])
+        except LibraryError:
+            return False
+        return True
+
     def milliseconds(self, algorithm: Algorithm | None) -> float:
         """Of one pass over the weights, all of it queued before the device begins: otherwise the
         host's speed would be measured."""
@@ -93,7 +112,7 @@ class _Search:
             _Search.queue_cycles *= 1.5  # of this process: it tells how fast the host is
 
     def try_offered(self) -> None:
-        for algorithm in self.product.offered():
+        for algorithm in filter(self.runs, self.product.offered()):
             self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
 
@@ -104,7 +123,7 @@ class _Search:
         base = self.timed[0][1]
         for variant in _VARIANTS:
             algorithm = self.product.variant(base, *variant)
-            if algorithm is not None:
+            if algorithm is not None and self.runs(algorithm):
                 self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
 
@@ -118,9 +137,12 @@ class _Search:
 
     def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
         """The fastest, in turns with the library's own choice; None if that is about as fast."""
+        among = [algorithm for algorithm in among if self.runs(algorithm)]
+        if not among or not self.runs(None):
+            return None
         rounds = [[self.milliseconds(a) for a in (None, *among)] for _ in range(2)]
         usual, *ours = (min(times) for times in zip(*rounds, strict=True))
-        if not ours or min(ours) >= _CLEARLY * usual:
+        if min(ours) >= _CLEARLY * usual:
             return None
         return among[ours.index(min(ours))]
 

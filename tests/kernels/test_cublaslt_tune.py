@@ -1,13 +1,15 @@
 """The order of the search for products; the products themselves are tested on a GPU."""
 
+import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from kernels import cublaslt_tune
-from kernels.cublaslt import choices, key_of
+from kernels import cublaslt, cublaslt_tune
+from kernels.cublaslt import LibraryError, choices, key_of
 
 
 class FakeProduct:
@@ -90,3 +92,57 @@ def test_other_types_are_left_to_the_library(fake: type[FakeSearch]) -> None:
     """A KeyError at the start of a model in a type that cuBLASLt's table here does not know."""
     cublaslt_tune.tune([torch.zeros(8, 4, dtype=torch.int8)], [64], add=False)
     assert not fake.asked
+
+
+class PickyProduct:
+    """Times are the algorithms' names; the library refuses to run what begins with "no"."""
+
+    def offered(self) -> list[str]:
+        return ["3", "no2", "2"]
+
+    def run(self, algorithm: str, *_: Any) -> None:
+        if algorithm.startswith("no"):
+            raise LibraryError(algorithm)
+
+
+def test_what_the_library_refuses_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that does not start because one of many algorithms cannot run after all."""
+    search: Any = object.__new__(cublaslt_tune._Search)
+    search.product, search.timed, search.add = PickyProduct(), [], False
+    search.weights = [torch.zeros(8, 4)]
+    search.x, search.y = torch.zeros(64, 4), torch.zeros(64, 8)
+    monkeypatch.setattr(search, "milliseconds", lambda algorithm: float(algorithm or 2.5))
+    search.try_offered()
+    assert search.leaders(4) == ["2", "3"]
+    assert search.winner(["no1", "2", "3"]) == "2"
+    assert search.winner(["no1"]) is None and search.winner(["3"]) is None
+
+
+@pytest.mark.parametrize("broken", ["missing", "too old", "refuses"])
+def test_without_the_library(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device or a driver without it: no engine, or a slow one and nobody is told; or a line in
+    the log for each shape of a weight."""
+
+    def load(name: str) -> Any:
+        if broken == "missing":
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace() if broken == "too old" else SimpleNamespace(cublasLtCreate=len)
+
+    def create(self: Any, name: str, *args: object) -> None:
+        if broken == "refuses":
+            raise LibraryError(f"{name}: cuBLASLt status 1")
+        getattr(self.lib, name)
+
+    monkeypatch.setattr(cublaslt.ctypes, "CDLL", load)
+    monkeypatch.setattr(cublaslt._Library, "call", create)
+    cublaslt.library.cache_clear()
+    weight = torch.zeros(8, 4)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cublaslt_tune.tune([weight], [64], add=False)
+    cublaslt.library.cache_clear()
+    assert len(caplog.records) == 1 and "not tuned" in caplog.text
+    x = torch.ones(64, 4)
+    assert torch.equal(cublaslt.linear(x, weight, None), x @ weight.t())
