@@ -8,6 +8,7 @@ model's.
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from zlib import crc32
@@ -45,6 +46,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter_seconds: an adapter takes as long to reach the device.
     fail_start, fail_step, exit_step, hang_step: raise at start, raise at that step, exit without a
         word, or never end it.
+    lost_at_signal: SIGUSR1 takes the device away: the step after it raises.
     """
 
     vocab_size: int = 1000
@@ -61,6 +63,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_step: int = -1
     exit_step: int = -1
     hang_step: int = -1
+    lost_at_signal: bool = False
 
     @classmethod
     def parse(cls, model: str) -> "FakeOptions":
@@ -97,6 +100,7 @@ class FakeCore:
         self._adapters: dict[int, Adapter] = {}  # by request
         self._slots: dict[int, int] = {}  # by request that has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
+        self.lost = False  # the device
 
     def ready(self) -> Ready:
         o = self._options
@@ -168,6 +172,8 @@ class FakeCore:
         began = time.monotonic()
         if stats.step == options.fail_step:
             raise RuntimeError("the fake engine was told to fail")
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if stats.step == options.exit_step:
             os._exit(3)
         if stats.step == options.hang_step:
@@ -263,4 +269,6 @@ def build(config: EngineConfig) -> tuple[FakeCore, Ready]:
     if options.fail_start:
         raise ConfigError("the fake engine was told not to start", param="model")
     core = FakeCore(config)
+    if options.lost_at_signal:
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(core, "lost", True))
     return core, core.ready()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,7 @@ class Live:
         """Which process serves which of haproxy's servers."""
         config = "".join(file.read_text() for file in self.folder.rglob("*.cfg"))
         ports = {int(port) for port in re.findall(r"^\s*server \S+ \S+?:(\d+) ", config, re.M)}
+        self.routers.clear()
         for pid in self.router_states():
             listening = {s.local for s in tcp_sockets(pid).values() if s.state == _LISTEN}
             found = ports & listening
@@ -150,6 +152,80 @@ def open_files(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             names.append(os.readlink(entry))
     return sorted(names)
+
+
+# -- what is held
+
+
+def quiet(live: Live) -> bool:
+    """Nothing in flight anywhere: no request, no ledger entry, no KV block."""
+    for state in live.router_states().values():
+        if state["in_flight"] or any(state["held"].values()):
+            return False
+    for stats in live.replica_stats().values():
+        if stats["running"] or stats["waiting"] or stats["in_flight"]:
+            return False
+        if stats["free_blocks"] != stats["total_blocks"]:
+            return False
+    return True
+
+
+def holdings(live: Live) -> dict[str, Counter[str]]:
+    """Tasks, threads and open files of each process. A router's connections from haproxy are not
+    counted: haproxy keeps them for the next client, and closes them in its own time."""
+    found = {}
+    routers, replicas = live.router_states(), live.replica_stats()
+    pids = {f"router {pid}": pid for pid in routers}
+    pids |= {f"replica {pid}": pid for pid in replicas}
+    pids |= {f"engine of {pid}": stats["engine_pid"] for pid, stats in replicas.items()}
+    for name, pid in pids.items():
+        sockets = tcp_sockets(pid)
+        held: Counter[str] = Counter()
+        for file in open_files(pid):
+            socket = sockets.get(file)
+            if socket is not None and socket.local == live.routers.get(pid):
+                held["connections from haproxy"] += 1
+            elif socket is not None:
+                held["tcp"] += 1
+            else:
+                held[re.sub(r"\d+", "N", file)] += 1
+        held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+        held["tasks"] = {**routers, **replicas}.get(pid, {"tasks": 0})["tasks"]
+        found[name] = held
+    return found
+
+
+def resident_mib(pid: int) -> float:
+    """Memory that a process holds; 0 for one that is gone."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return 0.0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# What may grow: asyncio's pool of threads for slow work, which starts them as it needs them, and
+# Ray's own connections, which come and go. A leak would be one for each of hundreds of requests.
+SLACK = {"threads": 5, "tcp": 3}
+
+
+def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str]:
+    """What there is more of than before: in words, empty if nothing. at_once: connections that
+    haproxy may have opened since."""
+    slack = SLACK | {"connections from haproxy": at_once}
+    for _ in range(10):  # Serve's own health checks are tasks too, for a moment
+        after = holdings(live)
+        assert before.keys() == after.keys(), "a process was replaced"
+        more = [
+            f"{process}: {what} {before[process][what]} -> {after[process][what]}"
+            for process in before
+            for what in after[process]
+            if after[process][what] > before[process][what] + slack.get(what, 0)
+        ]
+        if not more:
+            break
+        time.sleep(0.5)
+    return more
 
 
 # -- starting it

@@ -17,15 +17,15 @@ from engine.config import EngineConfig
 from tests.deployments.fake_backend import tiny_tokenizer
 
 # Every token id of the fake engine is one that the tiny tokenizer can write.
-FAKE = "fake:vocab_size=250,max_model_len=256,step_seconds=0.02"
+FAKE = "fake:vocab_size=250,max_model_len=8192,step_seconds=0.02"
 
 
 def fake_engine(settings: ReplicaSettings) -> EngineConfig:
     """What the replicas run instead of a model."""
-    return EngineConfig(model=FAKE)
+    return EngineConfig(model=FAKE, max_num_seqs=settings.engine.get("max_num_seqs", 0))
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, positions: int = 256) -> Path:
     """A folder with tokenizer and config.json, but no weights that matter."""
     folder.mkdir()
     tokenizer = tiny_tokenizer()
@@ -47,7 +47,7 @@ def tiny_model(folder: Path) -> Path:
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "vocab_size": 512,
-                "max_position_embeddings": 256,
+                "max_position_embeddings": positions,
                 "rms_norm_eps": 1e-5,
                 "hidden_act": "silu",
             }

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -21,10 +20,11 @@ from tests.deployments.live import (
     ROOT,
     ROUTERS,
     Live,
+    grown,
+    holdings,
     live_server,
-    open_files,
+    quiet,
     settled,
-    tcp_sockets,
 )
 from tests.deployments.live_load import load
 
@@ -41,62 +41,6 @@ def live(default_model: Path) -> Iterator[Live]:
         yield live
 
 
-# -- what is held
-
-
-def quiet(live: Live) -> bool:
-    """Nothing in flight anywhere: no request, no ledger entry, no KV block."""
-    for state in live.router_states().values():
-        if state["in_flight"] or any(state["held"].values()):
-            return False
-    for stats in live.replica_stats().values():
-        if stats["running"] or stats["waiting"] or stats["in_flight"]:
-            return False
-        if stats["free_blocks"] != stats["total_blocks"]:
-            return False
-    return True
-
-
-def holdings(live: Live) -> dict[str, Counter[str]]:
-    """Tasks, threads and open files of each process. A router's connections from haproxy are not
-    counted: haproxy keeps them for the next client, and closes them in its own time."""
-    found = {}
-    routers, replicas = live.router_states(), live.replica_stats()
-    pids = {f"router {pid}": pid for pid in routers}
-    pids |= {f"replica {pid}": pid for pid in replicas}
-    pids |= {f"engine of {pid}": stats["engine_pid"] for pid, stats in replicas.items()}
-    for name, pid in pids.items():
-        sockets = tcp_sockets(pid)
-        held: Counter[str] = Counter()
-        for file in open_files(pid):
-            socket = sockets.get(file)
-            if socket is not None and socket.local == live.routers.get(pid):
-                held["connections from haproxy"] += 1
-            elif socket is not None:
-                held["tcp"] += 1
-            else:
-                held[re.sub(r"\d+", "N", file)] += 1
-        held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-        held["tasks"] = {**routers, **replicas}.get(pid, {"tasks": 0})["tasks"]
-        found[name] = held
-    return found
-
-
-# What may grow: asyncio's pool of threads for slow work, which starts them as it needs them, and
-# Ray's own connections, which come and go. A leak would be one for each of hundreds of requests.
-SLACK = {"threads": 5, "tcp": 3, "connections from haproxy": AT_ONCE}
-
-
-def grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> list[str]:
-    assert before.keys() == after.keys(), "a process was replaced"
-    return [
-        f"{process}: {what} {before[process][what]} -> {after[process][what]}"
-        for process in before
-        for what in after[process]
-        if after[process][what] > before[process][what] + SLACK.get(what, 0)
-    ]
-
-
 def test_a_thousand_requests_leave_nothing_behind(live: Live) -> None:
     """A leak of blocks, tasks, ledger entries or file handles in some interleaving of tokens,
     ends and clients that leave."""
@@ -110,13 +54,7 @@ def test_a_thousand_requests_leave_nothing_behind(live: Live) -> None:
     settled(lambda: quiet(live), 5)
     print(f"{took:.1f} s, quiet after {time.monotonic() - left:.2f} s: {dict(seen)}")
     assert sum(seen.values()) == 1000
-    more = grown(before, holdings(live))
-    for _ in range(10):  # Serve's own health checks are tasks too, for a moment
-        if not more:
-            break
-        time.sleep(0.5)
-        more = grown(before, holdings(live))
-    assert not more
+    assert not grown(live, before, AT_ONCE)
     now = live.metrics()
     shrunk = [name for name in counted if "_total{" in name and now[name] < counted[name]]
     assert not shrunk

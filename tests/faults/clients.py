@@ -26,12 +26,13 @@ class Said:
     """An answer put together from its events. gap: the longest pause between two of them, seconds;
     it ended at gap_end. first: when the first event came, monotonic seconds.
 
-    prompt, output: usage. logprobs: of each choice that has them, for each token: its text and
-    log-probability, then the same of the most likely ones. migrations: how often a choice went on
-    elsewhere.
+    status: of the answer, 0 if none came. prompt, output: usage. logprobs: of each choice that has
+    them, for each token: its text and log-probability, then the same of the most likely ones.
+    migrations: how often a choice went on elsewhere.
     """
 
     error: str = ""
+    status: int = 0
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     prompt: int = -1
@@ -71,34 +72,39 @@ class Said:
             self.migrations = event["usage"].get("timing", {}).get("migrations", 0)
 
 
-async def ask(port: int, body: dict[str, Any], prefix: str = "") -> Said:
-    """One streamed request. Whatever goes wrong is in `error`, nothing is raised or tried again."""
+def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
+    """A request's bytes, for a connection that ends with it."""
+    payload = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(payload)}", "", ""]
+    return "\r\n".join(lines).encode() + payload
+
+
+async def ask(port: int, body: dict[str, Any], prefix: str = "", *, header: str = "") -> Said:
+    """One streamed request, with one more header. Whatever goes wrong is in `error`, nothing is
+    raised or tried again."""
     said = Said()
     try:
         async with asyncio.timeout(TIMEOUT):
-            await _ask(said, port, body, prefix)
+            await _ask(said, port, body, prefix, header)
     except (OSError, EOFError, TimeoutError) as error:
         said.error = said.error or f"{type(error).__name__}: {error}"
     return said
 
 
-async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str) -> None:
+async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str, header: str) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    payload = json.dumps({**body, **options}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(
-            f"POST {prefix}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
-            "x-return-timing: 1\r\n\r\n".encode()
-            + payload
-        )
+        headers = ("x-return-timing: 1", *[header] * bool(header))
+        writer.write(post(prefix + path, {**body, **options}, *headers))
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         for line in head[1:]:
             name, _, value = line.partition(": ")
             said.headers[name.lower()] = value
-        if head[0].split()[1] != "200":
+        said.status = int(head[0].split()[1])
+        if said.status != 200:
             said.error = f"{head[0]}: {(await reader.read(4096)).decode('utf-8', 'replace')}"
             return
         last, buffer = 0.0, b""

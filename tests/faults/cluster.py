@@ -15,12 +15,13 @@ from deployments.config import parse_config
 from deployments.replica import ReplicaSettings
 from engine.config import EngineConfig
 from loadtest.processes import Instance, Process, instance_at
+from tests.deployments.live import resident_mib
 from tests.deployments.serve_cluster import Cluster
 from tests.faults.clients import Said, ask
 
 NAME = "broken"  # of the application and of the model
 # Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU.
-FAKE = "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02"
+FAKE = "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,lost_at_signal=true"
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
@@ -67,9 +68,24 @@ class Broken:
         routers = await _each(self.handle.state, self.routers)
         for state in routers:
             state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
-            pages = int(Path(f"/proc/{state['pid']}/statm").read_text().split()[1])
-            state["resident_mib"] = round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+            state["resident_mib"] = round(resident_mib(state["pid"]), 1)
         return {"routers": routers, "replicas": await _each(engines.stats, self.replicas)}
+
+    async def streams_on(self, victim: Process) -> int | None:
+        """Choices that this engine or replica has; None if it does not say so within a second."""
+        from ray import serve
+
+        stats = serve.get_deployment_handle("engine-cpu", NAME).stats
+        calls = [stats.remote() for _ in range(3 * self.replicas)]  # the less busy ones answer
+        try:
+            async with asyncio.timeout(1):
+                found = await asyncio.gather(*calls, return_exceptions=True)
+        except TimeoutError:
+            return None
+        for one in found:
+            if isinstance(one, dict) and victim.pid in (one["pid"], one["engine_pid"]):
+                return int(one["in_flight"])
+        return None
 
     async def settled(self, seconds: float = 60.0) -> float:
         """Wait until every router has every replica; how long it took."""

@@ -7,18 +7,21 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import linear_regression
 from typing import Any
 
+from tests.deployments.live import resident_mib
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken
 
 PROMPTS = 8  # different ones; each has one right answer
+FIRST = 2.0  # seconds to the first event of an answer in time, as promised: scaling.ttft
 
 
 @dataclass
 class Record:
     """One request; seconds since the load began. gap_s: its longest pause between two events, which
-    ended at gap_at_s."""
+    ended at gap_at_s. moves: how often a choice of it went on elsewhere."""
 
     prompt: int
     at_s: float
@@ -26,30 +29,67 @@ class Record:
     end_s: float = 0.0
     gap_s: float = 0.0
     gap_at_s: float = 0.0
+    moves: int = 0
     error: str = ""  # also set if the answer differs from the right one
 
     @property
     def ok(self) -> bool:
         return not self.error
 
+    @property
+    def good(self) -> bool:
+        """Right, and in time."""
+        return self.ok and self.first_s - self.at_s <= FIRST
+
 
 @dataclass
 class Kill:
+    """streams: choices that the victim had; None where that is not known."""
+
     at_s: float
     target: str
     alive_before: int
+    streams: int | None = None
 
 
 @dataclass
 class Run:
-    """What happened. replicas: (seconds, how many a router saw)."""
+    """What happened. quiet: seconds at its begin without kills. replicas: (seconds, how many a
+    router saw). memory: (seconds, MiB of all routers)."""
 
     rate: float
     tokens: int
+    quiet: float = 0.0
     seconds: float = 0.0
     requests: list[Record] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     replicas: list[tuple[float, int]] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+    def goodput(self, begin: float, end: float) -> float:
+        """Right answers in time to what came in these seconds, a second."""
+        return sum(one.good for one in self.requests if begin <= one.at_s < end) / (end - begin)
+
+    def against_quiet(self) -> dict[str, Any]:
+        """What the kills cost: choices that moved, and good answers against the time before."""
+        moved = [one for one in self.requests if one.moves]
+        streams = [kill.streams for kill in self.kills if kill.streams is not None]
+        last = max(one.at_s for one in self.requests)
+        before, rest = self.goodput(0, self.quiet), self.goodput(self.quiet, last)
+        slope = 0.0
+        if len({at for at, _ in self.memory}) > 1:
+            slope = linear_regression(*zip(*self.memory, strict=True)).slope
+        return {
+            "streams_on_victims": sum(streams),
+            "kills_with_known_streams": len(streams),
+            "moves": sum(one.moves for one in moved),
+            "moved_requests": len(moved),
+            "moved_requests_right": sum(one.ok for one in moved),
+            "goodput_quiet_per_s": round(before, 3),
+            "goodput_with_kills_per_s": round(rest, 3),
+            "goodput_share": round(rest / before, 3),
+            "routers_mib_per_minute": round(60 * slope, 3),
+        }
 
     def summary(self) -> dict[str, Any]:
         gaps = sorted(self.requests, key=lambda one: one.gap_s)
@@ -97,6 +137,7 @@ class Load:
         said = await self.broken.ask(self._bodies[which])
         record.end_s = time.monotonic() - began
         record.first_s = said.first - began if said.first else record.end_s
+        record.moves = said.migrations
         record.gap_s, record.gap_at_s = said.gap, said.gap_end - began if said.gap_end else 0.0
         right = self.right(which)
         if said.error:
@@ -128,14 +169,16 @@ async def kill_under_load(
     rate: float,
     seconds: float,
     kills: int,
+    quiet: float = 0.0,
     targets: Sequence[str] = ("engine", "replica"),
     seed: int = 0,
 ) -> Run:
     """So many requests a second, however long the answers take, while processes of `targets`, in
-    turn, are killed. The moments of kills are spread evenly; those of requests and the victims are
-    drawn from the seed."""
+    turn, are killed. quiet: seconds of the same load before. The moments of kills are spread
+    evenly; those of requests and the victims are drawn from the seed."""
     broken, order = load.broken, random.Random(seed)
-    run = Run(rate, load.tokens)
+    run = Run(rate, load.tokens, quiet)
+    whole = quiet + seconds
     began = time.monotonic()
 
     async def request(number: int) -> None:
@@ -143,7 +186,7 @@ async def kill_under_load(
 
     async def arrivals(group: asyncio.TaskGroup) -> None:
         at, number = 0.0, 0
-        while (at := at + order.expovariate(rate)) < seconds:
+        while (at := at + order.expovariate(rate)) < whole:
             await asyncio.sleep(began + at - time.monotonic())
             group.create_task(request(number))
             number += 1
@@ -151,17 +194,20 @@ async def kill_under_load(
     async def killer() -> None:
         for number in range(kills):
             target = targets[number % len(targets)]
-            await asyncio.sleep(began + (number + 0.5) * seconds / kills - time.monotonic())
+            due = began + quiet + (number + 0.5) * seconds / kills
+            await asyncio.sleep(due - time.monotonic())
             victims = await asyncio.to_thread(broken.find, target)
             victim = random.Random(seed + number).choice(victims)
+            streams = await broken.streams_on(victim)
             if await asyncio.to_thread(victim.send, 9):
                 at = round(time.monotonic() - began, 2)
-                run.kills.append(Kill(at, target, len(victims)))
+                run.kills.append(Kill(at, target, len(victims), streams))
 
     async def watcher() -> None:
-        while time.monotonic() - began < seconds:
-            seen = await broken.seen()
-            run.replicas.append((round(time.monotonic() - began, 2), seen))
+        while (at := round(time.monotonic() - began, 2)) < whole:
+            run.replicas.append((at, await broken.seen()))
+            routers = await asyncio.to_thread(broken.find, "router")
+            run.memory.append((at, sum(resident_mib(one.pid) for one in routers)))
             await asyncio.sleep(1)
 
     async with asyncio.TaskGroup() as group:

@@ -2,10 +2,12 @@
 
     python -m tests.faults.soak
 
-The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests.
+The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests while
+there are kills. A fifth of the time it goes on without kills before: good answers, right and begun
+within 2 s, are compared with those of then.
 Writes loadtest/results/faults-soak-<date>.json (the figures), .jsonl (every request and kill) and
 .svg (all of it over time). Exit status 1 if any request failed, differed or paused longer than 2 s
-plus a prefill, or if something was left behind.
+plus a prefill, if good answers fell below 70 %, or if something was left behind.
 """
 
 import argparse
@@ -31,6 +33,8 @@ RESULTS = Path(__file__).parents[2] / "loadtest" / "results"
 SHARE = 0.6  # of the measured capacity
 LONGEST_GAP = 2.0  # seconds, plus a prefill
 FILES = 3  # Ray's own connections to replicas come and go; a leak would be one a kill
+QUIET = 0.2  # of the time with kills, before
+GOODPUT = 0.7  # of that without kills
 MIB = 64.0  # that a router may grow by: fragmentation, not requests
 
 
@@ -46,7 +50,9 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
     alone = [await load.one(number, 0.0) for number in range(4)]
     prefill = statistics.median(one.first_s - one.at_s for one in alone)
     before = await broken.states()
-    run = await kill_under_load(load, rate=rate, seconds=seconds, kills=options.kills)
+    run = await kill_under_load(
+        load, rate=rate, seconds=seconds, kills=options.kills, quiet=QUIET * seconds
+    )
     recovered = await broken.settled(300)
     await asyncio.sleep(5)  # for what the last replica's start has left to do
     after = await broken.states()
@@ -55,6 +61,7 @@ async def soak(broken: Broken, options: argparse.Namespace) -> tuple[Run, dict[s
         "load_share": round(rate / carried, 2),
         "prefill_s": round(prefill, 3),
         **run.summary(),
+        **run.against_quiet(),
         "seconds_to_full_strength_after": round(recovered, 1),
         "left_behind": left_behind(before, after),
         "before": before,
@@ -93,6 +100,11 @@ def verdict(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
         (report["kills"] == options.kills, f"{report['kills']} kills of {options.kills}"),
         (report["requests"] >= options.requests, f"only {report['requests']} requests"),
         (report["longest_gap_s"] <= bound, f"a pause of {report['longest_gap_s']} s"),
+        (
+            report["moved_requests_right"] == report["moved_requests"],
+            f"of {report['moved_requests']} that moved {report['moved_requests_right']} are right",
+        ),
+        (report["goodput_share"] >= GOODPUT, f"{report['goodput_share']:.0%} good answers"),
         (not report["left_behind"], "; ".join(report["left_behind"])),
     ]
     return [text for good, text in checks if not good]
@@ -104,6 +116,21 @@ def table(report: dict[str, Any]) -> str:
         ("kills", report["kills"]),
         ("failed", report["failed"]),
         ("different text", report["different"]),
+        (
+            "choices on the victims",
+            f"{report['streams_on_victims']} at {report['kills_with_known_streams']} kills",
+        ),
+        (
+            "choices that moved",
+            f"{report['moves']}, of {report['moved_requests']} requests, "
+            f"{report['moved_requests_right']} of them right",
+        ),
+        (
+            "good answers with kills, before",
+            f"{report['goodput_with_kills_per_s']}/s, {report['goodput_quiet_per_s']}/s: "
+            f"{report['goodput_share']:.0%}",
+        ),
+        ("routers' memory", f"{report['routers_mib_per_minute']:+} MiB a minute"),
         (
             "longest pause",
             f"{report['longest_gap_s']} s (a prefill alone: {report['prefill_s']} s)",

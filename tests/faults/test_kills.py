@@ -156,6 +156,37 @@ def test_f5_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
+def test_f9_a_device_is_lost(broken: Broken, asked: Asked) -> None:
+    """Bug: an engine whose device is gone lives on, or ends without its replica being replaced, or
+    its requests fail with it; they are blamed for what was not their fault."""
+
+    async def case() -> None:
+        await broken.settled()
+        before = await broken.states()
+        ends: list[float] = []
+
+        async def fault() -> None:
+            await asyncio.sleep(0.6)
+            victim = broken.kill("engine", number=signal.SIGUSR1)
+            began = time.monotonic()
+            while victim.send(0):
+                assert time.monotonic() < began + 5, "it lives on"
+                await asyncio.sleep(0.01)
+            ends.append(time.monotonic() - began)
+
+        said = await same_under(broken, asked, fault)
+        gap, moves = max(one.gap for one in said), sum(one.migrations for one in said)
+        print(f"device lost: process gone after {ends[0]:.2f} s, {moves} moves, gap {gap:.2f} s")
+        assert moves >= 1 and gap < MAX_GAP and ends[0] < 1
+        await broken.settled()
+        after = await broken.states()
+        pids = [{one["pid"] for one in states["replicas"]} for states in (before, after)]
+        assert len(pids[0] & pids[1]) == broken.replicas - 1, "its replica was not replaced"
+        assert (await broken.ask(asked[0][0])).outcome == asked[0][1].outcome
+
+    run(case())
+
+
 def test_f11_an_engine_hangs(broken: Broken, asked: Asked) -> None:
     """Bug: a process that lives and does nothing holds its streams for ever."""
 

@@ -26,10 +26,7 @@ LENGTH = 2_000  # tokens: some seconds of the tiny model
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    model = tiny_model(folder / "tiny")
-    config = json.loads((model / "config.json").read_text())
-    config["max_position_embeddings"] = 32768
-    (model / "config.json").write_text(json.dumps(config))
+    model = tiny_model(folder / "tiny", positions=32768)
     port = free_port()
     engine = {"load_format": "dummy", "num_blocks": 4096, "max_num_seqs": 4}
     settings = {"model": str(model), "engine": engine, "http": {"port": port, "proxy": "serve"}}
