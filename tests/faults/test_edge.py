@@ -1,4 +1,6 @@
-"""F15 and F16 behind haproxy, as `manta serve` runs it: the edge's own processes are killed."""
+"""Behind haproxy, as `manta serve` runs it. F15, F16: the edge's own processes are killed. F19,
+F20, F22 in short: clients that leave, that do not read, and too many; the long run is `python -m
+tests.faults.abuse`."""
 
 import asyncio
 import signal
@@ -12,18 +14,22 @@ import pytest
 from loadtest.processes import Instance, instance_at
 from tests.deployments.live import NAME, REPLICAS, Live, live_server
 from tests.deployments.serve_cluster import tiny_model
+from tests.faults import abuse
 from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(180)]
 
 BODY = {"model": NAME, "messages": [{"role": "user", "content": "the answer"}]}
 BODY |= {"max_tokens": 80, "temperature": 0}  # 1.6 s at the engines' pace
+ROWS = 12  # of each engine
+TENANTS = ("x-tenant: one", "x-tenant: two")
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    model: Path = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with live_server(model, fake=True) as found:
+    model: Path = tiny_model(tmp_path_factory.mktemp("models") / "tiny", positions=8192)
+    limits = {"drain_seconds": 1.0, "share_by": "x-tenant"}
+    with live_server(model, fake=True, engine={"max_num_seqs": ROWS}, limits=limits) as found:
         yield found
 
 
@@ -116,3 +122,39 @@ def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, t
     print(f"{target}: a whole answer again {took:.1f} s after the kill")
     assert took < 12, "10 s and the answer itself, which takes 1.6"
     until(lambda: idle(live), 20)
+
+
+def told(report: abuse.Report) -> list[str]:
+    """What is out of its bounds, apart from milliseconds: other tests may share these cores."""
+    for row in report.rows:
+        print(f"{row['case']}: {row['value']} {row['unit']}")
+    report.rows = [row for row in report.rows if row["unit"] != "ms"]
+    return report.wrong()
+
+
+def test_f19_clients_that_leave_hold_nothing(live: Live) -> None:
+    """Bug: a socket, a task, a ledger entry or a block for each client that hangs up, in haproxy's
+    or uvicorn's ways of telling it, which no test in one process has."""
+    report = abuse.Report()
+    asyncio.run(abuse.disconnects(live, report, 300, 30, TENANTS[0]))
+    asyncio.run(abuse.freed(live, report, 20, TENANTS[0]))
+    assert not told(report)
+    assert all(report.value(f"F19/{when}") for when in ("before the body", "in the answer"))
+
+
+def test_f20_readers_of_a_byte_a_second_hold_nobody_up(live: Live) -> None:
+    """Bug: one client that hardly reads, and the others' streams wait, behind haproxy's buffers."""
+    report = abuse.Report()
+    asyncio.run(abuse.slow_readers(live, report, 10, 1.2, TENANTS[0], streams=4))
+    assert not told(report)
+    assert report.value("F20/p99 beside slow readers / quick ones") < 3
+
+
+def test_f22_ten_times_the_load(live: Live) -> None:
+    """Bug: an overload in which nobody gets an answer in time, or one key or priority takes all;
+    refusals that come as late as answers; a server that is still busy with it when it is over."""
+    report = abuse.Report()
+    asyncio.run(abuse.overload(live, report, 2 * ROWS, 5.0, TENANTS))
+    p99 = report.value("F22/refused after, p99")
+    assert not told(report)
+    assert p99 < 250
