@@ -61,7 +61,7 @@ def holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
 
 
-async def test_f19_ten_thousand_disconnects_leave_nothing():
+async def test_f19_thousands_of_disconnects_leave_nothing():
     """One ticket, task, ledger entry, booking or file handle for each client that leaves: while it
     waits, at the first token, in mid-stream, or just before the end."""
     dice = random.Random(9)
@@ -85,10 +85,10 @@ async def test_f19_ten_thousand_disconnects_leave_nothing():
             await until(lambda: not any(e.core.has_work() for e in two.engines.values()))
             gc.collect()
 
-        await crowd(1000)
+        await crowd(500)
         before, mib = holdings(), memory()
         began = time.monotonic()
-        await crowd(10_000)
+        await crowd(3000)
         metrics = two.dispatcher.metrics
         print(
             f"{time.monotonic() - began:.1f} s, {memory() - mib:+.1f} MiB, "
@@ -104,4 +104,4 @@ async def test_f19_ten_thousand_disconnects_leave_nothing():
             assert not intake._ours and not intake._unbegun and not intake._booked
         for engine in two.engines.values():
             engine.core.check_integrity()
-        assert metrics.finished.values[("abort",)] > 3000
+        assert metrics.finished.values[("abort",)] > 900
