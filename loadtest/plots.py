@@ -22,6 +22,7 @@ MADE_BY = {
     "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",
     "change": "`python -m loadtest.versus_engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
+    "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
     "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "gpu-checks": "`python -m loadtest.gpu_checks`: the tests that need a GPU, what they measured",
