@@ -2,8 +2,9 @@
 
 On Hopper and later, a kernel launched with `**pdl(device)` may become resident before its
 predecessor on the stream has finished. What makes it safe: before gdc_wait() it writes nothing, and
-reads nothing that its predecessor writes; and gdc_launch_dependents() comes after gdc_wait(), so
-that no more than two kernels overlap.
+reads nothing that its predecessor writes; every program of it waits, so that it does not end before
+its predecessor; and gdc_launch_dependents() comes after gdc_wait(), so that no more than two
+kernels overlap.
 """
 
 from functools import lru_cache

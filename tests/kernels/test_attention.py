@@ -97,6 +97,14 @@ def test_prefill_ragged(block_size: int, dtype: torch.dtype) -> None:
     check(kv_len, query_len, 8, 2, 64, block_size, 2, dtype, padding=5)
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 8, 32, 128])
+def test_other_block_sizes(block_size: int) -> None:
+    """A page taken for another where a tile of keys holds many of them, or a part of one: decodes,
+    a prompt, and a chunk after a prefix, all ending inside, at and beyond a block's end."""
+    kv_len = [block_size, block_size + 1, 19, 2 * block_size + 3]
+    check(kv_len, [1, 1, 19, block_size + 2], 2, 1, 32, block_size, 2, DTYPES[-1])
+
+
 def number(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int32, device=DEVICE)
 

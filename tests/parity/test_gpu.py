@@ -89,6 +89,7 @@ def test_tokens_and_logprobs_equal_transformers(
         {"async_scheduling": False},
         {"max_num_batched_tokens": 39},
         {"block_size": 1, "num_blocks": 8192},
+        {"block_size": 1, "num_blocks": 8192, "allocation": "cumsum"},
         {"block_size": 64},
         {"prefix_caching": True},
         {"num_blocks": 48},

@@ -1,0 +1,55 @@
+"""The rule of programmatic dependent launch (kernels/pdl.py), read off every kernel's source."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from typing import Any
+
+import pytest
+
+import kernels
+
+pytest.importorskip("triton")
+
+CALLS = ["gdc_wait", "gdc_launch_dependents"]
+WRITES = {"store", "atomic_add", "atomic_xchg"}
+
+
+def early_kernels() -> dict[str, ast.FunctionDef]:
+    """Kernels that may be launched before the one before them has ended: those with a PDL flag."""
+    found = {}
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if module.name.startswith("bench"):
+            continue
+        for name, value in vars(importlib.import_module(f"kernels.{module.name}")).items():
+            function: Any = getattr(value, "fn", None)
+            if name.endswith("_kernel") and function is not None:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+                assert isinstance(tree, ast.FunctionDef)
+                if any(argument.arg == "PDL" for argument in tree.args.args):
+                    found[name] = tree
+    return found
+
+
+def test_every_program_waits_before_it_writes_or_ends() -> None:
+    """A program that ends without waiting: its kernel may end before its predecessor has, and the
+    next kernel, which waits for this one alone, reads what is not there yet. And a write before the
+    wait, into what the predecessor still reads."""
+    kernels_found = early_kernels()
+    assert len(kernels_found) >= 9
+    for name, tree in kernels_found.items():
+        at = [
+            i
+            for i, node in enumerate(tree.body)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL"
+        ]
+        assert len(at) == 1, f"{name}: not once, or not where every program comes by"
+        wait = tree.body[at[0]]
+        assert isinstance(wait, ast.If)
+        assert [ast.unparse(node) for node in wait.body] == [f"{call}()" for call in CALLS], name
+        for node in (node for top in tree.body[: at[0]] for node in ast.walk(top)):
+            assert not isinstance(node, ast.Return), f"{name} may end before it waits"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in WRITES, f"{name} writes before it waits"
