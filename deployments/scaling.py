@@ -15,6 +15,7 @@ the first cannot do yet, and leaves when it can.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 _TREND_SECONDS = 60.0  # of the past that the trend is taken from
 _SAMPLE_SECONDS = 2.0  # the memory keeps no closer samples
@@ -225,7 +226,9 @@ def _levels(pool: Pool, memory: Memory, promise: Promise) -> list[float]:
     window = sum(when > last - _LEVEL_SECONDS for when, _, _ in memory.samples)
     since = last - promise.calm_seconds - _LEVEL_SECONDS
     works = [pool.work(prompt, output) for when, prompt, output in memory.samples if when >= since]
-    return [sum(works[at : at + window]) / window for at in range(max(1, len(works) - window + 1))]
+    sums = [0.0, *accumulate(works)]
+    window = min(window, len(works))
+    return [(b - a) / window for a, b in zip(sums, sums[window:], strict=False)]
 
 
 def _backlog(pool: Pool, demand: Demand, memory: Memory) -> float:
@@ -281,7 +284,8 @@ def _carry(
     started: float,
 ) -> tuple[int, Reason]:
     """What this pool needs to do everything. started: seconds ago that those were that start."""
-    level, slope = _trend(_works(pool, demand, memory))
+    works = _works(pool, demand, memory)
+    level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
     have = seen.ready + seen.starting
     # What waits, and what gathers until those that start are there: seconds of one replica's work.
@@ -309,8 +313,10 @@ def _carry(
             return count, Reason("trend", text)
         return count, Reason("work", f"work of {level:.1f} replicas")
     if count < have:
-        levels = _levels(pool, memory, promise)
-        calm = math.ceil(max(levels) / (promise.busy - _SLACK) + extra)
+        # More come for a rise that is sure; for none to go it is enough that there may be one.
+        rising = level + pool.start_seconds * _slope(works)[0]
+        most = max(*_levels(pool, memory, promise), rising)
+        calm = math.ceil(most / (promise.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, memory, promise) else have
         # What waits is little for those that are there; it must be for those that stay.
         if extra or (count < have and gathered > promise.ttft * count):
@@ -382,18 +388,18 @@ def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return jump, 0.0
     # A step behind us looks like a slope in the long window, and is flat in the short one.
     short = [one for one in samples if one[0] > last - _LEVEL_SECONDS]
-    return level, min(_slope(samples), _slope(short))
+    sure = min(slope - 2 * error for slope, error in (_slope(samples), _slope(short)))
+    return level, max(0.0, sure)
 
 
-def _slope(samples: Sequence[tuple[float, float]]) -> float:
-    """The least that it can be by twice its standard error; 0 if that is none."""
+def _slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """A second, and its standard error; none of so few that nobody can tell."""
     count = len(samples)
     if count < 5:
-        return 0.0
+        return 0.0, 0.0
     mean_t = sum(when for when, _ in samples) / count
     mean_w = sum(work for _, work in samples) / count
     spread = sum((when - mean_t) ** 2 for when, _ in samples)
     slope = sum((when - mean_t) * (work - mean_w) for when, work in samples) / spread
     errors = sum((work - mean_w - slope * (when - mean_t)) ** 2 for when, work in samples)
-    doubt = 2 * math.sqrt(errors / (count - 2) / spread)
-    return max(0.0, slope - doubt)
+    return slope, math.sqrt(errors / (count - 2) / spread)

@@ -71,7 +71,8 @@ CASES: dict[str, tuple[Shape, float]] = {
 @dataclass(slots=True)
 class Run:
     """What came of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
-    requests within the promise. turns: changes of direction of the GPU count."""
+    requests within the promise. turns: changes of direction of the GPU count. minutes: of each,
+    requests that arrived in it, and those of them within the promise."""
 
     case: str
     policy: str
@@ -81,6 +82,7 @@ class Run:
     worst: float = 0.0
     at: list[tuple[float, float, int, int, float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    minutes: dict[int, list[float]] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         return {
@@ -189,6 +191,7 @@ def simulate(case: str, policy: Policy) -> Run:
         count = _poisson(dice, shape(now) / per_request)
         if count:
             queue.append([now, count * per_request, count])
+            run.minutes.setdefault(tick // 60, [0.0, 0.0])[0] += count
             backlog += count * per_request
         for name, times in starting.items():
             ready[name] += sum(when <= now for when in times)
@@ -204,7 +207,9 @@ def simulate(case: str, policy: Policy) -> Run:
             # Within the second, it waits for what was before it in the second.
             wait = max(0.0, now - head[0]) + FIRST
             served += share
-            kept += share * (wait <= PROMISE.ttft)
+            if wait <= PROMISE.ttft:
+                kept += share
+                run.minutes[int(head[0]) // 60][1] += share
             run.worst = max(run.worst, wait)
             head[1] -= part
             head[2] -= share
@@ -259,7 +264,7 @@ def _poisson(dice: Random, mean: float) -> int:
 
 
 def compare(case: str) -> tuple[list[Row], list[Run]]:
-    """SLO kept against Serve's default; cost against who knows the future."""
+    """promise kept against Serve's default; cost against who knows the future."""
     ours = simulate(case, Manta())
     default = simulate(case, ServeDefault())
     best = simulate(case, Clairvoyant(CASES[case][0]))
@@ -298,11 +303,11 @@ def all_rows() -> Iterator[tuple[list[Row], list[Run]]]:
 
 
 def picture(case: str, runs: list[Run]) -> str:
-    """Load and replicas, then requests that wait, over time."""
+    """Load and replicas, requests that wait, and the promise, over time."""
     every = max(1, len(runs[0].at) // _POINTS)
     load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
     counts = [Line("work", load, colour=2)]
-    waits = []
+    waits, kept = [], []
     for number, run in enumerate(runs):
         colour = (0, 1, 3)[number]
         points = [(now / 60, float(gpus)) for now, _, gpus, _, _ in run.at[::every]]
@@ -314,9 +319,12 @@ def picture(case: str, runs: list[Run]) -> str:
                 colour=colour,
             )
         )
+        shares = [(minute, 100 * good / all) for minute, (all, good) in sorted(run.minutes.items())]
+        kept.append(Line(run.policy, shares, colour=colour))
     panels = [
         Panel("GPU replicas ready", "minutes", counts, height=230),
         Panel("requests that wait", "minutes", waits, height=170),
+        Panel("promise kept, % of a minute's requests", "minutes", kept, height=170),
     ]
     if any(cpus for _, _, _, cpus, _ in runs[0].at):
         cpus = [(now / 60, float(cpus)) for now, _, _, cpus, _ in runs[0].at]

@@ -1,6 +1,8 @@
 """How many replicas: a pure function, and Serve's policies around it."""
 
+import itertools
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from deployments.autoscaling import PoolPolicy, PoolsPolicy, Rates, _demand
 from deployments.scaling import Demand, Memory, Pool, Promise, Seen, decide
 
 GPU = Pool(10_000, 5_000, start_seconds=30, price=1.0, maximum=20)
+GPU_60 = replace(GPU, maximum=60)
 CPU = Pool(500, 100, start_seconds=5, price=0.05, maximum=10)
 PROMISE = Promise(ttft=2.0, busy=0.9, calm_seconds=60, idle_seconds=100)
 
@@ -93,6 +96,35 @@ def test_a_full_kv_cache_counts():
     # Full, and nobody waits for it: as it should be.
     plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2]), Memory(), PROMISE)
     assert plan.targets["gpu"] == 4
+
+
+def test_what_waits_must_be_little_for_those_that_stay():
+    """52 replicas to 23 while there is still a second's work for 52, and one up and down again."""
+    queue = [work(2)] * 60 + [work(20)] * 400
+    ready, waiting, counts = 3, 0.0, []
+    memory, coming = Memory(), []
+    for now, (prompt, output, _) in enumerate(queue):
+        ready += sum(when <= now for when in coming)
+        coming = [when for when in coming if when > now]
+        waiting = max(0.0, waiting + prompt - ready * 5_000)
+        demand = Demand(now, prompt, output, waiting, int(waiting / 100))
+        plan = decide({"gpu": GPU_60}, {"gpu": Seen(ready, len(coming))}, demand, memory, PROMISE)
+        memory, wanted = plan.memory, plan.targets["gpu"]
+        coming += [now + GPU.start_seconds] * (wanted - ready - len(coming))
+        ready = min(ready, wanted)
+        counts.append(wanted)
+    top = counts.index(max(counts))
+    assert counts[:top] == sorted(counts[:top]) and counts[top:] == sorted(counts[top:])[::-1]
+    assert counts[top] > counts[-1] == 24
+
+
+def test_nobody_goes_in_the_middle_of_a_rise():
+    """A ramp whose last seconds look flat: ten replicas go, and come back at its end."""
+    dice = Random(1)
+    ramp = [work(6 + 0.2 * min(n, 120) + dice.gauss(0, 1.0)) for n in range(260)]
+    counts = [plan.targets["gpu"] for plan in play(ramp, pools={"gpu": GPU_60}, start={"gpu": 7})]
+    ways = [b - a for a, b in itertools.pairwise(counts) if a != b]
+    assert sum((a > 0) != (b > 0) for a, b in itertools.pairwise(ways)) <= 1, counts
 
 
 def test_what_has_just_grown_stays():
