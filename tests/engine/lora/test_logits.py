@@ -306,9 +306,10 @@ def test_trained_in_bfloat16(
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     fields: dict[str, Any] = {"max_num_batched_tokens": 256, "block_size": 16}
     core = engine(default_model, device="cuda", dtype="bfloat16", **fields)
-    plan = {}
     for name in TEXTS:
         add(core, name, trained / name)
+    plan = {}
+    for name in TEXTS:
         ids = tokenizer(text_of(name)[-1500:]).input_ids[:200]
         for adapter in ("", *TEXTS):
             plan[len(plan)] = (adapter, ids)
@@ -331,6 +332,7 @@ def test_trained_in_bfloat16(
             for number, (other, ids) in plan.items():
                 if other != adapter:
                     continue
+                assert outputs[number].finish == "length"
                 text = ids + outputs[number].tokens
                 items = (outputs[number].deltas[0].prompt_logprobs or [])[1:]
                 items += [i for delta in outputs[number].deltas for i in delta.logprobs or ()]
