@@ -204,6 +204,55 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
                 model.unload()
 
 
+def test_steps_without_adapters(tmp_path: Path) -> None:
+    """Bug: once a request had an adapter, steps without any sort their tokens and launch the
+    adapters' kernels for ever."""
+    theirs = save_checkpoint(tmp_path / "base", "llama")
+    core = engine(tmp_path / "base")
+    add(core, "a", save_adapter(theirs, tmp_path / "a"))
+    runner: Any = core._runner
+    device = runner.lora
+    assert device is not None
+    laid_out: list[bool] = []
+    step = device.step
+
+    def watched(batch: Any) -> Any:
+        found = step(batch)
+        laid_out.append(found is not None)
+        return found
+
+    device.step = watched
+    for number, adapter in enumerate(("", "a", "")):
+        submit(core, number, [5, 6, 7], adapter)
+        run(core)
+        assert set(laid_out) == {adapter == "a"}
+        laid_out.clear()
+
+
+def test_the_largest_step_is_warmed_up_with_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the memory that is left for KV blocks is measured without adapters, or with a step that
+    is smaller than the largest. What is pretended: tests/kernels/test_lora_device.py."""
+    save_checkpoint(tmp_path / "base", "llama")
+    runner: Any = engine(tmp_path / "base")._runner
+    assert runner.lora is not None
+    seen: list[tuple[str, int]] = []
+    forward = runner.forward
+
+    def watched(step: Any) -> Any:
+        seen.append(("forward", len(step.meta.positions)))
+        return forward(step)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    monkeypatch.setattr(runner.lora, "pretend", lambda n: seen.append(("pretend", n)))
+    monkeypatch.setattr(runner.lora, "forget", lambda: seen.append(("forget", 0)))
+    monkeypatch.setattr(runner, "_warm_up_adapters", lambda batch: None)
+    monkeypatch.setattr(runner, "_cuda", True)
+    runner.warm_up(48)
+    assert seen[:3] == [("pretend", 48), ("forward", 48), ("forget", 0)]
+
+
 @pytest.mark.gpu
 def test_on_the_gpu(tmp_path: Path) -> None:
     """Slots, step metadata and graphs: adapters of different ranks and base rows decode together in
