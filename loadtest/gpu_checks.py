@@ -1,63 +1,193 @@
-"""All tests that need a GPU, and a result file that says what ran, how long, and what it measured.
+"""What is right on the GPU: kernels, models and the engine, and a result file that says what ran,
+how long, and what it measured.
 
-    MANTA_TEST_MODEL=SmolLM2.gguf python -m loadtest.gpu_checks --out loadtest/results
+    MANTA_TEST_MODEL=SmolLM2.gguf python -m loadtest.gpu_checks --model LLAMA --name llama-8b \
+        --out loadtest/results
 
-From a checkout, on a machine with a CUDA device. What follows `--` goes to pytest. The exit code is
-pytest's. MANTA_TEST_MODEL is for machines that cannot download the default model.
+From a checkout, on a machine with a CUDA device. In this order: the default model in bfloat16 and
+tiny models in float32 against transformers, every kernel against float64, what else only a GPU can
+tell about kernels and engine, and, with --model (a folder with a config.json), one request of
+32,768 and one of 131,072 tokens. MANTA_TEST_MODEL is for machines that cannot download the default
+model.
+
+Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
+nothing. --seconds ends it all in time, and --resume runs the parts that are missing from the day's
+lines in --out. The exit code is 1 unless all has run and passed.
 """
 
 import argparse
+import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import NamedTuple
 
-from loadtest.result_file import write
+from loadtest.result_file import Line, RawLines, versions
 
-FOLDERS = ("tests/kernels", "tests/parity", "tests/engine")
+FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
+LONG = ("32768", "131072")  # tokens
+_PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
 
 
-def rows_of(report: Path) -> list[dict[str, Any]]:
-    """One row a test of a junit report: outcome, seconds, and the properties that it recorded."""
-    rows = []
-    for test in ElementTree.parse(report).iter("testcase"):
-        outcomes = {child.tag for child in test} & {"failure", "error", "skipped"}
-        row: dict[str, Any] = {
-            "case": f"{test.get('classname', '').removeprefix('tests.')}.{test.get('name')}",
-            "outcome": min(outcomes, default="passed"),
-            "seconds": round(float(test.get("time", 0)), 2),
-        }
-        rows.append(row | {p.get("name", ""): p.get("value") for p in test.iter("property")})
-    return rows
+class Part(NamedTuple):
+    name: str
+    command: list[str]
+    alone: bool = True  # on the device; else beside others of its kind
+
+
+def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[Part]:
+    """A file of tests each; extra: more for pytest."""
+    files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
+    texts = {file: (root / file).read_text() for file in files}
+    marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
+    marked.sort(key=lambda file: FIRST.index(file) if file in FIRST else len(FIRST))
+    # These run on the device where there is one, so that they bear no mark.
+    plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", *extra]
+
+    def tests(file: str, mark: str) -> list[str]:
+        return [*pytest, "-m", mark, file]
+
+    found = [Part(file, tests(file, "gpu")) for file in marked if file in FIRST]
+    mark = "not gpu and not slow"
+    found += [Part(f"{file} ({mark})", tests(file, mark), alone=False) for file in plain]
+    found += [Part(file, tests(file, "gpu")) for file in marked if file not in FIRST]
+    if model:
+        command = [sys.executable, "-m", "loadtest.long_context", "--model", model]
+        found.append(Part("long contexts", [*command, "--name", name, "--tokens", *LONG]))
+    return found
+
+
+def run(part: Part, until: float) -> list[Line]:
+    """Its lines, the last of which tells how it ended; until: by time.monotonic()."""
+    seconds = until - time.monotonic()
+    if seconds < 1:
+        return [{"part": part.name, "case": part.name, "outcome": "not run"}]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "lines", Path(folder) / "log"
+        options = ["--lines", str(path)] if "pytest" in part.command else []
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [*part.command, *options], stdout=file, stderr=subprocess.STDOUT
+            )
+            try:
+                code: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = None
+        said = log.read_text(errors="replace")
+        told = path.read_text() if path.exists() else said
+    lines = ended([json.loads(text) for text in told.splitlines() if text.startswith('{"')])
+    # 5: no test of the file has the mark.
+    good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
+    last: Line = {"case": part.name, "outcome": "passed" if good else "failed"}
+    if code is None:
+        last["outcome"] = "out of time"
+    last["seconds"] = round(time.monotonic() - began, 1)
+    if not good:
+        last |= {"exit": code, "why": said[-1500:]}
+    return [{"part": part.name, **line} for line in [*lines, last]]
+
+
+def ended(lines: list[Line]) -> list[Line]:
+    """The last line of each test. One that only began is where the process died."""
+    last: dict[str, Line] = {}
+    for line in lines:
+        line.setdefault("outcome", "passed")
+        last[line["case"]] = line
+    return [line | {"outcome": "died"} if line["outcome"] == "began" else line
+            for line in last.values()]  # fmt: skip
+
+
+def whole(lines: list[Line]) -> list[Line]:
+    """Of an earlier run, the lines of parts that ended by themselves."""
+    good = {
+        line["part"]
+        for line in lines
+        if line["case"] == line["part"] and line["outcome"] in ("passed", "failed")
+    }
+    return [line for line in lines if line["part"] in good]
+
+
+def rows_of(lines: list[Line]) -> list[Line]:
+    """How many tests ended how; then what was measured, and what did not pass."""
+    outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
+    counts: list[Line] = [
+        {"case": outcome, "tests": outcomes.count(outcome)} for outcome in sorted(set(outcomes))
+    ]
+    notable = [
+        {key: value for key, value in line.items() if key not in ("part", "why")}
+        for line in lines
+        if line["outcome"] not in ("passed", "skipped") or not line.keys() <= _PLAIN
+    ]
+    return counts + notable
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", help="folder with config.json, for the long contexts")
+    parser.add_argument("--name", default="model", help="label of their cases")
     parser.add_argument("--out", type=Path, help="folder for the result files")
-    parser.add_argument("pytest", nargs="*", help="instead of the folders with such tests")
+    parser.add_argument("--seconds", type=float, default=570, help="for all of it")
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument("pytest", nargs="*", help="after --: for every run of pytest")
     args = parser.parse_args()
+    until = time.monotonic() + args.seconds
 
     import torch
 
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here; every one of these tests would be skipped")
+    sys.exit(check(args, until))
+
+
+def check(args: argparse.Namespace, until: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        options = ["-m", "gpu", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, *(args.pytest or FOLDERS)]
-        code = subprocess.run(command, check=False).returncode
-        rows = rows_of(report)
-    outcomes = [row["outcome"] for row in rows]
-    told = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-    print(told)
-    if args.out:
-        counts = [{"case": outcome, "tests": count} for outcome, count in told.items()]
-        write(args.out, "gpu-checks", {"ours": {"pytest": command[3:]}}, counts, rows)
-    sys.exit(code)
+        raw = RawLines(args.out or Path(folder), "gpu-checks", whole if args.resume else None)
+        there = {line["part"] for line in raw.all}
+
+        def keep(lines: list[Line]) -> None:
+            for line in lines:
+                raw.keep(line, show=False)
+            last = lines[-1]
+            print(f"{last['outcome']:<12} {last['case']} ({last.get('seconds', 0)} s)", flush=True)
+            for line in lines:
+                if "why" in line:
+                    print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
+
+        todo = [
+            part
+            for part in parts(Path(), args.model, args.name, args.pytest)
+            if part.name not in there
+        ]
+        beside = [part for part in todo if not part.alone]
+        at = next((i for i, part in enumerate(todo) if not part.alone), len(todo))
+        for part in todo[:at]:
+            keep(run(part, until))
+        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:
+            for lines in pool.map(lambda part: run(part, until), beside):
+                keep(lines)
+        for part in todo[at + len(beside) :]:
+            keep(run(part, until))
+        rows = rows_of(raw.all)
+        parts_run = {
+            line["part"]: line["outcome"] for line in raw.all if line["case"] == line["part"]
+        }
+        config = {"ours": {"parts": parts_run, "pytest": args.pytest}}
+        raw.finish({**config, "versions": versions("transformers", "pytest")}, rows)
+    for row in rows:
+        print(json.dumps(row))
+    return int(any(outcome != "passed" for outcome in parts_run.values()))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,102 @@
-"""The report of loadtest.gpu_checks."""
+"""loadtest.gpu_checks: parts that fail, die or hang, and what is told of them."""
 
+import argparse
+import json
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
-from loadtest.gpu_checks import rows_of
+import pytest
+
+from loadtest import gpu_checks
+from loadtest.gpu_checks import Part, check, parts, rows_of, run
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import os, pytest
+
+def test_good(record_property):
+    record_property("chunks", "KL 1e-3")
+
+def test_bad():
+    assert 1 == 2
+
+@pytest.mark.skip
+def test_none(): ...
+
+def test_dies():
+    os._exit(9)
+
+def test_after(): ...
+"""
 
 
-def test_rows(tmp_path: Path) -> None:
-    """A failed or skipped test that is told as passed; a figure that is lost."""
-    report = tmp_path / "report.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="tests.a" name="good" time="1.234"><properties>'
-        '<property name="chunks" value="KL 1e-3"/></properties></testcase>'
-        '<testcase classname="tests.a" name="bad" time="2"><failure message="x"/></testcase>'
-        '<testcase classname="tests.a" name="none" time="0"><skipped/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert rows_of(report) == [
-        {"case": "a.good", "outcome": "passed", "seconds": 1.23, "chunks": "KL 1e-3"},
-        {"case": "a.bad", "outcome": "failure", "seconds": 2.0},
-        {"case": "a.none", "outcome": "skipped", "seconds": 0.0},
+def test_a_part_that_dies(tmp_path: Path) -> None:
+    """A failed or skipped test that is told as passed; a figure that is lost; a test that takes
+    its process with it, and with it what the others said."""
+    file = tmp_path / "test_x.py"
+    file.write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", str(file)]
+    lines = run(Part("x", command), time.monotonic() + 60)
+    assert {line["case"].rpartition(":")[2]: line["outcome"] for line in lines} == {
+        "test_good": "passed", "test_bad": "failed", "test_none": "skipped",
+        "test_dies": "died", "x": "failed",
+    }  # fmt: skip
+    assert lines[-1]["exit"] == 9 and "assert 1 == 2" in lines[1]["why"]
+    rows = rows_of(lines)
+    assert [row["tests"] for row in rows if "tests" in row] == [1, 1, 1, 1]
+    assert next(row for row in rows if "chunks" in row)["chunks"] == "KL 1e-3"
+    assert len(rows) == 4 + 4  # measured, failed, died, and the part
+
+
+def says(text: str, seconds: float = 0) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        f"import time; print({text!r}, flush=True); time.sleep({seconds})",
     ]
+
+
+def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that waits for ever and costs the others their results; a second run that repeats
+    what is done, or does not do what is missing."""
+    monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
+    args = argparse.Namespace(
+        model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0
+    )
+    measured = json.dumps({"case": "m/32768", "ttft_s": 1.4})
+
+    def with_parts(*found: Part) -> None:
+        monkeypatch.setattr(gpu_checks, "parts", lambda *_: list(found))
+
+    with_parts(
+        Part("quick", says(measured), alone=False), Part("hangs", says("x", 60)), Part("late", [])
+    )
+    assert check(args, time.monotonic() + 2.5) == 1
+
+    def outcomes() -> dict[str, Any]:
+        (table,) = tmp_path.glob("gpu-checks-*.json")
+        document = json.loads(table.read_text())
+        assert next(row for row in document["rows"] if row["case"] == "m/32768")["ttft_s"] == 1.4
+        parts_run: dict[str, Any] = document["config"]["ours"]["parts"]
+        return parts_run
+
+    assert outcomes() == {"quick": "passed", "hangs": "out of time", "late": "not run"}
+    args.resume = True
+    with_parts(Part("quick", ["/nonexistent"]), Part("hangs", says("x")), Part("late", says("x")))
+    assert check(args, time.monotonic() + 20) == 0
+    assert outcomes() == {"quick": "passed", "hangs": "passed", "late": "passed"}
+
+
+def test_the_order() -> None:
+    """Tests that run beside each other and disturb those that measure; what matters most left for
+    the end of a visit, or left out."""
+    found = parts(ROOT, "folder", "m")
+    assert [part.name for part in found[:2]] == [*gpu_checks.FIRST]
+    assert found[-1].name == "long contexts" and "131072" in found[-1].command
+    alone = [part.alone for part in found]
+    assert alone == sorted(alone[:2], reverse=True) + sorted(alone[2:])
+    names = {part.name for part in found}
+    assert {"tests/kernels/test_attention.py", "tests/engine/test_token_pool.py"} <= names
+    assert "tests/loadtest/test_gpu_checks.py" not in names
