@@ -87,12 +87,14 @@ class RawLines:
         with self._path.open("a") as file:
             file.write(text + "\n")
 
-    def finish(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the table, <name>-<date>.json, beside the lines."""
+    def finish(
+        self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str = ""
+    ) -> None:
+        """Write the table, <name>-<date>.json, beside the lines. device: if it is not this one."""
         document = {
             "commit": commit(),
             "date": self.date,
-            "device": device_name(),
+            "device": device or device_name(),
             "config": config,
             "rows": rows,
         }
@@ -105,13 +107,14 @@ def write(
     config: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     lines: Iterable[Line],
+    device: str = "",
 ) -> None:
     """Of a run that is over: <out>/<name>-<date>.json, the table, and .jsonl, the raw lines. The
     versions of this process are added to the configuration."""
     raw = RawLines(out, name)
     for line in lines:
         raw.keep(line, show=False)
-    raw.finish({**config, "versions": versions("transformers")}, rows)
+    raw.finish({**config, "versions": versions("transformers")}, rows, device)
 
 
 def print_ratios(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,30 +1,28 @@
-"""python -m loadtest.simulate routing|scaling|calibrate
+"""python -m loadtest.simulate routing|scaling|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
-rows on any machine, but for decision/*. --out FOLDER writes simulate-NAME-DATE.json and .jsonl,
---pictures FOLDER the pictures of docs/. calibrate: what a step of a real replica costs on this
-machine, and the simulator's error; on a GPU machine
+rows on any machine. costs: what a decision and the news of prefixes take here. calibrate: what a
+step of a real replica costs here, and the simulator's error. --out FOLDER writes
+simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
     calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
 """
 
 import argparse
-import datetime
-import json
-import time
+from dataclasses import asdict
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from loadtest.simulate import calibrate, routing, scaling
+from loadtest import result_file
+from loadtest.simulate import calibrate, costs, routing, scaling
 from loadtest.simulate.cluster import Outcome
 from loadtest.simulate.pictures import Line, Panel, svg
-from loadtest.versus_engine import commit, engine_fields
+from loadtest.versus_engine import engine_fields
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="loadtest.simulate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=("routing", "scaling", "calibrate"))
+    parser.add_argument("what", choices=("routing", "scaling", "costs", "calibrate"))
     parser.add_argument("--out", type=Path, help="folder for the result files")
     parser.add_argument("--pictures", type=Path, help="folder for SVG files")
     parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
@@ -48,9 +46,10 @@ def main() -> None:
             if found[0].case.startswith(("mixed/64", "gpu/64")):
                 name = found[0].case.rpartition("/")[0]
                 pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
-        decisions = [decision(count) for count in (64, 1000)]
-        _show(decisions)
-        rows += decisions
+    elif args.what == "costs":
+        rows = costs.all_rows()
+        _show(rows)
+        lines = [asdict(row) for row in rows]
     else:
         for found, runs in scaling.all_rows():
             _show(found)
@@ -59,37 +58,14 @@ def main() -> None:
             name = found[0].case.split("/")[0]
             pictures[f"scaling-{name}"] = scaling.picture(name, runs)
     if args.out:
-        _write(args.out, args.what, rows, lines)
+        config = {"ours": {"seed": routing.SEED}, "peers": {}}
+        device = "" if args.what == "costs" else "simulated"
+        table = [asdict(row) for row in rows]
+        result_file.write(args.out, f"simulate-{args.what}", config, table, lines, device)
     if args.pictures:
         args.pictures.mkdir(parents=True, exist_ok=True)
         for name, text in pictures.items():
             (args.pictures / f"{name}.svg").write_text(text)
-
-
-def decision(count: int) -> routing.Row:
-    """Microseconds of one decision of ours; the goal beside it."""
-    from deployments.decision import Work
-    from deployments.fleet import Fleet
-    from deployments.routing import route
-    from engine.messages import EngineStats
-
-    dice, fleet, goal = Random(1), Fleet(), 50.0 if count == 64 else 500.0
-    links = [dice.randbytes(8) for _ in range(32)]
-    for number in range(count):
-        name = f"gpu/{number}"
-        fleet.add(name, "gpu")
-        fleet.set_available(name, True)
-        waiting = dice.randrange(2000)
-        fleet.observe(name, EngineStats(running=number % 50, waiting_tokens=waiting), 0.0)
-        fleet.index.add(links[: number % 9], number)
-    work, best = Work(2100, 200, links=links), 1.0
-    for _ in range(30):
-        began = time.process_time()
-        for _ in range(50):
-            route(work, fleet, dice, 0.0)
-        best = min(best, (time.process_time() - began) / 50)
-    took = round(best * 1e6, 1)
-    return routing.Row(f"decision/{count}", took, goal, "us", round(took / goal, 3), "the goal")
 
 
 def _show(rows: list[routing.Row]) -> None:
@@ -127,31 +103,6 @@ def _waits(name: str, outcomes: list[Outcome]) -> str:
         lines.append(Line(one.policy, points))
     panel = Panel("share of requests", "seconds to the first token", lines, log=True, height=260)
     return svg(f"{name}: time to the first token at 80 % load", [panel])
-
-
-def _write(folder: Path, what: str, rows: list[routing.Row], lines: list[dict[str, Any]]) -> None:
-    date = datetime.date.today().isoformat()
-    document = {
-        "commit": commit(),
-        "date": date,
-        "device": "simulated",
-        "config": {"ours": {"seed": routing.SEED}, "peers": {}},
-        "rows": [
-            {
-                "case": row.case,
-                "ours": row.ours,
-                "peer": row.peer,
-                "unit": row.unit,
-                "ratio": row.ratio,
-                "note": row.note,
-            }
-            for row in rows
-        ],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"simulate-{what}-{date}"
-    Path(f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    Path(f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

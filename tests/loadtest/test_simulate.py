@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from deployments.steps import Cost
-from loadtest.simulate import calibrate, scaling
+from loadtest.simulate import calibrate, costs, scaling
 from loadtest.simulate.cluster import run
 from loadtest.simulate.pictures import Line, Panel, svg
 from loadtest.simulate.policies import PrefixTree, RoundRobin, TwoChoices
@@ -177,3 +177,14 @@ def test_calibration_finds_a_replica_again():
         "one", observed(true, 1), observed(Cost(*(2 * c for c in true)), 2), load
     )
     assert next(row["ratio"] for row in rows if row["case"] == "one/busy") < 0.6
+
+
+def test_costs_of_routing_are_told():
+    """A table whose figures nobody can make again; a digest that is as large as the prompt."""
+    found = {row.case: row for row in costs.all_rows()}
+    assert found["prefix/told_of_a_prompt"].ours == (costs.PROMPT - 1) // 64 * 8
+    assert 0 < found["prefix/told_a_second"].ours < 10_000
+    assert all(row.ours > 0 for row in found.values())
+    # The bounds are 50 and 500 us; and a loop over the replicas would take 15 times as long.
+    few, many = found["decision/64"].ours, found["decision/1000"].ours
+    assert many < 5 * few and few < 150 and many < 1500
