@@ -1,28 +1,31 @@
 """What adapters cost: Manta and vLLM on one GPU, each against itself without any, in turns.
 
-    python -m loadtest.versus_lora --model FOLDER --name llama-8b --runs 2 --out loadtest/results
+    python -m loadtest.versus_lora --model FOLDER --name llama-8b --resume
 
 FOLDER needs a config.json only: weights are random on both sides, and so are the adapters, of rank
-16 on all linear layers, made once in a temporary folder. The `dialogue` workload, each request with
-one of N adapters drawn zipf, as many slots as adapters. A side starts once for each N, warms up,
-and then runs without and with adapters in the same process; `kept` is the best output tokens/s with
-them over the best without. Both sides read the same files and get the same adapter for the same
-request.
+16 on all linear layers, made in a temporary folder. The `dialogue` workload, each request with one
+of N adapters drawn zipf, as many slots as adapters. N = 0 is a side that takes no adapters at all.
+With others a side starts once for each N, warms up, and runs with adapters, without, and with them
+in the same process. `kept` is the best output tokens/s with them over the best of that side without
+any, with N = 0 or not: slots that nobody uses are to cost nothing. Both sides read the same files
+and get the same adapter for the same request.
 
 A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
 adapters are added, read, copied to the device and used once, against the times while as many
 requests use one that is there.
 
-    python -m loadtest.versus_lora --model FOLDER --name llama-8b --sides loads
+Each line is kept as soon as it is there. All of it takes longer than one command may run in some
+places: no piece is begun that is not expected to be over --seconds after the start, and --resume
+takes up the day's lines in --out and runs only what is not there. The exit code is 3 while
+something is left to do. A side that fails is told with the end of what it said, the others go on,
+and the exit code is 1.
 
-Each line is kept as soon as it is there. --resume takes up the day's lines in --out and runs only
-what is not there, so that the comparison fits where a command may not run for long. A side that
-fails is told with the end of what it said, and the others go on.
+--cpu tries the sides of Manta on a machine without a GPU: a small model (with 32,000 tokens in its
+vocabulary), few and short requests.
 """
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import random
@@ -40,16 +43,20 @@ from typing import Any
 
 from engine.errors import AdapterError
 from loadtest import workloads
-from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
+from loadtest.result_file import Line, RawLines, versions
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 
 RANK = 16
-TURNS = 2  # without and with adapters, in one process
 WORKLOAD = "dialogue"
+OFF, ON = ("none", "none"), ("adapters", "none", "adapters")  # the runs of one process
 STREAMS, STREAM_TOKENS, LOADED = 64, 1024, 32  # of the measurement while adapters load
+LOAD_TURNS = 2
 LOAD_SECONDS = 0.05  # from one load to the next, at least
-SIDE_SECONDS = 580
-# What a run's last line has, and how many of such lines it prints.
-WHOLE = {"manta": ("run", 2 * TURNS), "vllm": ("run", 2 * TURNS), "loads": ("loading_p99_ms", 1)}
+SIDES = ("manta", "vllm", "loads")
+# Of llama-8b on an H200: to start and warm up, a run without adapters, one with 64.
+EXPECTED = {"manta": (45, 20, 26), "vllm": (75, 20, 45)}
+EXPECTED_LOADS = 100
+TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # --cpu
 # Without the second vLLM wants a compiler at the start.
 VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -59,8 +66,46 @@ VLLM_ENVIRONMENT = {
 }
 
 
-def make_adapters(model: Path, out: Path, count: int) -> None:
-    """Random adapters out/a0 .. in PEFT's format."""
+def runs_of(side: str, count: int) -> tuple[str, ...]:
+    """What the process of a side runs with so many adapters; `loads` says one line."""
+    if side == "loads":
+        return ("loads",)
+    return ON if count else OFF
+
+
+def expected_seconds(side: str, count: int) -> int:
+    """Of a process."""
+    if side == "loads":
+        return EXPECTED_LOADS
+    start, without, full = EXPECTED[side]
+    return start + sum(without if run == "none" else full for run in runs_of(side, count))
+
+
+def engine_config(cpu: bool) -> dict[str, Any]:
+    """Of Manta's sides."""
+    config: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
+    if cpu:
+        return config | {"device": "cpu", "dtype": "float32", "num_blocks": 1024}
+    return config | {
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "memory_fraction": MEMORY_FRACTION,
+        "lora_host_bytes": 16 << 30,
+    }
+
+
+def build_requests(cpu: bool) -> list[workloads.Request]:
+    requests = workloads.build(WORKLOAD)
+    if cpu:
+        return [(ids[:16], TRIAL_TOKENS) for ids, _ in requests[:TRIAL_REQUESTS]]
+    return requests
+
+
+def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
+    """Random adapters out/a<made> .. out/a<count - 1> in PEFT's format; returns how many there
+    are."""
+    if count <= made:
+        return made
     import torch
     from safetensors.torch import save_file
 
@@ -87,61 +132,64 @@ def make_adapters(model: Path, out: Path, count: int) -> None:
         "target_modules": [name.split(".")[1] for name in shapes],
         "base_model_name_or_path": str(model),
     }
-    for number in range(count):
+    # Slices of the same numbers: to draw billions of them takes longer than the comparison.
+    generator = torch.Generator().manual_seed(0)
+    pool = (torch.randn(1 << 24, generator=generator) * 0.02).bfloat16()
+
+    def draw(*shape: int) -> torch.Tensor:
+        size = shape[0] * shape[1]
+        at = int(torch.randint(len(pool) - size, (1,), generator=generator))
+        return pool[at : at + size].view(shape).clone()
+
+    for number in range(made, count):
         folder = out / f"a{number}"
         folder.mkdir(parents=True)
-        generator = torch.Generator().manual_seed(number)
+        generator.manual_seed(number)
         tensors = {}
         for layer in range(config["num_hidden_layers"]):
             for name, (size_in, size_out) in shapes.items():
                 prefix = f"base_model.model.model.layers.{layer}.{name}"
-                a = torch.randn(RANK, size_in, generator=generator) * 0.02
-                b = torch.randn(size_out, RANK, generator=generator) * 0.02
-                tensors[f"{prefix}.lora_A.weight"] = a.bfloat16()
-                tensors[f"{prefix}.lora_B.weight"] = b.bfloat16()
+                tensors[f"{prefix}.lora_A.weight"] = draw(RANK, size_in)
+                tensors[f"{prefix}.lora_B.weight"] = draw(size_out, RANK)
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return count
 
 
 def pick(count: int, requests: int) -> list[int]:
-    """The adapter of each request."""
+    """The adapter of each request; none if there are none."""
+    if not count:
+        return []
     rng = random.Random(1)
     weights = [1 / (i + 1) for i in range(count)]
     return rng.choices(range(count), weights, k=requests)
 
 
-def run_manta(model: str, adapters: Path, count: int) -> None:
+def run_manta(model: str, adapters: Path, count: int, cpu: bool) -> None:
     """One process; prints a JSON line for each run."""
     from engine import LLM, SamplingParams
 
-    requests = workloads.build(WORKLOAD)
+    requests = build_requests(cpu)
     prompts = [ids for ids, _ in requests]
     names = [f"a{i}" for i in pick(count, len(requests))]
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for _, n in requests]
-    config: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "memory_fraction": MEMORY_FRACTION,
-        "prefix_caching": False,
-        "max_loras": count,
-        "max_lora_rank": RANK,
-        "lora_host_bytes": 16 << 30,
-    }
+    config = engine_config(cpu) | {"max_num_seqs": 16 if cpu else MAX_NUM_SEQS}
+    if count:
+        config |= {"max_loras": count, "max_lora_rank": RANK}
     with LLM(model, **config) as llm:
         _print(side="manta", adapters=count, config=config, phases=llm.ready.start_seconds)
         for number in range(count):
             llm.add_adapter(f"a{number}", adapters / f"a{number}")
-        warm = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)] * len(set(names))
-        llm.generate(prompts[: len(warm)], warm, adapter=sorted(set(names)), detokenize=False)
-        for _ in range(TURNS):
-            for label, chosen in (("none", ""), ("adapters", names)):
-                start = time.perf_counter()
-                outputs = llm.generate(prompts, params, adapter=chosen, detokenize=False)
-                seconds = time.perf_counter() - start
-                counts = [len(o.outputs[0].token_ids) for o in outputs]
-                _report("manta", count, label, requests, counts, seconds)
+        used = sorted(set(names)) or [""]
+        warm = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)] * len(used)
+        llm.generate(prompts[: len(warm)], warm, adapter=used, detokenize=False)
+        for label in runs_of("manta", count):
+            chosen = names if label == "adapters" else ""
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, adapter=chosen, detokenize=False)
+            seconds = time.perf_counter() - start
+            counts = [len(o.outputs[0].token_ids) for o in outputs]
+            _report("manta", count, label, requests, counts, seconds)
         _print(side="manta", adapters=count, loads=llm.stats().adapter_loads)
 
 
@@ -165,36 +213,38 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": False,
-        "enable_lora": True,
-        "max_loras": count,
-        "max_cpu_loras": count,
-        "max_lora_rank": RANK,
     }
+    if count:
+        config |= {
+            "enable_lora": True,
+            "max_loras": count,
+            "max_cpu_loras": count,
+            "max_lora_rank": RANK,
+        }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
     _print(side="vllm", adapters=count, config=config)
     short = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, detokenize=False)
-    llm.generate(prompts[:count], [short] * count, use_tqdm=False, lora_request=known)
-    for _ in range(TURNS):
-        for label, lora in (("none", None), ("adapters", chosen)):
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
-            seconds = time.perf_counter() - start
-            counts = [len(o.outputs[0].token_ids) for o in outputs]
-            _report("vllm", count, label, requests, counts, seconds)
+    warm = prompts[: max(count, 1)]
+    llm.generate(warm, [short] * len(warm), use_tqdm=False, lora_request=known or None)
+    for label in runs_of("vllm", count):
+        lora = chosen if label == "adapters" else None
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        seconds = time.perf_counter() - start
+        counts = [len(o.outputs[0].token_ids) for o in outputs]
+        _report("vllm", count, label, requests, counts, seconds)
 
 
-def run_loads(model: str, adapters: Path, count: int, streams: int, config: dict[str, Any]) -> None:
-    """One process; prints the percentiles of the times between tokens, quiet and while loading.
-
-    config: of the engine, beyond what is the same everywhere.
-    """
+def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
+    """One process; prints the percentiles of the times between tokens, quiet and while loading."""
     from engine import LLM, SamplingParams
 
-    prompts = [ids for ids, _ in workloads.build(WORKLOAD)][:streams]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=STREAM_TOKENS)
+    streams, tokens = (4, 64) if cpu else (STREAMS, STREAM_TOKENS)
+    prompts = [ids for ids, _ in build_requests(cpu)][:streams]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
     one = SamplingParams(temperature=0.0, max_tokens=1)
-    fixed = {"dtype": "bfloat16", "prefix_caching": False, "max_loras": 8, "max_lora_rank": RANK}
-    with LLM(model, **fixed, **config) as llm:
+    config = engine_config(cpu) | {"max_loras": 8, "max_lora_rank": RANK}
+    with LLM(model, **config) as llm:
         llm.add_adapter("there", adapters / "a0")
         llm.generate(prompts, params, detokenize=False)
 
@@ -211,7 +261,7 @@ def run_loads(model: str, adapters: Path, count: int, streams: int, config: dict
                     return
 
         gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
-        for _ in range(TURNS):
+        for _ in range(LOAD_TURNS):
             for label, times in gaps.items():
                 handles = [llm.start_request(ids, params, detokenize=False) for ids in prompts]
                 done = threading.Event()
@@ -240,7 +290,7 @@ def run_loads(model: str, adapters: Path, count: int, streams: int, config: dict
         _print(
             side="loads",
             adapters=count,
-            config=fixed | config,
+            config=config,
             loads=llm.stats().adapter_loads,
             gaps={label: len(times) for label, times in gaps.items()},
             **figures,
@@ -270,8 +320,9 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def run_side(command: list[str], keep: Callable[[dict[str, Any]], None]) -> None:
-    """Run a side in a process of its own; keep each JSON line that it prints when it comes.
+def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 600) -> None:
+    """Run a side in a process of its own; keep each JSON line that it prints when it comes. It is
+    killed when it has taken so many seconds.
 
     Raises SideFailed with the cause and the end of the log.
     """
@@ -286,7 +337,7 @@ def run_side(command: list[str], keep: Callable[[dict[str, Any]], None]) -> None
             start_new_session=True,
         )
         # An engine's own processes too, which would keep the device's memory.
-        timer = threading.Timer(SIDE_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         said: list[str] = []
         assert process.stdout is not None
@@ -335,130 +386,138 @@ def ask_device(what: str) -> str:
     return said.splitlines()[0].strip()
 
 
-def whole_runs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the lines of runs that were cut off."""
-    counts = Counter(
-        (line["side"], line["adapters"], line["start"])
-        for line in lines
-        if WHOLE[line["side"]][0] in line
-    )
-    return [
-        line
-        for line in lines
-        if counts[line["side"], line["adapters"], line["start"]] >= WHOLE[line["side"]][1]
-    ]
+Piece = tuple[str, int, int]  # side, adapters, which start of it
 
 
-def rows_of(label: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of whole runs: <label>/<adapters>, and <label>/loads, with what is there."""
+def piece_of(line: Line) -> Piece:
+    return line["side"], line["adapters"], line["start"]
+
+
+def whole_runs(lines: list[Line]) -> list[Line]:
+    """Without the lines of pieces that were cut off."""
+    counts = Counter(piece_of(li) for li in lines if "run" in li or "loading_p99_ms" in li)
+    return [li for li in lines if counts[piece_of(li)] >= len(runs_of(*piece_of(li)[:2]))]
+
+
+def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
+    """Of whole runs: <label>/<adapters>, and <label>/loads, with what is there. *_none: with as
+    many slots, of which no request uses any."""
+
+    def best(side: str, run: str, count: int | None = None) -> float | None:
+        speeds = [
+            line["out_tok_s"]
+            for line in lines
+            if line["side"] == side and line.get("run") == run and count in (None, line["adapters"])
+        ]
+        return max(speeds, default=None)
+
     rows = []
     for count in sorted({line["adapters"] for line in lines if line["side"] != "loads"}):
         row: dict[str, Any] = {"case": f"{label}/{count}", "unit": "tok/s"}
         for side, name, kept in (("manta", "ours", "kept"), ("vllm", "peer", "peer_kept")):
-            runs: dict[str, list[float]] = {"none": [], "adapters": []}
-            for line in lines:
-                if (line["side"], line["adapters"]) == (side, count) and "run" in line:
-                    runs[line["run"]].append(line["out_tok_s"])
-            if all(runs.values()):
-                row[f"{name}_base"], row[name] = max(runs["none"]), max(runs["adapters"])
-                row[kept] = round(row[name] / row[f"{name}_base"], 3)
-        if "kept" in row and "peer_kept" in row:
+            base, none, used = best(side, "none"), best(side, "none", count), None
+            if count:
+                used = best(side, "adapters", count)
+            elif none is not None:
+                row[name] = none
+            if base and used and none:
+                figures = {f"{name}_base": base, f"{name}_none": none, name: used}
+                row |= figures | {kept: round(used / base, 3)}
+        if "ours" in row and "peer" in row:
             row["ratio"] = round(row["ours"] / row["peer"], 3)
         rows.append(row)
     loads = [line for line in lines if line["side"] == "loads"]
     if loads:
-        best = min(loads, key=lambda line: line["loading_p99_ms"] / line["quiet_p99_ms"])
-        ratio = round(best["loading_p99_ms"] / best["quiet_p99_ms"], 3)
-        quiet, loading = best["quiet_p99_ms"], best["loading_p99_ms"]
+        best_line = min(loads, key=lambda line: line["loading_p99_ms"] / line["quiet_p99_ms"])
+        quiet, loading = best_line["quiet_p99_ms"], best_line["loading_p99_ms"]
         row = {"case": f"{label}/loads", "unit": "ms", "quiet_p99": quiet, "loading_p99": loading}
-        rows.append(row | {"ratio": ratio})
+        rows.append(row | {"ratio": round(loading / quiet, 3)})
     return rows
 
 
-def compare(args: argparse.Namespace) -> bool:
-    """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
-    lines in .jsonl. Returns whether all has worked."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
-    raw = args.out / f"versus-lora-{today}.jsonl"
-    there = raw.read_text().splitlines() if args.resume and raw.exists() else []
-    lines = whole_runs([json.loads(line) for line in there])
-    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    good = True
-    with tempfile.TemporaryDirectory() as folder:
-        make_adapters(Path(args.model), Path(folder), max([*args.counts, LOADED]))
-        plan = [
-            (LOADED if side == "loads" else count, start, side)
-            for count in args.counts
-            for start in range(args.runs)
-            for side in args.sides
-        ]
-        for count, start, side in dict.fromkeys(plan):
-            key = (side, count, start)
-            if key in {(line["side"], line["adapters"], line["start"]) for line in lines}:
-                continue
+def plan(args: argparse.Namespace, lines: list[Line]) -> list[Piece]:
+    """What is not there yet, sides in turns; the adapters' cases after the bases."""
+    there = {piece_of(line) for line in lines}
+    pieces = [
+        (side, LOADED if side == "loads" else count, start)
+        for count in sorted(args.counts)
+        for start in range(args.runs)
+        for side in args.sides
+    ]
+    pieces.sort(key=lambda piece: piece[0] == "loads")  # last: no peer waits for it
+    return [piece for piece in dict.fromkeys(pieces) if piece not in there]
 
-            def keep(line: dict[str, Any], start: int = start) -> None:
-                line["start"] = start
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-                with raw.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+
+def compare(args: argparse.Namespace) -> int:
+    """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
+    lines in .jsonl. Returns the exit code."""
+    end = time.monotonic() + args.seconds
+    raw = RawLines(args.out, "versus-lora", whole_runs if args.resume else None)
+    pieces, failed, left = plan(args, raw.all), False, []
+    for side, count, _ in pieces:
+        print(f"to do: {side} with {count} adapters, ~{expected_seconds(side, count)} s")
+    with tempfile.TemporaryDirectory() as folder:
+        made = 0
+        for piece in pieces:
+            side, count, start = piece
+            if not args.cpu and time.monotonic() + expected_seconds(side, count) > end:
+                left.append(piece)
+                continue
+            began = time.monotonic()
+            made = make_adapters(Path(args.model), Path(folder), made, count)
+
+            def keep(line: Line, start: int = start) -> None:
+                raw.keep({**line, "start": start})
 
             command = [sys.executable, "-m", "loadtest.versus_lora", "--side", side]
             command += ["--model", args.model, "--adapters", folder, "--counts", str(count)]
+            command += ["--cpu"] * args.cpu
             wait_for_device()
             try:
-                run_side(command, keep)
+                run_side(command, keep, max(60.0, end - time.monotonic()))
             except SideFailed as failure:
-                good = False
+                failed = True
                 print(f"{side} with {count} adapters failed: {failure}", flush=True)
-            _write(args.name, whole_runs(lines), raw)
-    for row in rows_of(args.name, whole_runs(lines)):
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    return good
-
-
-def _write(label: str, lines: list[dict[str, Any]], raw: Path) -> None:
+            took = time.monotonic() - began
+            print(f"{side} with {count} adapters: {took:.0f} s", flush=True)
+    lines = whole_runs(raw.all)
     configs = {line["side"]: line["config"] for line in lines if "config" in line}
-    document = {
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "device": ask_device("name") or "cpu",
-        "config": {"ours": configs.get("manta"), "peers": {"vllm": configs.get("vllm")}},
-        "rows": rows_of(label, lines),
-    }
-    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    ours = {side: configs[side] for side in ("manta", "loads") if side in configs}
+    peers = {"vllm": configs["vllm"]} if "vllm" in configs else {}
+    rows = rows_of(args.name, lines)
+    raw.finish({"ours": ours, "peers": peers, "versions": versions("vllm")}, rows)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    for side, count, _ in left:
+        print(f"not begun, for want of time: {side} with {count}; run it again with --resume")
+    return 1 if failed else 3 if left else 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True, help="folder with config.json")
     parser.add_argument("--name", default="model", help="label of the cases")
-    parser.add_argument("--counts", nargs="+", type=int, default=[1, 16, 64], help="adapters")
-    parser.add_argument("--runs", type=int, default=1, help="alternating starts of each side")
     parser.add_argument(
-        "--sides", nargs="+", choices=list(WHOLE), default=["manta", "vllm", "loads"]
+        "--counts", nargs="+", type=int, default=[0, 1, 16, 64], help="adapters; 0 = without LoRA"
     )
+    parser.add_argument("--runs", type=int, default=1, help="alternating starts of each side")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default all")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
     parser.add_argument("--resume", action="store_true", help="keep the day's lines in --out")
-    parser.add_argument("--side", choices=list(WHOLE), help="run one side only, here")
+    parser.add_argument("--seconds", type=float, default=560.0, help="to be over after these")
+    parser.add_argument("--cpu", action="store_true", help="a trial of ours without a GPU")
+    parser.add_argument("--side", choices=SIDES, help="run one side only, here")
     parser.add_argument("--adapters", type=Path, help="for --side: where they are")
     args = parser.parse_args()
+    args.sides = args.sides or (["manta", "loads"] if args.cpu else list(SIDES))
     if args.side == "manta":
-        run_manta(args.model, args.adapters, args.counts[0])
+        run_manta(args.model, args.adapters, args.counts[0], args.cpu)
     elif args.side == "vllm":
         run_vllm(args.model, args.adapters, args.counts[0])
     elif args.side == "loads":
-        config = {
-            "load_format": "dummy",
-            "max_model_len": MAX_MODEL_LEN,
-            "memory_fraction": MEMORY_FRACTION,
-            "lora_host_bytes": 16 << 30,
-        }
-        run_loads(args.model, args.adapters, args.counts[0], STREAMS, config)
-    elif not compare(args):
-        raise SystemExit(1)
+        run_loads(args.model, args.adapters, args.counts[0], args.cpu)
+    else:
+        sys.exit(compare(args))
 
 
 if __name__ == "__main__":

@@ -1,40 +1,93 @@
 """The comparison with adapters can be cut off and taken up again, and says why a side failed."""
 
+import argparse
+import json
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.versus_lora import SideFailed, explain, rows_of, run_side, whole_runs
+from loadtest.result_file import Line
+from loadtest.versus_lora import (
+    SIDES,
+    SideFailed,
+    expected_seconds,
+    explain,
+    plan,
+    rows_of,
+    run_side,
+    runs_of,
+    whole_runs,
+)
 
 
-def run_of(side: str, count: int, base: float, kept: float, start: int = 0) -> list[dict[str, Any]]:
+def lines_of(side: str, count: int, none: float, kept: float = 1.0, start: int = 0) -> list[Line]:
+    """A process: without adapters at `none`, with them at a share of it."""
     key = {"side": side, "adapters": count, "start": start}
-    runs = [("none", base), ("adapters", base * kept), ("none", base - 1), ("adapters", 1.0)]
-    return [{**key, "config": {}}, *({**key, "run": r, "out_tok_s": v} for r, v in runs)]
+    speeds = {"none": none, "adapters": none * kept}
+    runs = [{**key, "run": run, "out_tok_s": speeds[run]} for run in runs_of(side, count)]
+    runs[-1]["out_tok_s"] -= 1.0  # the best counts
+    return [{**key, "config": {}}, *runs]
 
 
 def test_what_was_cut_off_runs_again() -> None:
     """Half a run beside whole ones would be a run under different conditions."""
-    whole = run_of("manta", 16, 100.0, 0.9) + run_of("vllm", 16, 90.0, 0.5)
-    cut = run_of("manta", 64, 100.0, 0.8, start=1)[:-1]
-    loads = {"side": "loads", "adapters": 32, "start": 0, "quiet_p99_ms": 2.0}
-    assert whole_runs([*whole, *cut, loads]) == whole
+    whole = lines_of("manta", 16, 100.0, 0.9) + lines_of("vllm", 0, 90.0)
+    cut = lines_of("manta", 64, 100.0, 0.8, start=1)[:-1] + lines_of("manta", 0, 100.0)[:-1]
+    loads = {"side": "loads", "adapters": 32, "start": 0, "loading_p99_ms": 2.0}
+    assert whole_runs([*whole, *cut, loads]) == [*whole, loads]
+    args = argparse.Namespace(counts=[64, 16, 0], runs=1, sides=list(SIDES))
+    assert plan(args, [*whole, loads]) == [
+        ("manta", 0, 0),
+        ("vllm", 16, 0),
+        ("manta", 64, 0),
+        ("vllm", 64, 0),
+    ]
+    assert plan(args, [])[-1] == ("loads", 32, 0)
+    assert all(expected_seconds(side, count) < 300 for side, count, _ in plan(args, []))
 
 
 def test_rows_are_shares_of_the_same_side() -> None:
-    """A share of the other's base, or of another number of adapters, would claim what was not
-    measured."""
-    lines = run_of("manta", 16, 100.0, 0.9) + run_of("vllm", 16, 90.0, 0.5)
-    lines += run_of("manta", 64, 200.0, 0.75)
+    """A share of the other's base would claim what was not measured; a share of a base that pays
+    for slots that nobody uses would hide what they cost."""
+    lines = lines_of("manta", 0, 110.0) + lines_of("vllm", 0, 90.0)
+    lines += lines_of("manta", 16, 100.0, 0.88) + lines_of("vllm", 16, 100.0, 0.5)
+    lines += lines_of("manta", 64, 55.0, 0.75)
     for start, loading in enumerate((2.5, 2.1)):
         figures = {"quiet_p99_ms": 2.0, "loading_p99_ms": loading}
         lines.append({"side": "loads", "adapters": 32, "start": start, **figures})
-    first, second, third = rows_of("m", lines)
-    assert (first["case"], first["kept"], first["peer_kept"]) == ("m/16", 0.9, 0.5)
-    assert first["ratio"] == 2.0
-    assert (second["case"], second["kept"]) == ("m/64", 0.75) and "ratio" not in second
+    off, first, second, third = rows_of("m", lines)
+    assert (off["case"], off["ours"], off["peer"], "kept" in off) == ("m/0", 110.0, 90.0, False)
+    assert (first["case"], first["kept"], first["peer_kept"]) == ("m/16", 0.8, 0.5)
+    assert (first["ours_base"], first["ours_none"], first["peer_base"]) == (110.0, 100.0, 100.0)
+    assert first["ratio"] == 1.76
+    assert (second["case"], second["kept"]) == ("m/64", 0.375) and "ratio" not in second
     assert (third["case"], third["ratio"]) == ("m/loads", 1.05)
+
+
+@pytest.mark.slow
+def test_a_trial_without_a_gpu(tmp_path: Path) -> None:
+    """A command that is only ever run on a GPU fails there, on a borrowed machine, at its first
+    typing error."""
+    fields: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 32, "intermediate_size": 48}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    fields |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    command = [sys.executable, "-m", "loadtest.versus_lora", "--cpu", "--resume", "--name", "tiny"]
+    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path), "--counts", "0", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = tmp_path.glob("versus-lora-*.json")
+    rows = json.loads(table.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["tiny/0", "tiny/3", "tiny/loads"]
+    assert rows[1]["kept"] > 0
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "to do" not in again.stdout, again.stdout + again.stderr
+    assert json.loads(table.read_text())["rows"] == rows
 
 
 def test_a_side_that_fails_says_why() -> None:
