@@ -6,8 +6,8 @@ FOLDER needs a config.json only: weights are random. Three kinds of step, from t
 loop: one request, 256 requests that decode, and the same beside 768 tokens of prompts.
 
 A kernel counts for what it adds to the time line: under programmatic dependent launch the next one
-is there already while the last ends, and that overlap belongs to the last. Floors are of bytes
-(weights, or keys and values) over the bandwidth of a copy, or of operations over the rate of a
+is there already while the last ends, and that overlap belongs to the last. A floor is what a kind
+of kernel cannot do without: bytes over the bandwidth of a copy, or operations over the rate of a
 large matrix product, whichever is longer; both are measured in the same run.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 from engine.core import EngineCore
 from engine.factory import build
 from engine.messages import EngineRequest
+from engine.model_config import ModelConfig
 from engine.sampling_params import SamplingParams
 from engine.session import make_config
 from loadtest.result_file import write
@@ -40,8 +41,13 @@ KINDS = (
     ("norm", re.compile(r"_rms_norm")),
     ("gate", re.compile(r"_gated_kernel")),
     ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
+    (
+        "sampling",
+        re.compile(r"_best_of|_filter_kernel|_logprob_|_penalty|_ban_kernel|_bias_kernel"),
+    ),
+    ("assembly", re.compile(r"_assemble_kernel|_apply_updates")),
 )
-OTHER = "assembly and sampling"
+OTHER = "other"  # embedding, selections, copies to and from the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,10 @@ class TimeLine:
     between_us: float = 0.0  # of these, where one step hands over to the next
     kinds: dict[str, float] = field(default_factory=dict)
     names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
+
+    def launches(self, kind: str) -> float:
+        """Of its kernels, a step."""
+        return sum(count for name, (_, count) in self.names.items() if kind_of(name) == kind)
 
 
 def kind_of(name: str) -> str:
@@ -117,6 +127,41 @@ def products_floor_us(
         read = outputs * inputs * size / bandwidth
         total += max(read, 2 * rows * outputs * inputs / rate)
     return total * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step computes, for the floors of all but the products."""
+
+    tokens: int
+    samples: int
+    prompt: int  # tokens of a prompt that is computed whole
+    keys: float  # read by decodes
+    block_size: int
+    element: int  # bytes of an activation, a key or a value
+
+
+def floors_us(
+    config: ModelConfig, step: Step, line: TimeLine, bandwidth: float, rate: float
+) -> dict[str, float]:
+    """Kind -> floor, of those that ran. What is fused into a product is not counted again: norms,
+    gates and rotations have the floor of as many launches as there were."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    seen = step.prompt * (step.prompt + 1) / 2
+    row = step.tokens * step.element
+    num_bytes = {
+        "decode attention": step.keys * config.num_layers * 2 * kv_heads * dim * step.element,
+        "norm": line.launches("norm") * row * 2 * config.hidden_size,
+        "gate": line.launches("gate") * row * 3 * config.intermediate_size,
+        "rope and KV write": line.launches("rope and KV write")
+        * (row * 2 * (heads + 2 * kv_heads) * dim),
+        "sampling": step.samples * config.vocab_size * step.element,
+        # Block ids are read and written; a token has an id read and written, a position, a slot.
+        "assembly": step.keys / step.block_size * 8 + step.tokens * 20,
+    }
+    floors = {kind: count / bandwidth * 1e6 for kind, count in num_bytes.items()}
+    floors["prefill attention"] = config.num_layers * 4 * seen * heads * dim / rate * 1e6
+    return {kind: floor for kind, floor in floors.items() if kind in line.kinds}
 
 
 def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
@@ -187,18 +232,16 @@ def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[
     runner: Any = core._runner  # the model and the cache behind the scheduler
     matrices = _matrices(runner.model)
     kv = runner.kv
-    key_bytes = sum(t[0].numel() * t[0].element_size() for pair in kv.layers for t in pair)
-    key_bytes //= kv.block_size
     rows = []
     for case, running, chunk in (("decode-1", 1, 0), ("decode-256", 256, 0), ("mixed", 255, CHUNK)):
         kernels, keys = measure(core, running, chunk)
         line = time_line(kernels)
-        floors = {
-            "products": products_floor_us(
-                matrices, running + chunk, running + (chunk > 0), bandwidth, rate
-            ),
-            "decode attention": keys * key_bytes / bandwidth * 1e6,
-        }
+        step = Step(
+            running + chunk, running + (chunk > 0), chunk, keys, kv.block_size,
+            kv.layers[0][0].element_size(),
+        )  # fmt: skip
+        floors = floors_us(runner.model.config, step, line, bandwidth, rate)
+        floors["products"] = products_floor_us(matrices, step.tokens, step.samples, bandwidth, rate)
         print(f"\n{label}/{case}: {line.step_us:.0f} us a step, {line.steps} steps, ", end="")
         print(
             f"idle {line.idle_us / line.step_us:.2%}, "

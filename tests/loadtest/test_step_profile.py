@@ -1,8 +1,22 @@
 """The arithmetic of loadtest.step_profile: kernels onto a time line, and floors."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from loadtest.step_profile import BOUNDARY, Kernel, kind_of, products_floor_us, time_line
+import pytest
+import torch
+
+from loadtest import step_profile
+from loadtest.step_profile import (
+    BOUNDARY,
+    Kernel,
+    Step,
+    floors_us,
+    kind_of,
+    products_floor_us,
+    report,
+    time_line,
+)
 
 
 def test_overlap_belongs_to_the_earlier_kernel() -> None:
@@ -19,7 +33,7 @@ def test_overlap_belongs_to_the_earlier_kernel() -> None:
     assert line.steps == 1 and line.step_us == 20
     assert (line.idle_us, line.between_us) == (3, 0)
     assert line.kinds == {
-        "assembly and sampling": 2, "products": 8, "decode attention": 4, "norm": 3
+        "assembly": 2, "products": 8, "decode attention": 4, "norm": 3
     }  # fmt: skip
     assert sum(line.kinds.values()) + line.idle_us == line.step_us
 
@@ -57,7 +71,8 @@ def test_no_whole_step_is_an_error() -> None:
     [
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "products"),
         ("_few_rows_kernel", "products"),
-        ("_best_of_block_kernel", "assembly and sampling"),
+        ("_best_of_block_kernel", "sampling"),
+        ("Memcpy DtoH (Device -> Pinned)", "other"),
         ("_merge_kernel", "decode attention"),
         ("_prefill_kernel", "prefill attention"),
     ],
@@ -74,3 +89,45 @@ def test_floor_of_products() -> None:
     assert few == pytest.approx(2 * 2.0)
     many = products_floor_us(matrices, 10_000, 1, bandwidth=1e12, rate=1e15)
     assert many == pytest.approx(20.0 + 2.0)
+
+
+CONFIG: Any = SimpleNamespace(
+    num_heads=4, num_kv_heads=2, head_dim=10, num_layers=3, hidden_size=40, intermediate_size=100,
+    vocab_size=1000,
+)  # fmt: skip
+
+
+def test_floors_of_the_small_kernels() -> None:
+    """A norm that is fused counted as bytes, a prompt's attention as if it read all keys, a floor
+    of kernels that did not run."""
+    names = ["_rms_norm_kernel", "_rope_kv_write_kernel", "_decode_kernel", "_prefill_kernel"]
+    kernels = [Kernel(BOUNDARY, 0, 1), *(Kernel(name, 1, 2) for name in [*names, names[0]])]
+    line = time_line([*kernels, Kernel(BOUNDARY, 9, 10)])
+    step = Step(tokens=20, samples=12, prompt=9, keys=1600, block_size=16, element=2)
+    floors = floors_us(CONFIG, step, line, bandwidth=1e6, rate=1e9)
+    assert floors == pytest.approx({
+        "norm": 2 * 20 * 40 * 2 * 2,
+        "rope and KV write": 20 * 80 * 2 * 2,
+        "decode attention": 1600 * 3 * 2 * 20 * 2,
+        "prefill attention": 3 * 4 * 45 * 40 / 1e3,
+        "assembly": 100 * 8 + 20 * 20,
+    })  # fmt: skip
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table that only a GPU machine finds out cannot be made; a floor beside the wrong kind."""
+    names = ["_gemv_kernel", "_decode_kernel", "_best_of_row_kernel", "Memcpy DtoH"]
+    kernels = [Kernel(name, 10 * i, 10 * i + 10) for i, name in enumerate([BOUNDARY, *names])]
+    kernels.append(Kernel(BOUNDARY, 50, 60))
+    monkeypatch.setattr(step_profile, "measure", lambda core, running, chunk: (kernels, 1600.0))
+    weight = torch.empty(1000, 40, dtype=torch.bfloat16)
+    linear = SimpleNamespace(state=SimpleNamespace(weight=weight))
+    model = SimpleNamespace(config=CONFIG, linears=lambda: [linear], head=None, embedding=weight)
+    cache = torch.empty(1, 2, 16, 10, dtype=torch.bfloat16)
+    kv = SimpleNamespace(layers=[(cache, cache)] * 3, block_size=16)
+    core: Any = SimpleNamespace(_runner=SimpleNamespace(model=model, kv=kv))
+    rows = {row["case"]: row for row in report(core, "m", bandwidth=1e12, rate=1e15)}
+    assert rows["m/decode-256/sampling"]["floor_us"] == 0.5  # 256 rows of 1,000 logits
+    assert rows["m/decode-1/decode-attention"]["of_floor"] == 0.038
+    assert rows["m/mixed/products"]["floor_us"] == 0.2 and "floor_us" not in rows["m/mixed/other"]
+    assert rows["m/mixed"]["us"] == 50 and "_gemv_kernel" in capsys.readouterr().out
