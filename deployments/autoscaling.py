@@ -158,9 +158,10 @@ class PoolsPolicy:
         self._memory, self._plan, self._decided = plan.memory, plan, now
         app = any_context.app_name or ""
         limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
-        _export(app, plan, limits)
+        cooldowns = (self._promise.calm_seconds, self._promise.idle_seconds)
+        _export(app, plan, limits, cooldowns)
         if last is None or plan.targets != last.targets:
-            _tell(app, plan, limits, now)
+            _tell(app, plan, limits, cooldowns, now)
         return plan
 
     def _measured(self, name: str, context: Context) -> Pool:
@@ -243,14 +244,19 @@ def _mean(values: list[float]) -> float:
 # -- told to people
 
 
-def _export(app: str, plan: Plan, limits: Mapping[str, tuple[int, int]]) -> None:
+Limits = Mapping[str, tuple[int, int]]  # by pool: minimum and maximum
+Cooldowns = tuple[float, float]  # seconds: of calm, of idleness
+
+
+def _export(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns) -> None:
     """To the metrics: each time, because Ray's exporter forgets what is not said again."""
     from deployments.serve_metrics import scaling_export  # not by value: one for the process
 
-    scaling_export(app).tell(plan.targets, {n: r.cause for n, r in plan.reasons.items()}, limits)
+    causes = {name: reason.cause for name, reason in plan.reasons.items()}
+    scaling_export(app).tell(plan.targets, causes, limits, cooldowns)
 
 
-def _tell(app: str, plan: Plan, limits: Mapping[str, tuple[int, int]], now: float) -> None:
+def _tell(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
     """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
     they decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
@@ -258,14 +264,20 @@ def _tell(app: str, plan: Plan, limits: Mapping[str, tuple[int, int]], now: floa
     for name, target in plan.targets.items():
         logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
         if _internal_kv_initialized():
-            reason, bounds = plan.reasons[name], limits[name]
-            record = {"time": now, "target": target, "reason": reason, "limits": bounds}
+            record = {
+                "time": now,
+                "target": target,
+                "reason": plan.reasons[name],
+                "limits": limits[name],
+                "cooldowns": cooldowns,
+            }
             _internal_kv_put(f"{_KEY}{app}/{name}", json.dumps(record).encode(), overwrite=True)
 
 
 def scaling_decisions(app: str) -> dict[str, Any] | None:
-    """The last decision: {"time", "targets", "reasons", "limits"}, by pool, limits as [minimum,
-    maximum]; None if there was none. Needs a connection to Ray."""
+    """The last decision: {"time", "targets", "reasons", "limits", "cooldowns"}, by pool, limits as
+    [minimum, maximum], cooldowns as seconds of [calm, idleness]; None if there was none. Needs a
+    connection to Ray."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     prefix = f"{_KEY}{app}/"
@@ -280,6 +292,7 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
         "targets": {name: record["target"] for name, record in found.items()},
         "reasons": {name: record["reason"] for name, record in found.items()},
         "limits": {name: record["limits"] for name, record in found.items()},
+        "cooldowns": {name: record["cooldowns"] for name, record in found.items()},
     }
 
 

@@ -229,11 +229,15 @@ SCALING_TARGET = "scaling_target_replicas"
 SCALING_DECISIONS = "scaling_decisions_total"
 SCALING_MINIMUM = "scaling_min_replicas"
 SCALING_MAXIMUM = "scaling_max_replicas"
+SCALING_CALM = "scaling_calm_seconds"
+SCALING_IDLE = "scaling_idle_seconds"
 SCALING_HELP = {
     SCALING_TARGET: "Replicas that a pool should have.",
     SCALING_DECISIONS: "Changes of that number, by direction and reason.",
     SCALING_MINIMUM: "Replicas that a pool has at least.",
     SCALING_MAXIMUM: "Replicas that a pool has at most.",
+    SCALING_CALM: "Seconds that demand must have been lower before replicas go.",
+    SCALING_IDLE: "Seconds without a request before the last one goes.",
 }
 
 

@@ -16,8 +16,10 @@ from ray.serve import metrics as ray_metrics
 
 from deployments.metrics import (
     PREFIX,
+    SCALING_CALM,
     SCALING_DECISIONS,
     SCALING_HELP,
+    SCALING_IDLE,
     SCALING_MAXIMUM,
     SCALING_MINIMUM,
     SCALING_TARGET,
@@ -90,9 +92,9 @@ class ScalingExport:
             PREFIX + SCALING_DECISIONS,
             (*keys, "direction", "reason"),
         )
-        self._limits = [
+        self._bounds = [
             _make(Family(name, "gauge", SCALING_HELP[name], ()), PREFIX + name, keys)
-            for name in (SCALING_MINIMUM, SCALING_MAXIMUM)
+            for name in (SCALING_MINIMUM, SCALING_MAXIMUM, SCALING_CALM, SCALING_IDLE)
         ]
 
     def tell(
@@ -100,14 +102,16 @@ class ScalingExport:
         targets: Mapping[str, int],
         causes: Mapping[str, str],
         limits: Mapping[str, tuple[int, int]],
+        cooldowns: tuple[float, float],
     ) -> None:
-        """These pools' numbers, why (`scaling.Reason.cause`), and their limits, are now these."""
+        """These pools' numbers, why (`scaling.Reason.cause`), their limits, and the seconds of calm
+        and of idleness before some or all go, are now these."""
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}
             before = self._targets.get(pool, target)
             cast(ray_metrics.Gauge, self._target).set(target, tags=tags)
-            for gauge, limit in zip(self._limits, limits[pool], strict=True):
-                cast(ray_metrics.Gauge, gauge).set(limit, tags=tags)
+            for gauge, bound in zip(self._bounds, (*limits[pool], *cooldowns), strict=True):
+                cast(ray_metrics.Gauge, gauge).set(bound, tags=tags)
             if target != before:
                 direction = "up" if target > before else "down"
                 counter = cast(ray_metrics.Counter, self._decisions)

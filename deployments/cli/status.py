@@ -271,6 +271,7 @@ def _pool(
         "target": scaling["targets"].get(name) if scaling is not None else None,
         "reason": scaling["reasons"].get(name) if scaling is not None else None,
         "limits": scaling["limits"].get(name) if scaling is not None else None,
+        "cooldowns": scaling["cooldowns"].get(name) if scaling is not None else None,
         "requests": sum(one["running"] for one in mine),
         "waiting": sum(one["waiting"] for one in mine),
         "kv_used": round(sum(one["kv_used"] for one in mine) / len(mine), 3) if mine else None,
@@ -335,9 +336,10 @@ def page(found: Told) -> RenderableType:
     if (scaling := found["scaling"]) is not None:
         at = time.strftime("%H:%M:%S", time.localtime(scaling["time"]))
         for name, target in scaling["targets"].items():
-            low, high = scaling["limits"][name]
+            (low, high), (calm, idle) = scaling["limits"][name], scaling["cooldowns"][name]
+            fewer = f"fewer after {calm:g} s of calm" + (f", 0 after {idle:g} s" if not low else "")
             why = escape(scaling["reasons"][name])
-            parts.append(f"{at} {name} to {target} (of {low} to {high}): {why}")
+            parts.append(f"{at} {name} to {target} (of {low} to {high}; {fewer}): {why}")
     return Group(*parts)
 
 

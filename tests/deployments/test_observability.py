@@ -195,13 +195,15 @@ def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
         ({"gpu": 3, "cpu": 1}, {"gpu": "backlog", "cpu": "overflow"}),
         ({"gpu": 2, "cpu": 0}, {"gpu": "calm", "cpu": "handover"}),
     ):
-        export.tell(targets, causes, limits)
+        export.tell(targets, causes, limits, (120.0, 300.0))
     assert made["manta_scaling_target_replicas"].values == {
         ("manta", "gpu"): 2,
         ("manta", "cpu"): 0,
     }
     assert made["manta_scaling_max_replicas"].values == {("manta", "gpu"): 3, ("manta", "cpu"): 1}
     assert made["manta_scaling_min_replicas"].values == {("manta", "gpu"): 0, ("manta", "cpu"): 0}
+    assert made["manta_scaling_calm_seconds"].values["manta", "gpu"] == 120.0
+    assert made["manta_scaling_idle_seconds"].values["manta", "cpu"] == 300.0
     assert made["manta_scaling_decisions"].values == {
         ("manta", "gpu", "up", "backlog"): 1,
         ("manta", "gpu", "down", "calm"): 1,
@@ -216,7 +218,7 @@ def test_pools_with_a_policy_each_are_counted(made: dict[str, FakeMetric]) -> No
     export = ScalingExport("manta")
     for target in (1, 2, 3):
         for pool in ("gpu", "cpu"):
-            export.tell({pool: target}, {pool: "work"}, {pool: (1, 4)})
+            export.tell({pool: target}, {pool: "work"}, {pool: (1, 4)}, (120.0, 300.0))
     assert made["manta_scaling_decisions"].values == {
         ("manta", "gpu", "up", "work"): 2,
         ("manta", "cpu", "up", "work"): 2,
@@ -268,6 +270,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
             "targets": {"gpu": 3},
             "reasons": {"gpu": "a trend [x]"},
             "limits": {"gpu": [1, 4]},
+            "cooldowns": {"gpu": [120.0, 300.0]},
         },
         silent=1,
     )
@@ -289,7 +292,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     console.print(page(found))
     shown = console.export_text()
     for text in (
-        "gpu to 3 (of 1 to 4): a trend [x]",
+        "gpu to 3 (of 1 to 4; fewer after 120 s of calm): a trend [x]",
         "engine-gpu/1 draining",
         "1 routers do not answer",
         "3/8",
