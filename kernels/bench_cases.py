@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import bench_lora, cuda, sampling_layout
+from kernels import bench_lora, cuda
+from kernels import sampling_layout as layout
 from kernels.batch import apply_updates, assemble
 from kernels.bench import OPERATIONS, Calls, Work, copies_for
+from kernels.gemm_fixed import linear_fixed
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
 from kernels.sampling import choose
-from kernels.sampling_edits import penalise
+from kernels.sampling_edits import add_bias, ban, penalise
 from kernels.sampling_filters import filter_thresholds
 from kernels.sampling_logprobs import logprobs
 
@@ -170,6 +172,15 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> Work:
     return Work(ours, num_bytes, libraries={"cublas": library})
 
 
+def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> Work:
+    """The product of the deterministic mode."""
+    weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
+    x = s.random(rows, width)
+    ours = [partial(linear_fixed, x, w) for w in weights]
+    library = [partial(torch.nn.functional.linear, x, w) for w in weights]
+    return Work(ours, 2.0 * rows * size * width, OPERATIONS, libraries={"cublas": library})
+
+
 def norm(s: Sizes, rows: int) -> Work:
     xs = [s.random(rows, s.hidden) for _ in range(8)]
     weight = s.random(s.hidden)
@@ -212,13 +223,15 @@ def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
     """Parameters of rows: temperature 1 and what is named as in kernels/sampling_layout.py."""
-    words = torch.zeros(rows, sampling_layout.NUM_WORDS, dtype=torch.int32)
-    words[:, sampling_layout.ROW] = torch.arange(rows)
-    words[:, sampling_layout.SEED] = torch.arange(rows)
-    words[:, sampling_layout.LOGPROBS] = 5
+    words = torch.zeros(rows, layout.NUM_WORDS, dtype=torch.int32)
+    words[:, layout.ROW] = torch.arange(rows)
+    words[:, layout.SEED] = torch.arange(rows)
+    words[:, layout.LOGPROBS] = 5
+    for at, count in ((layout.BIAS_IDS, layout.MAX_BIAS), (layout.STOP_IDS, layout.MAX_STOP)):
+        words[:, at : at + count] = torch.arange(count)  # if NUM_BIAS and NUM_STOP say so
     fields = {"INV_TEMPERATURE": 1.0, "TOP_P": 1.0, "LOG_MIN_P": -torch.inf, "REPETITION": 1.0}
     for name, value in {**fields, **values}.items():
-        at = getattr(sampling_layout, name)
+        at = getattr(layout, name)
         if isinstance(value, float):
             words.view(torch.float32)[:, at] = value
         else:
@@ -227,7 +240,7 @@ def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
 
 
 def sampling(s: Sizes, rows: int, how: str) -> Work:
-    """A pass over the logits is what choosing cannot do without; penalties touch 1,000 of them."""
+    """A pass over the logits is what choosing cannot do without; edits touch some of them."""
     num_bytes: float = rows * s.vocab * s.dtype.itemsize
     logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
     index = torch.arange(rows, device=s.device)
@@ -239,6 +252,8 @@ def sampling(s: Sizes, rows: int, how: str) -> Work:
         values = {"TOP_P": 0.9}
     elif how == "penalties":
         values = {"REPETITION": 1.1, "FREQUENCY": 0.1}
+    elif how == "bias and ban":
+        values = {"NUM_BIAS": layout.MAX_BIAS, "NUM_STOP": layout.MAX_STOP, "MIN_TOKENS": 2000}
     words = sampled_words(s, rows, **values)
     calls: Calls
     if how == "greedy":
@@ -250,6 +265,15 @@ def sampling(s: Sizes, rows: int, how: str) -> Work:
         scratch = torch.zeros(min(rows, 64), s.vocab, dtype=torch.int32, device=s.device)
         calls = [partial(penalise, x, index, positions, words, tokens, scratch) for x in logits]
         num_bytes = rows * 1000 * (2 * 4 + 4 * 4 + 2 * s.dtype.itemsize)
+    elif how == "bias and ban":
+
+        def edited(x: Tensor) -> None:
+            add_bias(x, index, words)
+            ban(x, index, positions, words)
+
+        calls = [partial(edited, x) for x in logits]
+        each = 8 + 2 * s.dtype.itemsize  # id, value, logit
+        num_bytes = rows * (layout.MAX_BIAS * each + layout.MAX_STOP * (4 + s.dtype.itemsize))
     elif how == "logprobs":
         calls = [partial(logprobs, x, index, 5, index, words) for x in logits]
     else:
@@ -334,10 +358,13 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
+    for rows in (256, 4096):
+        make = partial(fixed_linear, s, *LINEARS["8b qkv"][0], rows)
+        cases[f"deterministic product/8b qkv/{rows}"] = make
     for rows in (1, 256):
         for how in ("greedy", "temperature"):
             cases[f"sampling/{how}/{rows}"] = partial(sampling, s, rows, how)
-    for how in ("top-k", "top-p", "penalties", "logprobs"):
+    for how in ("top-k", "top-p", "penalties", "bias and ban", "logprobs"):
         cases[f"sampling/{how}/256"] = partial(sampling, s, 256, how)
     for what in ("updates", "layout"):
         cases[f"assembly/{what}/256"] = partial(assembly, s, 256, what)

@@ -1,5 +1,7 @@
 """The kernels' bench without a device: every case can be made, launched and told rightly."""
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,8 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kernels import bench, bench_lora  # noqa: E402
+import kernels  # noqa: E402
+from kernels import attention_decode, bench, bench_lora, gemm_fixed  # noqa: E402
 from kernels.bench import Best, Calls, Work, rows, told  # noqa: E402
 from kernels.bench_cases import (  # noqa: E402
     LLAMA,
@@ -31,6 +34,15 @@ INTERPRETED = triton.knobs.runtime.interpret
 BEST = Best(copy=4e12, product=8e14)
 
 
+def every_kernel() -> set[str]:
+    return {
+        value.__name__
+        for module in pkgutil.iter_modules(kernels.__path__)
+        for value in vars(importlib.import_module(f"kernels.{module.name}")).values()
+        if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")
+    }
+
+
 def once(calls: Calls) -> float:
     for call in calls:
         call()
@@ -47,14 +59,19 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", count)
+    for module in (attention_decode, gemm_fixed):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gemm_fixed, "agreeing", lambda weight, bias, add: gemm_fixed.TILES[2])
     cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})
-    found = {}
+    found, names = {}, set()
     for row in rows(cases, BEST, once):
         assert "error" not in row, row
         found[row["case"]] = row
         assert launched or "product/" in row["case"], row["case"]  # the library's own product
+        names.update(launched)
         launched.clear()
     assert found.keys() == cases.keys()
+    assert names == every_kernel(), "a kernel that nothing times"
     targets = {case: row["target"] for case, row in found.items() if "target" in row}
     assert targets == {
         "decode/64 x 4096": 0.9,
@@ -85,7 +102,7 @@ def test_cases_run(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: norm(s, 3),
         lambda: gate(s, 3, "silu"),
         *(lambda how=how: sampling(s, 2, how) for how in ("greedy", "top-k", "top-p", "logprobs")),
-        lambda: sampling(s, 1, "penalties"),
+        *(lambda how=how: sampling(s, 1, how) for how in ("penalties", "bias and ban")),
         *(lambda what=what: assembly(s, 4, what) for what in ("updates", "layout")),
         *(lambda part=part: adapters(s, 5, part) for part in (0, 1)),
     ]
