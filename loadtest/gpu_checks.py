@@ -42,22 +42,21 @@ class Part(NamedTuple):
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[Part]:
-    """A file of tests each; extra: more for pytest."""
+    """extra: more for pytest."""
     files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
     texts = {file: (root / file).read_text() for file in files}
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
-    marked.sort(key=lambda file: FIRST.index(file) if file in FIRST else len(FIRST))
+    others: dict[str, list[str]] = {}  # by folder: a process takes seconds to start
+    for file in marked:
+        if file not in FIRST:
+            others.setdefault(str(Path(file).parent), []).append(file)
     # These run on the device where there is one, so that they bear no mark.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", *extra]
-
-    def tests(file: str, mark: str) -> list[str]:
-        return [*pytest, "-m", mark, file]
-
-    found = [Part(file, tests(file, "gpu")) for file in marked if file in FIRST]
+    found = [Part(file, [*pytest, "-m", "gpu", file]) for file in FIRST]
     mark = "not gpu and not slow"
-    found += [Part(f"{file} ({mark})", tests(file, mark), alone=False) for file in plain]
-    found += [Part(file, tests(file, "gpu")) for file in marked if file not in FIRST]
+    found += [Part(f"{file} ({mark})", [*pytest, "-m", mark, file], alone=False) for file in plain]
+    found += [Part(folder, [*pytest, "-m", "gpu", *some]) for folder, some in others.items()]
     if model:
         command = [sys.executable, "-m", "loadtest.long_context", "--model", model]
         found.append(Part("long contexts", [*command, "--name", name, "--tokens", *LONG]))
