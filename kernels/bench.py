@@ -99,7 +99,7 @@ def measure(case: str, work: Work, best: Best, timer: Timer) -> dict[str, Any]:
         "unit": unit,
         "of_best": round(rate / best.of(unit), 3),
     }
-    peers = {"copy" if unit == BYTES else "product": best.of(unit)}
+    peers: dict[str, float] = {}
     for name, calls in work.libraries.items():
         try:
             library_us = timer(calls)
@@ -107,7 +107,8 @@ def measure(case: str, work: Work, best: Best, timer: Timer) -> dict[str, Any]:
             row[f"{name}_failed"] = str(error)[:200]
             continue
         row[f"{name}_us"] = round(library_us, 2)
-        peers = {name: work.amount / library_us * 1e6, **peers}
+        peers[name] = work.amount / library_us * 1e6
+    peers["copy" if unit == BYTES else "product"] = best.of(unit)
     against = work.against if work.against in peers else next(iter(peers))
     row |= {"against": against, "peer": round(peers[against] / 1e12, 3)}
     row["ratio"] = round(rate / peers[against], 3)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,37 @@ from loadtest.result_file import RawLines, versions
 COMPILE_S = 60
 
 
-def fa3() -> Callable[..., Callable[[], object]]:
-    """FlashAttention 3 on the same paged keys and values as ours, in vLLM's build."""
+def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
+    """FlashAttention 3 in vLLM's build: keys in a row, and on the same pages as ours."""
     from vllm.vllm_flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
     )
 
-    def make(q: Any, k_cache: Any, v_cache: Any, meta: Any) -> Callable[[], object]:
+    def attend(q: Any, key: Any, value: Any, meta: Any, **where: Any) -> Callable[[], object]:
+        return partial(
+            flash_attn_varlen_func,
+            q,
+            key,
+            value,
+            max_seqlen_q=meta.max_query_len,
+            cu_seqlens_q=meta.query_start,
+            max_seqlen_k=meta.max_kv_len,
+            causal=True,
+            fa_version=3,
+            **where,
+        )
+
+    def in_a_row(q: Any, k_cache: Any, v_cache: Any, meta: Any) -> Callable[[], object]:
+        shape = (q.shape[0], k_cache.shape[1], k_cache.shape[3])
+        key, value = (cache.transpose(1, 2).reshape(shape) for cache in (k_cache, v_cache))
+        return attend(q, key, value, meta, cu_seqlens_k=meta.query_start)
+
+    def paged(q: Any, k_cache: Any, v_cache: Any, meta: Any) -> Callable[[], object]:
         key, value = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        where = {"seqused_k": meta.kv_len, "block_table": meta.block_table}
+        return attend(q, key, value, meta, **where)
 
-        def call() -> object:
-            return flash_attn_varlen_func(
-                q,
-                key,
-                value,
-                max_seqlen_q=meta.max_query_len,
-                cu_seqlens_q=meta.query_start,
-                max_seqlen_k=meta.max_kv_len,
-                seqused_k=meta.kv_len,
-                block_table=meta.block_table,
-                causal=True,
-                fa_version=3,
-            )
-
-        return call
-
-    return make
+    return {"fa3": in_a_row, "fa3_paged": paged}
 
 
 def compile_all(only: list[str]) -> None:
@@ -90,7 +96,7 @@ def main() -> int:
     libraries = {}
     if args.fa3:
         try:
-            libraries = {"fa3": fa3()}
+            libraries = fa3()
         except ImportError as error:
             print(f"without FlashAttention 3: {error}", flush=True)
     cases = {

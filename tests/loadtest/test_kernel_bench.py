@@ -1,11 +1,14 @@
 """The command around the kernels' bench, with a timer that knows the time."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -84,3 +87,27 @@ def test_compilers_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.Monke
     kernel_bench.compile_all([""])
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_what_flash_attention_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another problem than ours: its rate would be that of fewer keys, or of other shapes."""
+    asked: list[dict[str, Any]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> None:
+        asked.append({"q": q.shape, "k": k.shape, "v": v.shape, **how})
+
+    name = "vllm.vllm_flash_attn.flash_attn_interface"
+    for part in ("vllm", "vllm.vllm_flash_attn", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setattr(sys.modules[name], "flash_attn_varlen_func", attend, raising=False)
+    s = bench_cases.LLAMA._replace(device="meta")
+    work = bench_cases.prefill(s, [8192], [8192], 0.7, kernel_bench.fa3())
+    assert work.against == "fa3"
+    for calls in work.libraries.values():
+        calls[0]()
+    row, paged = asked
+    assert row["q"] == (8192, 32, 128) and row["k"] == row["v"] == (8192, 8, 128)
+    assert paged["k"] == paged["v"] == (512, 16, 8, 128)
+    for one in asked:
+        assert one["causal"] and one["max_seqlen_q"] == one["max_seqlen_k"] == 8192
+    assert "cu_seqlens_k" in row and {"seqused_k", "block_table"} <= paged.keys()
