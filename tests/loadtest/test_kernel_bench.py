@@ -78,6 +78,10 @@ def test_compiling_is_shared(command: Callable[..., int], monkeypatch: pytest.Mo
 
 def test_compilers_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that waits for ever because a kernel does not compile."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        kernel_bench.compile_all([""])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
     program.chmod(0o755)
