@@ -90,7 +90,7 @@ def layer_us(tokens: int, adapters: int, rank: int) -> dict[str, float]:
 def main(sweep: bool) -> None:
     print(torch.cuda.get_device_name(), "LoRA on llama-8b, us a layer; ms of 32 layers")
     for rank in (16, 64):
-        for tokens in (1, 16, 64, 256, 512, 1024, 4096):
+        for tokens in (1, 16, 64, 128, 256, 512, 1024, 4096):
             for adapters in (1, 16, 64):
                 if adapters <= tokens:
                     show(tokens, adapters, rank, layer_us(tokens, adapters, rank))
@@ -104,6 +104,12 @@ def main(sweep: bool) -> None:
                 times = layer_us(tokens, 16, 16)
                 show(tokens, 16, 16, times, f"tiles of {rows}, {splits} splits")
     lora.CLASSES = classes
+    columns = lora.BLOCK_N
+    for tokens in (16, 128, 512):
+        for lora.BLOCK_N in (64, 128, 256):
+            times = layer_us(tokens, 16, 16)
+            show(tokens, 16, 16, times, f"{lora.BLOCK_N} columns a program of expand")
+    lora.BLOCK_N = columns
 
 
 def show(tokens: int, adapters: int, rank: int, times: dict[str, float], what: str = "") -> None:

@@ -56,6 +56,9 @@ def _shrink_kernel(
     entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
     rank = tl.multiple_of(tl.load(entry), 16)
     a = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 1).to(tl.int64) * 16
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     if PDL:
         gdc_wait()  # by all programs, or a kernel could end before the one before it
         gdc_launch_dependents()
@@ -63,9 +66,6 @@ def _shrink_kernel(
         return
     if rank_block * BLOCK_R >= rank:
         return
-    row = tl.arange(0, BLOCK_M)
-    valid = row < count
-    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     r = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
     k = split * SPAN + tl.arange(0, BLOCK_K)
     x_at = x + token[:, None] * K + k[None, :]
@@ -82,26 +82,45 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _delta(
-    partial, b, position, valid, column, inside, rank, stride,
-    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+def _columns_of(b, column, inside, start, rank, BLOCK_R: tl.constexpr):
+    """[BLOCK_R, columns] of B [out, rank], transposed, from rank `start` on."""
+    r = start + tl.arange(0, BLOCK_R)
+    mask = inside[None, :] & (r < rank)[:, None]
+    return tl.load(b + column[None, :] * rank + r[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _pieces(
+    partial, position, valid, start, rank, stride,
+    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] of B times the sum over the splits; stride: between splits."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, rank, BLOCK_R):
-        r = start + tl.arange(0, BLOCK_R)
-        there = valid[:, None] & (r < rank)[None, :]
-        at = partial + position[:, None] * MAX_RANK + r[None, :]
-        s = tl.load(at, mask=there, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            s += tl.load(at + split * stride, mask=there, other=0.0)
-        weights = tl.load(
-            b + column[None, :] * rank + r[:, None],
-            mask=inside[None, :] & (r < rank)[:, None],
-            other=0.0,
-        )
-        acc = tl.dot(s.to(weights.dtype), weights, acc, input_precision="ieee")
+    """[SPLITS, BLOCK_M, BLOCK_R]: what shrink found, from rank `start` on. stride: between splits.
+
+    In one load: if they are added up as they come, each is waited for and goes through shared
+    memory by itself."""
+    r = start + tl.arange(0, BLOCK_R)
+    there = valid[:, None] & (r < rank)[None, :]
+    at = partial + position[:, None] * MAX_RANK + r[None, :]
+    split = tl.arange(0, SPLITS)[:, None, None]
+    return tl.load(at[None, :, :] + split * stride, mask=there[None, :, :], other=0.0)
+
+
+@triton.jit
+def _delta(
+    pieces, weights, partial, b, position, valid, column, inside, rank, stride,
+    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] of B times the sum over the splits. pieces, weights: of the first BLOCK_R
+    ranks."""
+    s = tl.sum(pieces, 0).to(weights.dtype)
+    acc = tl.dot(s, weights, input_precision="ieee")
+    if MAX_RANK > BLOCK_R:
+        for start in range(BLOCK_R, rank, BLOCK_R):
+            weights = _columns_of(b, column, inside, start, rank, BLOCK_R)
+            pieces = _pieces(
+                partial, position, valid, start, rank, stride, SPLITS, MAX_RANK, BLOCK_R
+            )
+            acc = tl.dot(tl.sum(pieces, 0).to(weights.dtype), weights, acc, input_precision="ieee")
     return acc
 
 
@@ -143,30 +162,32 @@ def _expand_kernel(
     if N0 % 16 == 0 and N1 % 16 == 0:
         offset = tl.multiple_of(offset, 16)
     entry = table + tl.maximum(slot, 0) * table_stride + (first_part + part) * 4
-    rank = tl.multiple_of(tl.load(entry), 16)
+    rank = tl.multiple_of(tl.where(slot >= 0, tl.load(entry), 0), 16)
     b = slab + slot.to(tl.int64) * slot_stride + tl.load(entry + 2).to(tl.int64) * 16
+    column = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < size
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    # B comes from far away while shrink is still running.
+    weights = _columns_of(b, column, inside, 0, rank, BLOCK_R)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if slot < 0:
-        return
     if rank == 0:
         return
-    row = tl.arange(0, BLOCK_M)
-    valid = row < count
-    column = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < size
+    # All loads before the first use: they are waited for together.
     stride = (num_tokens * PARTS).to(tl.int64) * MAX_RANK
     position = (part * num_tokens + first + row).to(tl.int64)
-    delta = _delta(
-        partial, b, position, valid, column, inside, rank, stride,
-        SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
-    )  # fmt: skip
-    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    pieces = _pieces(partial, position, valid, 0, rank, stride, SPLITS, MAX_RANK, BLOCK_R)
     at = y + token[:, None] * (N0 + N1 + N2) + (offset + column)[None, :]
     mask = valid[:, None] & inside[None, :]
-    delta += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, delta.to(y.dtype.element_ty), mask=mask)
+    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    delta = _delta(
+        pieces, weights, partial, b, position, valid, column, inside, rank, stride,
+        SPLITS, MAX_RANK, BLOCK_R,
+    )  # fmt: skip
+    tl.store(at, (old + delta).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_part", "num_tokens"])
@@ -195,37 +216,45 @@ def _expand_gated_kernel(
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
+    entry = table + tl.maximum(slot, 0) * table_stride + first_part * 4
+    gate_rank = tl.multiple_of(tl.where(slot >= 0, tl.load(entry), 0), 16)
+    up_rank = tl.multiple_of(tl.where(slot >= 0, tl.load(entry + 4), 0), 16)
+    home = slab + slot.to(tl.int64) * slot_stride
+    gate_b = home + tl.load(entry + 2).to(tl.int64) * 16
+    up_b = home + tl.load(entry + 6).to(tl.int64) * 16
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    row = tl.arange(0, BLOCK_M)
+    valid = row < count
+    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
+    # B comes from far away while shrink is still running.
+    gate_weights = _columns_of(gate_b, column, inside, 0, gate_rank, BLOCK_R)
+    up_weights = _columns_of(up_b, column, inside, 0, up_rank, BLOCK_R)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if count == 0:
         return
-    row = tl.arange(0, BLOCK_M)
-    valid = row < count
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < N
+    # All loads before the first use: they are waited for together.
+    stride = (num_tokens * 2).to(tl.int64) * MAX_RANK
+    gate_at = (first + row).to(tl.int64)
+    up_at = gate_at + num_tokens
+    gate_pieces = _pieces(partial, gate_at, valid, 0, gate_rank, stride, SPLITS, MAX_RANK, BLOCK_R)
+    up_pieces = _pieces(partial, up_at, valid, 0, up_rank, stride, SPLITS, MAX_RANK, BLOCK_R)
     mask = valid[:, None] & inside[None, :]
-    token = tl.load(order + first + row, mask=valid, other=0).to(tl.int64)
     at = gate_up + token[:, None] * (2 * N) + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
-    if slot >= 0:
-        entry = table + slot * table_stride + first_part * 4
-        home = slab + slot.to(tl.int64) * slot_stride
-        stride = (num_tokens * 2).to(tl.int64) * MAX_RANK
-        position = (first + row).to(tl.int64)
-        rank = tl.multiple_of(tl.load(entry), 16)
-        if rank > 0:
-            gate += _delta(
-                partial, home + tl.load(entry + 2).to(tl.int64) * 16, position, valid, column,
-                inside, rank, stride, SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
-            )  # fmt: skip
-        rank = tl.multiple_of(tl.load(entry + 4), 16)
-        if rank > 0:
-            up += _delta(
-                partial, home + tl.load(entry + 6).to(tl.int64) * 16, position + num_tokens, valid,
-                column, inside, rank, stride, SPLITS, MAX_RANK, BLOCK_M, BLOCK_N, BLOCK_R,
-            )  # fmt: skip
+    if gate_rank > 0:
+        gate += _delta(
+            gate_pieces, gate_weights, partial, gate_b, gate_at, valid, column, inside, gate_rank,
+            stride, SPLITS, MAX_RANK, BLOCK_R,
+        )  # fmt: skip
+    if up_rank > 0:
+        up += _delta(
+            up_pieces, up_weights, partial, up_b, up_at, valid, column, inside, up_rank,
+            stride, SPLITS, MAX_RANK, BLOCK_R,
+        )  # fmt: skip
     if GELU:
         # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
         gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
@@ -240,6 +269,9 @@ def _expand_gated_kernel(
 # often; splits keep the device busy where there are few tiles. Few classes, because each is a
 # kernel to compile.
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
+
+
+BLOCK_N = 128  # columns of a program of expand
 
 
 def tile_rows(num_tokens: int) -> int:
@@ -277,8 +309,13 @@ def _padded_rank(max_rank: int) -> int:
     return triton.cdiv(max_rank, UNIT) * UNIT
 
 
-def _rank_block(max_rank: int) -> int:
-    return 16 if max_rank <= 16 else 32 if max_rank <= 32 else 64
+def _rank_block(max_rank: int, most: int = 64) -> int:
+    return min(16 if max_rank <= 16 else 32 if max_rank <= 32 else 64, most)
+
+
+def _expand_rank_block(step: LoraStep) -> int:
+    """Small tiles have many splits, which are all held at once."""
+    return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 
 
 def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
@@ -318,9 +355,8 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
 def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
     """See `kernels.dispatch.Kernels`. y and x contiguous; at most three parts."""
     splits = lora_shrink(x, layer, step)
-    block_n = 128
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
-    blocks = sum(triton.cdiv(size, block_n) for size in outs)
+    blocks = sum(triton.cdiv(size, BLOCK_N) for size in outs)
     _expand_kernel[(step.tiles.shape[0], blocks)](
         y,
         step.order,
@@ -339,8 +375,8 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         PARTS=len(layer.outs),
         MAX_RANK=_padded_rank(step.max_rank),
         BLOCK_M=step.block_m,
-        BLOCK_N=block_n,
-        BLOCK_R=_rank_block(step.max_rank),
+        BLOCK_N=BLOCK_N,
+        BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
         num_stages=1,  # nearly always one pass over the ranks
         **pdl(x.device),
@@ -351,11 +387,10 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
 def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
     """See `kernels.dispatch.Kernels`."""
     splits = lora_shrink(x, layer, step)
-    block_n = 128
     size = layer.outs[0]
     assert layer.outs == (size, size)
     out = gate_up.new_empty((x.shape[0], size))
-    _expand_gated_kernel[(step.tiles.shape[0], triton.cdiv(size, block_n))](
+    _expand_gated_kernel[(step.tiles.shape[0], triton.cdiv(size, BLOCK_N))](
         gate_up,
         out,
         step.order,
@@ -372,8 +407,8 @@ def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, ga
         SPLITS=splits,
         MAX_RANK=_padded_rank(step.max_rank),
         BLOCK_M=step.block_m,
-        BLOCK_N=block_n,
-        BLOCK_R=_rank_block(step.max_rank),
+        BLOCK_N=BLOCK_N,
+        BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
         num_stages=1,  # nearly always one pass over the ranks
         **pdl(x.device),

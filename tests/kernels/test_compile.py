@@ -275,6 +275,25 @@ def test_adapters_are_read_wide(launches: Launches) -> None:
         assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg" in compiled.asm["ptx"], name
 
 
+@pytest.mark.slow
+def test_expand_waits_for_memory_once(launches: Launches) -> None:
+    """Splits that are added up as they come are waited for one after the other, each with two
+    barriers: most of what adapters cost a small step. And B, which nobody writes, is fetched while
+    shrink still runs."""
+    for rank in (16, 64):
+        tiles, table = int32(5, 3), int32(2, 7, 4)
+        step = LoraStep(int32(64), tiles, tile_rows(64), bf16(2, 1024), table, torch.empty(1), rank)
+        lora_add(bf16(64, 4096), bf16(64, 14336), LoraLinear(0, 14336, (4096,)), step)
+    for name, compiled in launches.seen:
+        if name == "_expand_kernel":
+            early, late = compiled.asm["ptx"].split("griddepcontrol.wait")
+            assert "ld.global.v4" in early
+            first, *others = late.split("bar.sync")
+            assert first.count("ld.global.v4") >= 6
+            if compiled is launches.seen[1][1]:  # all ranks at once
+                assert not any("ld.global" in part for part in others)
+
+
 def test_no_kernel_is_left_out(launches: Launches) -> None:
     """A new kernel that nothing above launches."""
     launches.compile = False
