@@ -19,6 +19,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "img"
 
 # What made the files whose names begin so; the longest that fits.
 MADE_BY = {
+    "adapters-live": "`python -m tests.deployments.adapters_live`: 40 adapters that come and go",
     "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",
     "change": "`python -m loadtest.versus_engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",

@@ -1,5 +1,6 @@
 """Issue 6 on a running server: two routers, two engines with the default model, HTTP. 500 requests
-over 40 adapters that come, go, change and break meanwhile; and where the traffic of each goes."""
+over 40 adapters that come, go, change and break meanwhile; and where the traffic of each goes.
+`python -m tests.deployments.adapters_live` keeps what they saw."""
 
 import itertools
 import json
@@ -273,7 +274,7 @@ def changes(world: World, look: Callable[[int, int], None]) -> None:
 
 
 def test_500_requests_while_adapters_come_go_change_and_break(
-    live: Live, roots: Path, texts: Texts
+    live: Live, roots: Path, texts: Texts, record_property: Callable[[str, object], None]
 ) -> None:
     """Bug: the text of another adapter or revision, an error that says nothing, a restart, or
     something that stays behind."""
@@ -327,7 +328,11 @@ def test_500_requests_while_adapters_come_go_change_and_break(
         in_time = changing.done()
         changing.result()
     seen = Counter(outcomes)
-    print(dict(seen), dict(world.done))
+    answers = {f"generation {key}" if isinstance(key, int) else key: seen[key] for key in seen}
+    record_property("requests", seen.total())
+    record_property("wrong", len(wrong))
+    record_property("answers", answers)
+    record_property("changes", dict(world.done))
     assert not wrong, wrong[:5]
     assert in_time, "the changes took too long"
     assert world.done == {"added": 32, "replaced": 8, "removed": 4, **dict.fromkeys(FAULTS, 2)}
@@ -364,7 +369,9 @@ def traffic(live: Live, names: Sequence[str], count: int) -> dict[str, Counter[s
     return went
 
 
-def test_the_traffic_of_an_adapter_stays_on_one_replica(live: Live, roots: Path) -> None:
+def test_the_traffic_of_an_adapter_stays_on_one_replica(
+    live: Live, roots: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Bug: every replica loads every adapter: two replicas hold no more of them than one."""
     names = []
     for number in range(2 * SLOTS - 4):
@@ -374,11 +381,13 @@ def test_the_traffic_of_an_adapter_stays_on_one_replica(live: Live, roots: Path)
     traffic(live, names, 100)  # until the engines believe that nobody asks for the former ones
     loads = sum(stats["adapter_loads"] for stats in live.replica_stats().values())
     went = traffic(live, names, 100)
-    print({name: dict(places) for name, places in went.items()})
     total = sum(sum(places.values()) for places in went.values())
     at_home = sum(max(places.values(), default=0) for places in went.values())
+    loads = sum(stats["adapter_loads"] for stats in live.replica_stats().values()) - loads
+    record_property("requests", total)
+    record_property("on one replica", at_home)
+    record_property("adapters", len(names))
+    record_property("loads", loads)
     assert at_home >= 0.95 * total, "by load alone it would be little more than half"
     assert len({place for places in went.values() for place in places}) == 2, "both are used"
-    loads = sum(stats["adapter_loads"] for stats in live.replica_stats().values()) - loads
-    print(f"{at_home} of {total} at home, {loads} loads for {len(names)} adapters")
     assert loads <= 1.5 * len(names), "by load alone nearly every second request loads one"
