@@ -334,7 +334,7 @@ def test_trained_on_the_default_model(default_model: Path, trained: Path, device
                 model = PeftModel.from_pretrained(theirs, trained / adapter).eval()
             for number, (other, text) in wanted.items():
                 if other == adapter:
-                    check(outputs[number], prompts[text], model, atol=2e-3)
+                    check(outputs[number], prompts[text], model, 2e-3 if device == "cpu" else 2e-2)
                     losses[adapter, text] = -float(scores(model, prompts[text]).mean())
             if adapter:
                 model.unload()
