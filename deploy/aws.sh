@@ -1,9 +1,11 @@
 #!/bin/sh
-# Once for each region, before `ray up cluster.yaml`; running it again changes nothing.
-# The head may start and end instances and look up the images of cluster.yaml; the nodes reach each
-# other on all ports, this machine reaches them by SSH, and nobody else reaches anything.
+# deploy/aws.sh [REGION [ADDRESS]]: once for each region, before `ray up cluster.yaml`; running it again
+# changes nothing. The head may start and end instances and look up the images of cluster.yaml; the
+# nodes reach each other on all ports, ADDRESS (this machine's, if not given) reaches them by SSH, and
+# nobody else reaches anything.
 set -eu
 REGION=${1:-us-west-2}
+ADDRESS=${2:-$(curl -fsS https://checkip.amazonaws.com)}
 NAME=manta
 export AWS_DEFAULT_REGION="$REGION" AWS_PAGER=
 
@@ -26,6 +28,6 @@ if [ "$GROUP" = None ]; then
     --description 'Manta: its own nodes, and SSH from one address' --query GroupId --output text)
   aws ec2 authorize-security-group-ingress --group-id "$GROUP" --protocol=-1 --source-group "$GROUP"
   aws ec2 authorize-security-group-ingress --group-id "$GROUP" --protocol tcp --port 22 \
-    --cidr "$(curl -fsS https://checkip.amazonaws.com)/32"
+    --cidr "$ADDRESS/32"
 fi
 echo "profile $NAME-head, security group $GROUP in $VPC ($REGION)"

@@ -157,6 +157,20 @@ def test_aws_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spot["resources"] == kinds["gpu"]["resources"]
 
 
+def test_gcp_nodes_are_in_the_closed_network() -> None:
+    """A node type without an interface of its own: Ray puts it into the first network that it finds,
+    `default`, which has SSH open to everyone."""
+    config = prepared(GCP)
+    script = (ROOT / "deploy" / "gcp.sh").read_text()
+    assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
+    assert "0.0.0.0/0" not in script and "NAME=manta" in script and "/manta" in GCP.read_text()
+    region = config["provider"]["region"]
+    for kind in config["available_node_types"].values():
+        (interface,) = kind["node_config"]["networkInterfaces"]
+        assert interface["subnetwork"] == f"regions/{region}/subnetworks/manta"
+    assert f"REGION=${{1:-{region}}}" in script
+
+
 def test_the_default_group_would_be_open() -> None:
     """The reason for deploy/aws.sh. When Ray no longer opens SSH to everyone, it can go."""
     pytest.importorskip("boto3")
