@@ -158,7 +158,7 @@ def test_aws_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gcp_nodes_are_in_the_closed_network() -> None:
-    """A node type without an interface of its own: Ray puts it into the first network that it finds,
+    """A node type without an interface of its own: Ray takes the first network that it finds,
     `default`, which has SSH open to everyone."""
     config = prepared(GCP)
     script = (ROOT / "deploy" / "gcp.sh").read_text()
