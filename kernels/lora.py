@@ -243,8 +243,10 @@ def _expand_gated_kernel(
     up_pieces = _pieces(partial, up_at, valid, 0, up_rank, stride, SPLITS, MAX_RANK, BLOCK_R)
     mask = valid[:, None] & inside[None, :]
     at = gate_up + token[:, None] * (2 * N) + column[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+    gate_base = tl.load(at, mask=mask, other=0.0)
+    up_base = tl.load(at + N, mask=mask, other=0.0)
+    gate = gate_base.to(tl.float32)
+    up = up_base.to(tl.float32)
     if gate_rank > 0:
         gate += _delta(
             gate_pieces, gate_weights, partial, gate_b, gate_at, valid, column, inside, gate_rank,
