@@ -7,12 +7,14 @@ times that of one, and how soon after the decision a new replica gives its first
 For a machine with as many GPUs; --cpu tries it on one without. FOLDER and the load script are those
 of loadtest.versus_http. The server runs throughout: each step deploys a higher count, as `serve
 deploy` does, while single requests come; the first that the new replica answers is timed from the
-decision. Then the `dialogue` workload, streams and requests in proportion to the replicas. Every
-line is written when it is there.
+decision. Then the `dialogue` workload, streams and requests in proportion to the replicas.
+
+Each line is kept as soon as it is there, with the second `at_s` of the run. --resume takes up the
+day's lines in --out and goes on with the counts that are missing, so that it fits where a command
+may not run for long.
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -25,7 +27,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, commit
+from loadtest.result_file import Line, RawLines, print_ratios, versions
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from loadtest.versus_http import LOAD_S, READY_S
 
 ROUTERS = 4  # for each replica of the largest step
@@ -55,22 +58,26 @@ def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
 
 
 class Server:
-    """A server in this process's own Ray cluster."""
+    """A server in this process's own Ray cluster, with so many replicas at first."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, replicas: int) -> None:
         from deployments.cli.cluster import Cluster
         from deployments.config import parse_config
 
         self.args = args
+        self.replicas = replicas
         self.url = f"http://127.0.0.1:{args.port}"
         self._parse = parse_config
         self._cluster = Cluster("local")
 
     def __enter__(self) -> "Server":
-        config = self._parse(configuration(self.args, min(self.args.replicas)))
+        from deployments.app import proxy
+
+        config = self._parse(configuration(self.args, self.replicas))
+        self.edge = proxy(config)
         try:
             self._cluster.start(config)
-            self.deploy(min(self.args.replicas))
+            self.deploy(self.replicas)
             limit = time.monotonic() + READY_S
             while self._get("/ready") is None:
                 if time.monotonic() > limit:
@@ -171,6 +178,18 @@ def load(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) 
     return {**line, "replicas": replicas}
 
 
+def missing(counts: list[int], lines: list[Line]) -> list[int]:
+    """Replicas whose throughput is not yet among the lines, in order."""
+    done = {line["replicas"] for line in lines if "out_tok_s" in line}
+    return [count for count in counts if count not in done]
+
+
+def whole(lines: list[Line]) -> list[Line]:
+    """Without a growth after which no throughput was measured, which is done again."""
+    done = {line["replicas"] for line in lines if "out_tok_s" in line}
+    return [line for line in lines if line["label"] != "grow" or line["to"] in done]
+
+
 def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cases <name>/<replicas>: tokens/s against so many times one replica's; and the longest time
     to a first answer against the promised one."""
@@ -202,52 +221,45 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--cpu", action="store_true", help="a pool of CPU replicas, one core each")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve())
     args.load_script = args.load_script.resolve()
     args.replicas.sort()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    args.out.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
-    raw = args.out / f"scale-out-{args.name}-{today}.jsonl"
-    lines: list[dict[str, Any]] = []
+    raw = RawLines(args.out, f"scale-out-{args.name}", whole if args.resume else None)
+    began = time.monotonic()
 
-    def keep(line: dict[str, Any]) -> None:
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-        raw.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    def keep(line: Line) -> None:
+        raw.keep({**line, "at_s": round(time.monotonic() - began, 1)})
 
-    with tempfile.TemporaryDirectory(prefix="so") as folder:
-        os.environ["TMPDIR"] = folder  # short: haproxy puts sockets in it
-        began = time.monotonic()
-        with Server(args) as server:
-            keep({"label": "start", "ready_s": round(time.monotonic() - began, 1)})
-            for replicas in args.replicas:
-                if replicas > min(args.replicas):
-                    keep(grow(server, replicas))
-                load(args, server.url, replicas, 0.25)  # warm
-                keep(load(args, server.url, replicas))
-    rows = rows_of(args.name, lines)
-    document = {
-        "commit": commit(),
-        "date": today,
-        "device": _device(args.cpu),
-        "config": {
-            "ours": configuration(args, max(args.replicas)),
-            "peers": {"so many times one replica": {}},
-            "load": f"dialogue, {args.streams} streams and {args.count} requests a replica",
-        },
-        "rows": rows,
+    if counts := missing(args.replicas, raw.all):
+        # A count grows from the one before, so that its growth is timed.
+        have = max((count for count in args.replicas if count < counts[0]), default=counts[0])
+        with tempfile.TemporaryDirectory(prefix="so") as folder:
+            os.environ["TMPDIR"] = folder  # short: haproxy puts sockets in it
+            with Server(args, have) as server:
+                keep({"label": "start", "replicas_at_start": have, "edge": server.edge})
+                for replicas in counts:
+                    if replicas > have:
+                        keep(grow(server, replicas))
+                    warm = load(args, server.url, replicas, 0.25)
+                    keep({"label": "warm", "failed": warm["failed"]})
+                    keep(load(args, server.url, replicas))
+    rows = rows_of(args.name, raw.all)
+    config = {
+        "ours": {**configuration(args, max(args.replicas)), "model": args.name},
+        "peers": {"so many times one replica": {}},
+        "load": f"dialogue, {args.streams} streams and {args.count} requests a replica",
+        "versions": versions("transformers", "ray"),
     }
-    raw.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    for row in rows:
-        figures = f"{row['ours']:>10} {row['peer']:>10} {row['unit']:<6} {row['ratio']:>7}"
-        print(f"{row['case']:<38} {figures}")
+    raw.finish(config, rows, _device(args.cpu))
+    print_ratios(rows)
     kept = all(
         row["ratio"] >= SCALES if row["unit"] == "tok/s" else row["ratio"] <= 1 for row in rows
     )
-    return int(not kept)
+    return int(not kept or any(line.get("failed") for line in raw.all))
 
 
 def _device(cpu: bool) -> str:
