@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _FADE = 0.98  # weight of the past at each frame: about fifty count, of a replica that may change
+_TOGETHER = 1e-3  # seconds: frames closer than that, and ten times closer than steps, were held up
 _REFIT = 16  # frames between two solutions, after the first few
 _SWEEPS = 6
 
@@ -41,6 +42,7 @@ class StepModel:
         # Normal equations of three typical steps that took what the prior says.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
         self._vector = [0.0] * 3
+        self._last = (0, 0, 0, 0.0)  # what was observed last
         for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
             self._add(
                 1,
@@ -52,8 +54,18 @@ class StepModel:
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
         """What a busy replica did between two frames."""
+        before = self._last
+        if seconds < _TOGETHER and seconds * max(1, before[0]) < 0.1 * before[3]:
+            # Both came late and at once: their time is that of the one before. By itself, a step of
+            # no time would outweigh hundreds that took theirs.
+            self._add(*before, -1.0)
+            s, o, p, took = before
+            self._last = (s + steps, o + outputs, p + prompts, took + seconds)
+            self._add(*self._last, 1.0)
+            return
         if seconds <= 0:
             return
+        self._last = (steps, outputs, prompts, seconds)
         self._matrix = [value * self._fade for value in self._matrix]
         self._vector = [value * self._fade for value in self._vector]
         self._add(steps, outputs, prompts, seconds, 1.0)
