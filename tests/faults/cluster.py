@@ -71,6 +71,20 @@ class Broken:
             state["resident_mib"] = round(resident_mib(state["pid"]), 1)
         return {"routers": routers, "replicas": await _each(engines.stats, self.replicas)}
 
+    async def idle(self, seconds: float = 5.0) -> None:
+        """Wait until nothing is held anywhere: no request, no ledger entry, no block."""
+        began = time.monotonic()
+        while True:
+            states = await self.states()
+            held = [value for one in states["routers"] for value in one["held"].values()]
+            for one in states["replicas"]:
+                held += [one["running"], one["waiting"], one["in_flight"]]
+                held.append(one["total_blocks"] - one["free_blocks"])
+            if not any(held):
+                return
+            assert time.monotonic() < began + seconds, states
+            await asyncio.sleep(0.05)
+
     async def streams_on(self, victim: Process) -> int | None:
         """Choices that this engine or replica has; None if it does not say so within a second."""
         from ray import serve

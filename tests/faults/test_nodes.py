@@ -2,6 +2,7 @@
 processes are real."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -18,8 +19,22 @@ from tests.faults.cluster import Broken, deployed
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(240)]
 
-BODY = {"messages": [{"role": "user", "content": "the answer"}], "max_tokens": 100}
-BODY |= {"temperature": 0}  # 2 s at the engines' pace
+_KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def bodies(test: str) -> list[dict[str, Any]]:
+    """2 s each at the engines' pace. Prompts of this test alone: others go where they have been."""
+    return [
+        {"messages": [{"role": "user", "content": f"{test} {number}"}], "max_tokens": 100}
+        | _KINDS[number % 3]
+        for number in range(9)
+    ]
+
+
 # One replica on the head node, two on nodes that come and go. A router needs two cores, which only
 # the head node has.
 POOLS = {
@@ -77,46 +92,58 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         cluster.shutdown()
 
 
-async def streams(broken: Broken, count: int, fault: Any) -> tuple[list[Said], Said]:
-    right = await broken.ask(BODY)
-    assert not right.error
-    tasks = [asyncio.create_task(broken.ask(BODY)) for _ in range(count)]
-    await asyncio.sleep(0.7)
-    await fault()
-    return await asyncio.gather(*tasks), right
+async def answers(broken: Broken, asked: list[dict[str, Any]]) -> list[Said]:
+    """What is right for each of them."""
+    right = await asyncio.gather(*map(broken.ask, asked))
+    assert not any(one.error for one in right), right
+    return right
 
 
-@pytest.mark.parametrize("how", ["raylet killed", "silent"])
+@pytest.mark.parametrize("how", ["killed", "silent"])
 def test_f12_a_node_is_lost(nodes: Nodes, how: str) -> None:
     """Bug: streams of a lost machine stop until Ray notices, which takes it 13 s and more. silent:
     as after a power cut, nothing is closed and nothing comes."""
-    broken = nodes.broken
+    broken, asked = nodes.broken, bodies(how)
 
     async def case() -> float:
         await broken.settled()
         pids = nodes.processes()
 
         async def fault() -> None:
-            if how == "silent":
-                for pid in pids:
-                    os.kill(pid, signal.SIGSTOP)
-            else:
-                os.kill(pids[0], signal.SIGKILL)
+            for pid in pids:  # the raylet first; alone it leaves its workers seconds to live
+                with contextlib.suppress(ProcessLookupError):  # ended with it
+                    os.kill(pid, signal.SIGSTOP if how == "silent" else signal.SIGKILL)
 
         try:
-            said, right = await streams(broken, 9, fault)
+            right = await answers(broken, asked)
+            tasks = [asyncio.create_task(broken.ask(body)) for body in asked]
+            await asyncio.sleep(0.7)
+            await fault()
+            said = await asyncio.gather(*tasks)
         finally:
             for pid in pids:
                 with_pid(pid)
-        assert [one.outcome for one in said] == [right.outcome] * 9
+        assert [one.outcome for one in said] == [one.outcome for one in right]
+        moved = sum(one.migrations for one in said)
+        print(f"{moved} choices moved")
+        assert moved >= 1, "nothing ran there"
         return max(one.gap for one in said)
+
+    async def afterwards() -> float:
+        """The replicas are elsewhere, and nobody holds anything of those that are gone."""
+        took = await broken.settled(90)
+        state = await broken.handle.state.remote()
+        assert not any(state["held"].values()), state["held"]
+        for one in state["replicas"].values():
+            assert (one["running"], one["free_blocks"]) == (0, one["total_blocks"])
+        return took
 
     gap = asyncio.run(case())
     print(f"node lost ({how}): longest gap {gap:.2f} s")
     assert gap < (4.0 if how == "silent" else 2.0)
     nodes.cluster.remove_node(nodes.spot, allow_graceful=False)
     nodes.spot = nodes.add()
-    print(f"on a new node after {asyncio.run(broken.settled(90)):.1f} s")
+    print(f"on a new node after {asyncio.run(afterwards()):.1f} s")
 
 
 def with_pid(pid: int) -> None:
@@ -133,25 +160,27 @@ def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-    broken = nodes.broken
+    broken, asked = nodes.broken, bodies("notice")
     nodes.add()  # where the replacements find room
 
-    async def load(until: float) -> list[Said]:
+    async def load(until: float, right: list[Said]) -> list[Said]:
         said: list[Said] = []
 
-        async def client() -> None:
+        async def client(number: int) -> None:
             while time.monotonic() < until:
-                said.append(await broken.ask(BODY))
+                one = await broken.ask(asked[number])
+                assert one.outcome == right[number].outcome
+                said.append(one)
 
-        await asyncio.gather(*(client() for _ in range(6)))
+        await asyncio.gather(*map(client, range(len(asked))))
         return said
 
     async def case() -> None:
         await broken.settled()
-        right = await broken.ask(BODY)
+        right = await answers(broken, asked)
         before = set((await broken.handle.state.remote())["replicas"])
         node = nodes.spot.node_id
-        work = asyncio.create_task(load(time.monotonic() + 18))
+        work = asyncio.create_task(load(time.monotonic() + 18, right))
         await asyncio.sleep(1)
         gcs = GcsClient(address=nodes.cluster.address)
         deadline = int(time.time() * 1000) + 14_000
@@ -174,8 +203,7 @@ def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
         for pid in nodes.processes():  # the instance is taken away
             with_pid(pid)
         said = await work
-        wrong = [one for one in said if one.outcome != right.outcome]
-        print(f"{len(said)} requests, {len(wrong)} wrong; gap {max(o.gap for o in said):.2f} s")
-        assert not wrong and 0 < refused < 4 and replaced
+        print(f"{len(said)} requests, none wrong; gap {max(one.gap for one in said):.2f} s")
+        assert 0 < refused < 4 and replaced
 
     asyncio.run(case())

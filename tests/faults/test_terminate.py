@@ -15,20 +15,23 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.processes import instance_at
 from tests.deployments.live import ROOT
 from tests.deployments.serve_cluster import free_port, tiny_model
 from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
 
-LENGTH = 2_000  # tokens: some seconds of the tiny model
+LENGTH = 1_000  # tokens: about a second of the tiny model
+ENDLESS = 30_000
+BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     model = tiny_model(folder / "tiny", positions=32768)
     port = free_port()
-    engine = {"load_format": "dummy", "num_blocks": 4096, "max_num_seqs": 4}
+    engine = {"load_format": "dummy", "dtype": "float32", "num_blocks": 4096, "max_num_seqs": 4}
     settings = {"model": str(model), "engine": engine, "http": {"port": port, "proxy": "serve"}}
     path = folder / "manta.yaml"
     path.write_text(json.dumps(settings))  # which is YAML, too
@@ -63,13 +66,14 @@ def ready(port: int) -> bool:
 
 
 def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
-    """Bug: a supervisor's stop cuts the streams, or new requests are still taken, or the exit code
-    says that something failed."""
+    """Bug: a supervisor's stop cuts or changes the streams, or new requests are still taken, or
+    the exit code says that something failed, or a process is left behind."""
 
-    async def streams(port: int, process: "subprocess.Popen[str]") -> list[Said]:
-        body = {"model": "tiny", "prompt": "the answer", "max_tokens": LENGTH, "ignore_eos": True}
-        tasks = [asyncio.create_task(ask(port, body)) for _ in range(2)]
-        await asyncio.sleep(0.7)
+    async def streams(port: int, process: "subprocess.Popen[str]") -> None:
+        right = await ask(port, BODY | {"max_tokens": LENGTH})
+        assert (right.error, right.finishes, right.output) == ("", {0: "length"}, LENGTH)
+        tasks = [asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH})) for _ in range(2)]
+        await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -77,24 +81,27 @@ def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
             assert time.monotonic() < began + 5
             await asyncio.sleep(0.1)
         print(f"not ready after {time.monotonic() - began:.2f} s")
+        late = await ask(port, BODY | {"max_tokens": 1})
+        print(f"a new request: {late.error}")
+        assert late.error and time.monotonic() < began + 5
         assert not any(t.done() for t in tasks), [t.result() for t in tasks if t.done()]
-        return await asyncio.gather(*tasks)
+        assert [one.outcome for one in await asyncio.gather(*tasks)] == [right.outcome] * 2
+        print(f"the last token after {time.monotonic() - began:.1f} s")
 
     with served(tmp_path) as (process, port):
-        said = asyncio.run(streams(port, process))
-        for one in said:
-            assert (one.error, one.finishes, one.output) == ("", {0: "length"}, LENGTH)
+        ours = instance_at(f"http://127.0.0.1:{port}").processes()
+        asyncio.run(streams(port, process))
         began = time.monotonic()
         assert process.wait(30) == 0
         print(f"exit {time.monotonic() - began:.1f} s after the last token")
+        assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
 
 
 def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
-    """Bug: a stop that nobody can hurry."""
+    """Bug: a stop that nobody can hurry, or that then leaves processes behind."""
 
     async def cut(port: int, process: "subprocess.Popen[str]") -> Said:
-        body = {"model": "tiny", "prompt": "the answer", "max_tokens": LENGTH, "ignore_eos": True}
-        task = asyncio.create_task(ask(port, body))
+        task = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
         await asyncio.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.5)
@@ -102,7 +109,9 @@ def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
         return await task
 
     with served(tmp_path) as (process, port):
+        ours = instance_at(f"http://127.0.0.1:{port}").processes()
         began = time.monotonic()
         assert asyncio.run(cut(port, process)).error
         process.wait(10)
         assert time.monotonic() - began < 10
+        assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
