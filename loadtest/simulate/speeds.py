@@ -4,8 +4,8 @@ GPU: Llama 3.1 8B in bfloat16 on an H200, from loadtest/results of 2026-11-21: o
 a token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. A step of 64 streams is 6.0 ms by this
 line and was 5.9 ms.
 
-CPU: assumed, of the size of the default model's on two cores; `loadtest.simulate calibrate` tells a
-machine's own. A model of 8B would be slower still: a small one keeps the two kinds closer.
+CPU: assumed, of the size of the default model's on two cores. On one thread `loadtest.simulate
+calibrate` found 26 ms, 2.2 ms and 2.2 ms (loadtest/results). A model of 8B would be slower still: a small one keeps the two kinds closer.
 """
 
 from loadtest.simulate.replica import Speed
