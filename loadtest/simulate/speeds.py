@@ -5,7 +5,8 @@ a token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. A step of 64 stream
 line and was 5.9 ms.
 
 CPU: assumed, of the size of the default model's on two cores. On one thread `loadtest.simulate
-calibrate` found 26 ms, 2.2 ms and 2.2 ms (loadtest/results). A model of 8B would be slower still: a small one keeps the two kinds closer.
+calibrate` found 26 ms a step, 2.2 ms a sequence and 2.2 ms a prompt token. A model of 8B would be
+slower still: a small one keeps the two kinds closer.
 """
 
 from loadtest.simulate.replica import Speed
