@@ -105,7 +105,8 @@ async def leaves_nothing(
     report.add(f"{case}/kinds of things left behind", len(more), "", most=0)
     after = await asyncio.to_thread(resident, live)
     growth = max(after[name] - mib[name] for name in mib)
-    report.add(f"{case}/growth of a process at most", growth, "MiB", most=20)
+    most = 20 if case == "F19" else 64  # what streams had in buffers leaves gaps in the heap
+    report.add(f"{case}/growth of a process at most", growth, "MiB", most=most)
 
 
 # -- F19: clients that leave
