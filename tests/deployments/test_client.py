@@ -77,7 +77,7 @@ def test_the_typed_client(cluster):
             ([], {}, "prompt"),
             (3, {}, "prompt"),
             ([{"role": "wizard", "content": ""}], {}, "messages[0].role"),
-            ("x" * 4000, {}, None),
+            ("x" * 20000, {}, None),
             ("x", {"model": "other"}, "model"),
         ):
             for call in (client.generate, lambda *a, **k: list(client.stream(*a, **k))):
