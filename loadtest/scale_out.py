@@ -92,17 +92,9 @@ class Server:
         self._cluster.close("manta")
 
     def deploy(self, replicas: int) -> None:
-        from ray import serve
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
+        from deployments.app import deploy, serve_config
 
-        from deployments.app import serve_config
-
-        schema = serve_config(configuration(self.args, replicas))
-        serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
-        client = _get_global_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema.model_validate(schema))
+        deploy(serve_config(configuration(self.args, replicas)))
 
     def answered(self) -> dict[str, float]:
         """Output tokens by replica, as some router has heard of them."""

@@ -43,7 +43,7 @@ from typing import Any
 
 from engine.errors import AdapterError
 from loadtest import workloads
-from loadtest.result_file import Line, RawLines, versions
+from loadtest.result_file import Line, RawLines, ask_device, versions
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 
 RANK = 16
@@ -374,16 +374,6 @@ def wait_for_device() -> None:
         if not used.isdigit() or int(used) < 2000:
             return
         time.sleep(1)
-
-
-def ask_device(what: str) -> str:
-    """A property of the first GPU, without a context on it; "" if there is none."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return said.splitlines()[0].strip()
 
 
 Piece = tuple[str, int, int]  # side, adapters, which start of it

@@ -87,21 +87,11 @@ def _start(cluster: Cluster, config: MantaConfig) -> None:
             resolve_model(config.model, config.revision, progress, weights=not dummy)
     with Status("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config)
-    from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    from deployments.app import serve_config
+    from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    schema = serve_config(config)
     with Status("Starting Serve"):
-        serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
-        # What `serve deploy` does, without the dashboard that it needs: deploying a changed
-        # configuration again restarts only what changed.
-        client = _get_global_client()
-        assert client is not None  # it was started in the line above
-        client.deploy_apps(ServeDeploySchema.model_validate(schema))
+        deploy(serve_config(config))
     with Status("Starting the replicas") as status:
         _wait_running(config.app_name, status)
         _wait_ready(config, status)

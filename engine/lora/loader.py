@@ -10,7 +10,7 @@ from engine.lora.adapter import Described, Loaded
 from engine.lora.base_model import another_model
 from engine.lora.device import LoraDevice
 from engine.lora.disk import DiskCache, Entry
-from engine.lora.peft_config import read_peft_config, stamp
+from engine.lora.peft_config import PeftConfig, read_peft_config, stamp
 from engine.lora.prompts import HostPrompt, PromptDevice, PromptReader
 from engine.lora.remote import fetched, is_remote
 from engine.lora.weights import HostLora, LoraReader
@@ -52,14 +52,14 @@ class AdapterLoader:
 
     def describe(self, path: str, digest: str = "") -> Described:
         if not is_remote(path):
-            return self._reader(Path(path)).describe(Path(path), stamp(Path(path)))
+            return self._describe(Path(path), stamp(Path(path)))
         kept = self._disk.find(digest)
         if kept is not None:
             with kept, suppress(AdapterError):  # damaged; `read` finds it out
-                return self._reader(kept.folder).describe(kept.folder, digest)
+                return self._describe(kept.folder, digest)
         entry = self._disk.open()
         with fetched(path, entry, weights=False) as seen, _named(path, entry):
-            return self._reader(entry.folder).describe(entry.folder, seen)
+            return self._describe(entry.folder, seen)
 
     def read(self, path: str, digest: str = "") -> Loaded:
         if not is_remote(path):
@@ -81,9 +81,10 @@ class AdapterLoader:
             return loaded
 
     def _read(self, path: str, folder: Path, seen: str) -> Loaded:
-        other = another_model(read_peft_config(folder).base, self._model)
+        config = read_peft_config(folder)
+        other = another_model(config.base, self._model)
         try:
-            loaded = self._reader(folder).read(folder, seen)
+            loaded = self._reader(folder, config).read(folder, seen)
         except AdapterError as error:
             if other and error.code == "adapter_incompatible":
                 raise AdapterError(f"{error.message}; {other}", code=error.code) from None
@@ -93,8 +94,10 @@ class AdapterLoader:
             logger.warning("adapter %s: %s; it fits, and is served", path, other)
         return loaded
 
-    def _reader(self, folder: Path) -> LoraReader | PromptReader:
-        config = read_peft_config(folder)
+    def _describe(self, folder: Path, seen: str) -> Described:
+        return self._reader(folder, read_peft_config(folder)).describe(folder, seen)
+
+    def _reader(self, folder: Path, config: PeftConfig) -> LoraReader | PromptReader:
         if config.kind == "lora":
             return self._lora_reader
         if self._prompts is None:

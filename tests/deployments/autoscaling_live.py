@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments.app import as_config, assemble, prepare_engine, serve_config
+from deployments.app import as_config, assemble, deploy, prepare_engine, serve_config
 from deployments.autoscaling import scaling_decisions
 from deployments.replica import ReplicaSettings
 from engine.config import EngineConfig
@@ -261,8 +261,6 @@ def main() -> int:
 def run(address: str, model: str) -> dict[str, Any]:
     import ray
     from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
 
     fake = model == "fake"
     if fake:
@@ -276,10 +274,7 @@ def run(address: str, model: str) -> dict[str, Any]:
     # One machine, one port: only the head node can have the proxy.
     schema |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     schema["applications"][0]["import_path"] = "tests.deployments.autoscaling_live:build"
-    serve.start(proxy_location="HeadOnly", http_options=schema["http_options"])
-    client = _get_global_client()
-    assert client is not None
-    client.deploy_apps(ServeDeploySchema.model_validate(schema))
+    deploy(schema)
     deadline = time.monotonic() + 60
     while serve.status().applications[NAME].status != "RUNNING":
         assert time.monotonic() < deadline, serve.status()

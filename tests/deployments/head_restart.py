@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from deployments.app import as_config, assemble, serve_config
+from deployments.app import as_config, assemble, deploy, serve_config
 from deployments.cli.cluster import _PR_SET_CHILD_SUBREAPER, _descendants
 from tests.deployments.fake_nodes import ROOT, stop_all
 from tests.deployments.serve_cluster import fake_engine, free_port, tiny_model
@@ -151,8 +151,6 @@ def drive(what: str, address: str, http: int, model: Path) -> None:
     """ "deploy", or "status"; both print it."""
     import ray
     from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
 
     ray.init(address=address, log_to_driver=False)
     if what == "deploy":
@@ -169,10 +167,7 @@ def drive(what: str, address: str, http: int, model: Path) -> None:
         options = {"host": "127.0.0.1", "port": http}
         schema |= {"proxy_location": "EveryNode", "http_options": options}
         schema["applications"][0]["import_path"] = "tests.deployments.head_restart:build"
-        serve.start(proxy_location="EveryNode", http_options=options)
-        client = _get_global_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema.model_validate(schema))
+        deploy(schema)
     status = serve.status().applications.get(NAME)
     print(status.status.value if status else "none")
 

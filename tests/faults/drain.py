@@ -37,6 +37,7 @@ from deployments.app import (
     as_config,
     assemble,
     cluster_environment,
+    deploy,
     prepare_engine,
     proxy,
     serve_config,
@@ -114,17 +115,12 @@ class Drained:
 
     def deploy(self) -> None:
         """As `serve deploy` does."""
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
         schema = serve_config(self.config())
         http = {"host": "127.0.0.1", "port": self.port}
         # One machine, one port: only the head node can have the proxy.
         schema |= {"proxy_location": "HeadOnly", "http_options": http}
         schema["applications"][0]["import_path"] = "tests.faults.drain:build"
-        client = _get_global_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema.model_validate(schema))
+        deploy(schema)
 
     async def steady(self, seconds: float = 180.0) -> None:
         """Wait until all is as deployed, and nothing starts or stops any more."""
