@@ -118,3 +118,21 @@ def stop_all(seconds: float = 10.0) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.02)
+
+
+def report_of(module: str, out: Path, seconds: float) -> dict[str, Any]:
+    """What `python -m module --out out` reports, which has a cluster in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, log = process.communicate(timeout=seconds)
+    finally:
+        process.terminate()  # it ends its cluster
+        process.wait(60)
+    assert out.exists(), log[-4000:]
+    return dict(json.loads(out.read_text()))
