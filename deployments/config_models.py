@@ -342,7 +342,7 @@ class LimitsConfig(_Section):
         ge=0,
         le=3600,
         description="How long a replica that is to stop lets its requests end before they move "
-        "elsewhere.",
+        "elsewhere; when `manta serve` is to stop, how long before they end with an error.",
     )
     stall_seconds: float = Field(
         30.0,

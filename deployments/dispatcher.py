@@ -84,6 +84,7 @@ class Dispatcher:
         self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
         self._ids = itertools.count(1)
         self._random = Random()
+        self._draining = False
         calls = self._calls = AdapterCalls(
             self._links, self._fleet, self._random, limits.wait_seconds
         )
@@ -119,6 +120,7 @@ class Dispatcher:
 
     def admit(self, key: str) -> None:
         try:
+            self._check_open()
             self._gate.admit(key)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
@@ -126,6 +128,7 @@ class Dispatcher:
 
     def generate(self, request: GenerationRequest) -> Entry:
         try:
+            self._check_open()
             if len(self._entries) >= self._limits.in_flight:
                 message = f"this router has {len(self._entries)} requests in flight already"
                 raise Overloaded(message, retry_after=self._gate.seconds())
@@ -178,7 +181,11 @@ class Dispatcher:
         return [story.tell(self.name, now) for story in self._stories.find(id, owner, unfinished)]
 
     def ready(self) -> bool:
-        return any(link.available for link in self._links.values())
+        return not self._draining and any(link.available for link in self._links.values())
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise Overloaded("the service is about to stop", code="draining", retry_after=5)
 
     # -- for the router
 
@@ -234,12 +241,22 @@ class Dispatcher:
             "queued_tokens": self._gate.tokens,
         }
 
+    def refuse_new(self) -> None:
+        """What is in flight goes on, nothing new begins."""
+        self._draining = True
+
+    def fail_all(self) -> None:
+        """Tell what is in flight that it has no more time."""
+        for entry in list(self._entries):
+            message = "the service is stopping, and the time it had for this request is over"
+            entry.fail(Overloaded(message, code="draining", retry_after=5))
+
     def close(self) -> None:
         """Fail what is in flight and leave the replicas."""
+        self.refuse_new()
         self.adapters.close()
         self._stale.close()
-        for entry in list(self._entries):
-            entry.fail(Overloaded("the router is shutting down", code="draining"))
+        self.fail_all()
         for link in [*self._links.values(), *self._closing]:
             link.close("the router is shutting down")
 

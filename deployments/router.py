@@ -37,6 +37,7 @@ logger = logging.getLogger("manta.router")
 
 _ASK_SECONDS = 5.0  # for the other routers to say what they know of a request
 _ASKERS = 8  # questions to the other routers at once
+_LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,21 @@ class Router:
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
         """There is one model here, so a body need not say which."""
         return {"model": self._settings.model_name, **body}
+
+    async def drain(self, seconds: float) -> None:
+        """Before the application is deleted, which Serve tells nobody in time: nothing new from now
+        on, and back when the last answer is out. What still runs after so long ends with the error
+        `draining`."""
+        self._dispatcher.refuse_new()
+        await self._idle(seconds)
+        self._dispatcher.fail_all()
+        await self._idle(_LAST_WORDS)
+
+    async def _idle(self, seconds: float) -> None:
+        """Until no request is in flight, for so long at most."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (self._http.in_flight or self._trusted.in_flight):
+            await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
         """Replicas and load as this router sees them. `held` is 0 throughout when nothing is in

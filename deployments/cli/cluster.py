@@ -17,6 +17,7 @@ from deployments.environment import ray_address, set_for_children
 from engine.errors import MantaError
 
 _PR_SET_CHILD_SUBREAPER = 36
+_DRAIN_MARGIN = 5.0  # seconds for routers to say that they are done
 _OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's small messages do
 
 
@@ -67,25 +68,33 @@ class Cluster:
             what = "start Ray" if self.own else f"join Ray at {self.address}"
             raise ClusterError(f"cannot {what}: {reason}; `manta doctor` may tell more") from error
 
-    def close(self, app_name: str, *, drain: bool = False) -> None:
-        """Stop what we started. Our own Ray ends at once, unless `drain`; in a joined one the
-        application always drains: no new requests, and those in flight end, for a while.
+    def close(self, app_name: str, drain_seconds: float | None = None) -> None:
+        """Stop what we started: our own Ray, or our application in a joined one.
+
+        drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
+        it breaks.
 
         Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
         """
         # A Ctrl-C may have come in the middle of `import ray`; then there is nothing to stop.
         ray = sys.modules.get("ray")
         if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
-            if drain or not self.own:
+            if drain_seconds is not None or not self.own:
                 from ray import serve
 
                 # Nothing to delete if the controller is gone or never came up.
-                with contextlib.suppress(
+                gone = (
                     ray.exceptions.RayError,
                     serve.exceptions.RayServeException,
                     TimeoutError,
                     OSError,
-                ):
+                )
+                if drain_seconds is not None:
+                    with contextlib.suppress(*gone):  # e.g. one of the routers
+                        routers = serve.get_app_handle(app_name)
+                        calls = routers.broadcast("drain", drain_seconds)
+                        calls.results(timeout_s=drain_seconds + _DRAIN_MARGIN)
+                with contextlib.suppress(*gone):
                     serve.delete(app_name)
                     forget_app(app_name)
             ray.shutdown()

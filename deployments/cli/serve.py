@@ -67,8 +67,9 @@ def run(
             except KeyboardInterrupt:
                 return signals.exit_code
             finally:
+                waits = signals.drain or (signals.serving and not cluster.own)
                 with Status("Stopping"):
-                    cluster.close(config.app_name, drain=signals.drain)
+                    cluster.close(config.app_name, config.limits.drain_seconds if waits else None)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -296,6 +296,30 @@ def test_limits_and_deadlines():
     run(case())
 
 
+def test_a_router_that_is_to_stop_ends_what_it_has_and_takes_nothing_new():
+    """A stop that looks ready to a load balancer, or that leaves a stream without its error."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            dispatcher = fleet.dispatcher
+            short, long = fleet.generate(), fleet.generate(max_tokens=4000)
+            dispatcher.refuse_new()
+            assert not dispatcher.ready()
+            for refused in (fleet.generate, lambda: dispatcher.admit("")):
+                with pytest.raises(Overloaded) as caught:
+                    refused()
+                assert caught.value.code == "draining" and caught.value.retry_after > 0
+            assert await read(short) == WHOLE
+            dispatcher.fail_all()
+            with pytest.raises(Overloaded) as caught:
+                await read(long)
+            assert caught.value.code == "draining"
+            await until(lambda: fleet.load() == {"r0": 0})
+            assert not any(dispatcher.held().values())
+
+    run(case())
+
+
 def test_a_draining_replica_gets_nothing_new_and_hands_over_what_does_not_end():
     """Requests cut off by a scale-down, or sent to a replica that is about to leave."""
 
