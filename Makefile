@@ -35,23 +35,25 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
-pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)'
-# Two processes with a core each for the folders that compute; the others start servers and clusters
-# and look at the clock, so they have the machine to themselves.
-COMPUTE := tests/engine tests/kernels tests/parity
+where := not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)
+pytest = $(BIN)/python -m pytest
+# Two processes with a core each, except for the tests that start Ray: its processes look at the clock
+# and for each other, so they have the machine to themselves.
 pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null
 ifdef ARGS
-	@$(pytest) $(ARGS)
+	@$(pytest) -m '$(where)' $(ARGS)
 else
 	@echo "== Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(pair) tests/kernels
-	@echo "== What computes: $(COMPUTE)"
-	@$(pair) $(COMPUTE)
-	@echo "== Everything else"
-	@$(pytest) $(COMPUTE:%=--ignore=%)
+	@TRITON_INTERPRET=1 $(pair) -m '$(where)' tests/kernels
+	@echo "== What starts no Ray"
+	@$(pair) -m '$(where) and not serve'
+ifndef FAST
+	@echo "== What starts Ray"
+	@$(pytest) -m '$(where) and serve'
+endif
 endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter

@@ -384,7 +384,12 @@ def test_addresses_that_are_not_ours() -> None:
 @pytest.mark.serve
 @pytest.mark.parametrize(
     ("until", "interrupts"),
-    [("Starting Ray", 1), ("Starting the replicas", 2), ("Serving", 1), ("Serving", 2)],
+    [
+        ("Starting Ray", 1),
+        ("Starting the replicas", 2),
+        ("Serving", 1),
+        pytest.param("Serving", 2, marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_leaves_nothing_behind(until: str, interrupts: int, default_model: Path) -> None:
     """An orphaned engine or proxy holds the port and the GPU until somebody finds it."""

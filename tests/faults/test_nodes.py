@@ -183,11 +183,11 @@ def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
     broken, asked = nodes.broken, bodies("notice")
     nodes.add()  # where the replacements find room
 
-    async def load(until: float, right: list[Said]) -> list[Said]:
+    async def load(over: asyncio.Event, right: list[Said]) -> list[Said]:
         said: list[Said] = []
 
         async def client(number: int) -> None:
-            while time.monotonic() < until:
+            while not over.is_set():
                 one = await broken.ask(asked[number])
                 assert one.outcome == right[number].outcome
                 said.append(one)
@@ -200,16 +200,18 @@ def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
         right = await answers(broken, asked)
         before = set((await broken.handle.state.remote())["replicas"])
         node = nodes.spot.node_id
-        work = asyncio.create_task(load(time.monotonic() + 18, right))
+        over = asyncio.Event()
+        work = asyncio.create_task(load(over, right))
         await asyncio.sleep(1)
         gcs = GcsClient(address=nodes.cluster.address)
-        deadline = int(time.time() * 1000) + 14_000
+        # Long enough for two starts on any machine: what happens at it is test_update.py's.
+        deadline = int(time.time() * 1000) + 60_000
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         accepted, why = await asyncio.to_thread(gcs.drain_node, node, reason, "spot", deadline)
         assert accepted, why
         began = time.monotonic()
         refused = replaced = 0.0
-        while time.monotonic() < began + 13.5 and not (refused and replaced):
+        while time.monotonic() < began + 50 and not (refused and replaced):
             seen = (await broken.handle.state.remote())["replicas"]
             since = time.monotonic() - began
             leaving = [s for name, s in seen.items() if name in before and "gpu" in name]
@@ -219,9 +221,11 @@ def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
                 replaced = since
             await asyncio.sleep(0.1)
         print(f"notice: nothing new after {refused:.1f} s, replaced after {replaced:.1f} s")
-        await asyncio.sleep(began + 14 - time.monotonic())
+        await asyncio.sleep(4)  # the last streams there end by themselves
         for pid in nodes.processes():  # the instance is taken away
             with_pid(pid)
+        await asyncio.sleep(2)
+        over.set()
         said = await work
         print(f"{len(said)} requests, none wrong; gap {max(one.gap for one in said):.2f} s")
         assert 0 < refused < 4 and replaced
