@@ -43,8 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     async_scheduling: launch step n+1 before the tokens of n are known to the host.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     overlap: compute decodes, from 64 on, as two halves side by side on the device (graphs only).
-    graph_sizes: numbers of decodes to capture; empty = 1, 2, 4, then multiples of 8 up to 256, then
-        of 32 up to max_num_seqs.
+    graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
+        of 8 up to 256, then of 32.
     admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
         when their prompt fits, preempting if it goes wrong).
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
         kind of device with the same num_threads.
-    num_threads: CPU threads of the step; 0 = the process's share of cores.
+    num_threads: CPU threads of the step; 0 = the process's share of cores, 2 on CUDA.
     seed: of the dummy weights and of seeds drawn for requests that give none.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """

@@ -106,6 +106,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         )
         if device.type == "cuda":
             torch.cuda.synchronize()
+            # From here on the cores are for the step loop and the threads that read adapters; a
+            # team of torch's for each of these would spin on all of them.
+            torch.set_num_threads(resolved.num_threads)
     phases.end("weights")
 
     phases.start("memory")

@@ -12,6 +12,8 @@ from engine.model_config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_CUDA_THREADS = 2  # for what torch still does on the CPU
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -46,6 +48,12 @@ def resolve(config: EngineConfig) -> Resolved:
             )
         max_model_len = config.max_model_len
     max_num_seqs = config.max_num_seqs or (1024 if cuda else 64)
+    if config.graph_sizes and max(config.graph_sizes) > max_num_seqs:
+        raise ConfigError(
+            f"graph_sizes: {max(config.graph_sizes)} is more than can run at once; leave it out or "
+            f"raise max_num_seqs, which is {max_num_seqs}",
+            param="graph_sizes",
+        )
     budget = config.max_num_batched_tokens or (8192 if cuda else 512)
     return Resolved(
         config=config,
@@ -57,7 +65,7 @@ def resolve(config: EngineConfig) -> Resolved:
         # Each running request gets its token every step.
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
-        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=config.num_threads or (_CUDA_THREADS if cuda else len(os.sched_getaffinity(0))),
     )
 
 

@@ -351,7 +351,8 @@ def plan(
     dims = triton.next_power_of_2(head_dim)
     shape = _shape(pairs, sms, dims, k_cache.element_size())
     if share < 1.0:  # one program fills a multiprocessor, or they would spread over all of them
-        shape = _SHARED if shape.per_sm > 1 and dims <= 128 else shape._replace(per_sm=1)
+        fits = dims <= 128 and k_cache.element_size() <= 2  # in shared memory
+        shape = _SHARED if shape.per_sm > 1 and fits else shape._replace(per_sm=1)
     programs = sms * shape.per_sm
     fill = max(1, programs // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3

@@ -169,7 +169,7 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> Work:
     cuda.tune_linear(weights, [rows], add=False)
     ours = [partial(cuda.linear, x, w, None) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
-    return Work(ours, num_bytes, libraries={"cublas": library})
+    return Work(ours, num_bytes, against="cublas", libraries={"cublas": library})
 
 
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> Work:
@@ -178,14 +178,16 @@ def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> Work:
     x = s.random(rows, width)
     ours = [partial(linear_fixed, x, w) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
-    return Work(ours, 2.0 * rows * size * width, OPERATIONS, libraries={"cublas": library})
+    work = 2.0 * rows * size * width
+    return Work(ours, work, OPERATIONS, against="cublas", libraries={"cublas": library})
 
 
 def norm(s: Sizes, rows: int) -> Work:
-    xs = [s.random(rows, s.hidden) for _ in range(8)]
+    num_bytes = 2.0 * rows * s.hidden * s.dtype.itemsize
+    xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
     weight = s.random(s.hidden)
     calls = [partial(cuda.rms_norm, x, weight, 1e-5) for x in xs]
-    return Work(calls, 2 * xs[0].nbytes)
+    return Work(calls, num_bytes)
 
 
 def residual_norm(s: Sizes, rows: int) -> Work:
@@ -198,17 +200,20 @@ def residual_norm(s: Sizes, rows: int) -> Work:
     def call(weight: Tensor) -> Tensor:
         return cuda.rms_norm(cuda.linear_add(x, weight, None, residual), scale, 1e-5)
 
-    return Work([partial(call, w) for w in weights], weights[0].nbytes + 6 * x.nbytes)
+    return Work([partial(call, w) for w in weights], weights[0].nbytes + 5 * x.nbytes)
 
 
 def gate(s: Sizes, rows: int, name: str) -> Work:
-    xs = [s.random(rows, 2 * s.inner) for _ in range(8)]
-    return Work([partial(cuda.GATES[name], x) for x in xs], 1.5 * xs[0].nbytes)
+    num_bytes = 3.0 * rows * s.inner * s.dtype.itemsize
+    xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
+    return Work([partial(cuda.GATES[name], x) for x in xs], num_bytes)
 
 
 def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
     """Decodes up to 256 rows, a prompt from there on."""
-    qkvs = [s.random(rows, (s.heads + 2 * s.kv_heads) * s.dim) for _ in range(8)]
+    width = (s.heads + 2 * s.kv_heads) * s.dim
+    num_bytes = 2.0 * rows * width * s.dtype.itemsize
+    qkvs = [s.random(rows, width) for _ in range(copies_for(num_bytes))]
     lengths = ([rows], [rows], 0) if rows > 256 else ([1024] * rows, [1] * rows, rows)
     meta, num_blocks = meta_of(s, *lengths, 16)
     kv = caches(s, 1, num_blocks, 16)[0]
@@ -218,7 +223,7 @@ def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
         partial(cuda.rope_kv_write, qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta)
         for qkv in qkvs
     ]
-    return Work(calls, 2 * qkvs[0].nbytes)
+    return Work(calls, num_bytes)
 
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
@@ -318,12 +323,13 @@ def adapters(s: Sizes, rows: int, part: int) -> Work:
     """Shrink and expand for adapters of rank 16, drawn zipf of 16; with a gate, also that."""
     layer = bench_lora.LAYER[part]
     rank, count = 16, 16
-    make = partial(bench_lora.make_step, rows, count, rank, s.device, s.dtype)
-    first = make()
-    steps = [first, *(make() for _ in range(copies_for(first.slab.nbytes) - 1))]
     x, y = s.random(rows, layer.in_features), s.random(rows, sum(layer.outs))
     used = len(bench_lora.zipf_slots(rows, count).unique())
     matrices = used * rank * (len(layer.outs) * layer.in_features + sum(layer.outs)) * 2
+    steps = [
+        bench_lora.make_step(rows, count, rank, s.device, s.dtype)
+        for _ in range(copies_for(matrices))
+    ]
     if len(layer.outs) == 2:
         calls = [partial(lora_gated, y, x, layer, step, "silu") for step in steps]
         return Work(calls, matrices + x.nbytes + 1.5 * y.nbytes)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from loadtest.result_file import Line, RawLines, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
+GPU = "gpu and not long"
 LONG = ("32768", "131072")  # tokens
 _PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
 
@@ -53,10 +54,10 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     # These run on the device where there is one, so that they bear no mark.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", *extra]
-    found = [Part(file, [*pytest, "-m", "gpu", file]) for file in FIRST]
+    found = [Part(file, [*pytest, "-m", GPU, file]) for file in FIRST]
     mark = "not gpu and not slow"
     found += [Part(f"{file} ({mark})", [*pytest, "-m", mark, file], alone=False) for file in plain]
-    found += [Part(folder, [*pytest, "-m", "gpu", *some]) for folder, some in others.items()]
+    found += [Part(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     if model:
         command = [sys.executable, "-m", "loadtest.long_context", "--model", model]
         found.append(Part("long contexts", [*command, "--name", name, "--tokens", *LONG]))
@@ -107,11 +108,11 @@ def ended(lines: list[Line]) -> list[Line]:
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Of an earlier run, the lines of parts that ended by themselves."""
+    """Of an earlier run, the lines of parts that passed."""
     good = {
         line["part"]
         for line in lines
-        if line["case"] == line["part"] and line["outcome"] in ("passed", "failed")
+        if line["case"] == line["part"] and line["outcome"] == "passed"
     }
     return [line for line in lines if line["part"] in good]
 

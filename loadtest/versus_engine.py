@@ -191,14 +191,20 @@ def compare(
     other = PLAIN if change else "vllm"
     sides = ("manta", other)
     name = "versus-engine" if not change else f"change-{'-'.join(change)}".replace("=", "-")
-    raw = RawLines(out, name, (lambda lines: whole_runs(lines, names)) if resume else None)
+
+    def keep(lines: list[Line]) -> list[Line]:
+        others = [line for line in lines if line["model"] not in models]
+        return others + whole_runs([line for line in lines if line["model"] in models], names)
+
+    raw = RawLines(out, name, keep if resume else None)
     there = {_of(line) for line in raw.all}
     for label, folder in models.items():
         for run, side in ((run, side) for run in range(runs) for side in sides):
             if (label, run, side) not in there:
                 for line in _run_side(side, folder, names, change):
                     raw.keep({"model": label, "run": run, **line})
-    rows = [row for label in models for row in _rows(label, raw.all, names, other)]
+    labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
+    rows = [row for label in labels for row in _rows(label, raw.all, other)]
     configs = {
         side: next(li["config"] for li in raw.all if li["side"] == side and "config" in li)
         for side in sides
@@ -207,11 +213,14 @@ def compare(
     print_ratios(rows)
 
 
-def _rows(
-    label: str, lines: list[dict[str, Any]], names: list[str], other: str
-) -> list[dict[str, Any]]:
-    """Of one model: each workload, and how soon each side was ready."""
+def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
+    """Of one model: each workload that both sides did, and how soon each side was ready."""
     mine = [line for line in lines if line["model"] == label]
+    did = [
+        dict.fromkeys(one["workload"] for one in mine if one["side"] == side and "workload" in one)
+        for side in ("manta", other)
+    ]
+    names = [name for name in did[0] if name in did[1]]
     found = [
         (name, "tok/s", _best(mine, "manta", name), _best(mine, other, name)) for name in names
     ]

@@ -50,6 +50,11 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
 
 
+def _half(count: int) -> int:
+    """Rows of the first half of a step; a multiple of 8, so that the second's data is aligned."""
+    return (count + 15) // 16 * 8
+
+
 class StepGraphs:
     """Graphs for steps whose sampling is greedy or temperature only.
 
@@ -97,6 +102,9 @@ class StepGraphs:
         nothing from a graph and loses what it is padded with: that size is left out.
         """
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
+        if self._overlap:
+            for count in self._decodes:
+                tokens |= {_half(count), count - _half(count)}
         self._runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         greedy = self._runner.sampler.simple_plan(greedy=True)
         variants = (False, True)[: 1 + (self._runner.lora is not None)]
@@ -212,7 +220,7 @@ class StepGraphs:
         too small to fill the device. Decodes write to blocks that no other of the step reads.
         """
         count = len(token_ids)
-        middle = (count + 15) // 16 * 8
+        middle = _half(count)
         first = meta.decodes(0, middle, ATTENTION_SHARE)
         second = meta.decodes(middle, count, ATTENTION_SHARE)
         main = torch.cuda.current_stream()

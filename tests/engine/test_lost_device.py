@@ -89,7 +89,7 @@ def test_f9_a_poisoned_device_ends_the_process(
             assert not lost.failures and lost.open == set(PROMPTS), "nobody was to blame"
             assert 1 <= len(lost.tokens[0]) < LENGTH
             print(f"{device}: {death.message.splitlines()[0]}; noticed after {noticed:.2f} s")
-            assert noticed < 1.0
+            assert noticed < (1.0 if device == "cpu" else 3.0)  # the driver clears up first
             # As the router does: what has come is part of the prompt for the next engine.
             await asyncio.gather(well.say(config, {}), after.say(config, lost.tokens))
             for number in PROMPTS:

@@ -352,6 +352,8 @@ def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     path = folder(tmp_path)
     model = ModelConfig.from_folder(path)
     assert bytes_per_block(model, 16, torch.bfloat16) == 2 * 2 * 2 * 8 * 16 * 2
+    with pytest.raises(ConfigError, match="graph_sizes: 64 is more than can run at once"):
+        resolve(config_of(path, max_num_seqs=32, graph_sizes=(8, 64)))
     with pytest.raises(ConfigError, match="Ways out"):
         factory.build(config_of(path, kv_cache_bytes=15 * 2048))
     with pytest.raises(ConfigError, match="of memory are free"):

@@ -151,9 +151,10 @@ def test_part_of_the_multiprocessors_suffices() -> None:
     q = random(6, 8, 64)
     ref = attention(q, k_cache, v_cache, 0.125, meta)
     for begin, end in ((0, 2), (2, 6)):
-        half = meta.decodes(begin, end, share=0.4)
-        cuda.prepare(half, 8, k_cache)
-        assert half.plan.programs < 8
+        all_of_it, half = (meta.decodes(begin, end, share=share) for share in (1.0, 0.4))
+        for one in (all_of_it, half):
+            cuda.prepare(one, 8, k_cache)
+        assert half.plan.programs <= 0.5 * all_of_it.plan.programs
         out = cuda.attention(q[begin:end], k_cache, v_cache, 0.125, half)
         assert row_error(out.view(end - begin, 8, 64), ref[begin:end]) < BOUND[torch.float32]
 

@@ -41,7 +41,7 @@ def test_on_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
 def test_faults_are_told() -> None:
     """A load that shows nothing passes for one that shows something."""
     assert not Report(preemptions=1).faults
-    assert len(Report(preemptions=0, out_of_memory=1, failed=2, reserved=5).faults) == 4
+    assert len(Report(preemptions=0, out_of_memory=1, failed=2, reserved=2**29).faults) == 4
 
 
 def test_fields_on_the_command_line() -> None:
@@ -59,6 +59,7 @@ def test_long_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_ten_minutes_on_a_device(tmp_path: Path) -> None:
     """Memory that grows while it serves, and a step that finds none."""

@@ -53,6 +53,22 @@ def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(raw.read_text().splitlines()) == 4 * 3
 
 
+def test_models_in_calls_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A visit's second model throws away the hour of the first, which has other workloads."""
+
+    def fake(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
+        for line in lines_of(0, side, 3.0 if side == "manta" else 1.5, names):
+            yield {key: value for key, value in line.items() if key not in ("model", "run")}
+
+    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    compare({"small": "folder"}, ["single"], 1, tmp_path, [], resume=True)
+    compare({"large": "folder"}, NAMES, 1, tmp_path, [], resume=True)
+    (table,) = tmp_path.glob("*.json")
+    assert [row["case"] for row in json.loads(table.read_text())["rows"]] == [
+        "small/single", "small/ready", "large/single", "large/uniform", "large/ready"
+    ]  # fmt: skip
+
+
 def test_the_command_pairs_labels_and_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,9 +114,10 @@ def test_halves_say_what_the_whole_says(folder: Path) -> None:
     lengths = torch.randint(1, 200, (150,), generator=generator).tolist()
     prompts = [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
     sizes = (8, 64, 72, 104, 160)
-    whole = run(cuda_engine(folder, graph_sizes=sizes), prompts, PLAIN)
+    shape: dict[str, Any] = {"graph_sizes": sizes, "max_num_seqs": max(sizes)}
+    whole = run(cuda_engine(folder, **shape), prompts, PLAIN)
     for _ in range(3):
-        halves = run(cuda_engine(folder, graph_sizes=sizes, overlap=True), prompts, PLAIN)
+        halves = run(cuda_engine(folder, **shape, overlap=True), prompts, PLAIN)
         assert [o.token_ids for o in halves] == [o.token_ids for o in whole]
 
 
