@@ -7,7 +7,9 @@ times that of one, and how soon after the decision a new replica gives its first
 For a machine with as many GPUs; --cpu tries it on one without. FOLDER and the load script are those
 of loadtest.versus_http. The server runs throughout: each step deploys a higher count, as `serve
 deploy` does, while single requests come; the first that the new replica answers is timed from the
-decision. Then the `dialogue` workload, streams and requests in proportion to the replicas.
+decision. Then the `dialogue` workload: for each replica as many streams, and requests of the same
+lengths with a prompt of their own. The load script is copied beside a `workloads` module whose
+build(name) gives these; that is where it has to take its requests from.
 
 Each line is kept as soon as it is there, with the second `at_s` of the run. --resume takes up the
 day's lines in --out and goes on with the counts that are missing, so that it fits where a command
@@ -17,6 +19,8 @@ may not run for long.
 import argparse
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from loadtest import workloads
 from loadtest.result_file import Line, RawLines, print_ratios, versions
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from loadtest.versus_http import LOAD_S, READY_S
@@ -34,6 +39,16 @@ from loadtest.versus_http import LOAD_S, READY_S
 ROUTERS = 4  # for each replica of the largest step
 FIRST_ANSWER_S = 15.0  # promised
 SCALES = 0.95
+
+# In the load script's folder, where it finds it before any other.
+WORKLOADS = """\
+import json
+from pathlib import Path
+
+def build(name, seed=0):
+    Path("asked").touch()
+    return [(ids, num_out) for ids, num_out in json.loads(Path("requests.json").read_text())]
+"""
 
 
 def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
@@ -125,9 +140,16 @@ class Server:
             return None
 
 
-def grow(server: Server, replicas: int) -> dict[str, Any]:
+def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
     """From the decision to the first answers of all new replicas, seconds."""
-    old = set(server.answered())
+    # Soon after a start a router has not heard of all that are there; one that it hears of later
+    # would count as new, with the answers that it gave before.
+    old: set[str] = set()
+    limit = time.monotonic() + READY_S
+    while len(old := old | server.answered().keys()) < have:
+        if time.monotonic() > limit:
+            raise SystemExit(f"of {have} replicas {len(old)} are in /metrics after {READY_S} s")
+        time.sleep(0.05)
     stop, failed = threading.Event(), list[str]()
 
     def client() -> None:
@@ -144,7 +166,7 @@ def grow(server: Server, replicas: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         server.deploy(replicas)
-        while len(times) < replicas - len(old) and time.monotonic() < began + READY_S:
+        while len(times) < replicas - have and time.monotonic() < began + READY_S:
             time.sleep(0.05)
             for name, tokens in server.answered().items():
                 if tokens and name not in old:
@@ -156,16 +178,55 @@ def grow(server: Server, replicas: int) -> dict[str, Any]:
     return {"label": "grow", "to": replicas, "first_answers_s": [*times.values()], "failed": failed}
 
 
+def requests_of(count: int, replicas: int, clients: int) -> list[workloads.Request]:
+    """The first requests of `dialogue`, and for each further replica others of the same lengths.
+
+    Its next ones have other lengths, by chance longer or shorter by some per cent, and throughput
+    depends on them: what would be measured is in part the luck of the draw. Tokens/s divided by the
+    mean length do not undo it, because the end of a run hangs on the longest request. The prompts
+    differ, so that no router has a reason to bring equal ones together.
+
+    clients: of one replica. Their order is such that, dealt out to `replicas` times as many, each
+    client gets the lengths that one of them has with one replica.
+    """
+    first = workloads.build("dialogue")[:count]
+    if len(first) < count:
+        raise SystemExit(f"--count {count}: dialogue has {len(first)} requests")
+    copies = [first]
+    for replica in range(1, replicas):
+        rng = random.Random(replica)
+        copies.append(
+            [
+                ([rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in ids], num_out)
+                for ids, num_out in first
+            ]
+        )
+    return [
+        request
+        for begin in range(0, count, clients)
+        for copy in copies
+        for request in copy[begin : begin + clients]
+    ]
+
+
 def load(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> dict[str, Any]:
     script = args.load_script
-    streams, count = args.streams * replicas, max(1, int(args.count * replicas * share))
+    streams, clients = args.streams * replicas, min(args.streams, 1 if args.cpu else 8)
+    requests = requests_of(max(1, int(args.count * share)), replicas, clients)
     command = [sys.executable, script.name, "--model", "m", "--workload", "dialogue"]
     command += ["--url", f"{url}/v1/completions", "--label", f"{replicas} replicas"]
-    command += ["--concurrency", str(streams), "--limit", str(count)]
-    command += ["--procs", str(min(streams, (1 if args.cpu else 8) * replicas))]
-    done = subprocess.run(
-        command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
-    )
+    command += ["--concurrency", str(streams), "--limit", str(len(requests))]
+    command += ["--procs", str(clients * replicas)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(script, folder)
+        (folder / "workloads.py").write_text(WORKLOADS)
+        (folder / "requests.json").write_text(json.dumps(requests))
+        done = subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
+        )
+        if not (folder / "asked").exists():
+            raise SystemExit(f"{script.name} does not take its requests from workloads.build")
     line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
     return {**line, "replicas": replicas}
 
@@ -235,7 +296,8 @@ def main() -> int:
                 keep({"label": "start", "replicas_at_start": have, "edge": server.edge})
                 for replicas in counts:
                     if replicas > have:
-                        keep(grow(server, replicas))
+                        keep(grow(server, have, replicas))
+                        have = replicas
                     warm = load(args, server.url, replicas, 0.25)
                     keep({"label": "warm", "failed": warm["failed"]})
                     keep(load(args, server.url, replicas))
@@ -243,7 +305,8 @@ def main() -> int:
     config = {
         "ours": {**configuration(args, max(args.replicas)), "model": args.name},
         "peers": {"so many times one replica": {}},
-        "load": f"dialogue, {args.streams} streams and {args.count} requests a replica",
+        "load": f"dialogue, {args.streams} streams and {args.count} requests a replica, of the "
+        "same lengths for each",
         "versions": versions("transformers", "ray"),
     }
     raw.finish(config, rows, _device(args.cpu))

@@ -5,42 +5,54 @@
 
 One server after the other, each alone on the device, all under the same streaming load: the
 `dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
-weights are random. Prefix caches are off, outputs greedy, end tokens ignored. First Manta's engine
-runs the same requests offline at each concurrency: what the endpoint could deliver at most.
+weights are random. Prefix caches are off, outputs greedy, end tokens ignored. First Manta's engine,
+with the server's settings, runs the same requests offline, as many at once as there are streams:
+what the endpoint could deliver at most.
 
 --load-script is a program that takes --model, --workload, --concurrency, --limit, --procs and
 --label, and prints one JSON line with out_tok_s, ttft_ms_p50, itl_ms_p99, ok and failed. It runs in
-its own folder. --ray-llm-path is put before PYTHONPATH for Ray Serve LLM alone, which wants a Ray
-of the same age as its vLLM.
+its own folder. A load of which any request failed ends the comparison. --ray-llm-path is put before
+PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same age as its vLLM.
 
-Each line is kept as soon as it is there. --resume takes up the day's lines in --out and runs only
-the sides that are not whole, so that the comparison fits where a command may not run for long.
+Each line is kept as soon as it is there. All of it takes longer than one command may run in some
+places, and a server that is cut off there stays: no side is begun that is not expected to be over
+--seconds after the start, and --resume takes up the day's lines in --out and runs only the sides
+that are not whole. The exit code is 3 while something is left to do. Nothing is begun while
+something else has the port or the device's memory: its answers would count for the wrong side.
 """
 
 import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadtest import workloads
 from loadtest.result_file import Line, RawLines, print_ratios, versions_under
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 
+if TYPE_CHECKING:
+    from engine import LLM
+
 STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
 PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
 PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 240
-URL = "http://127.0.0.1:8000"
+# Of llama-8b on an H200, from the start to the end of a side, with some to spare.
+EXPECTED = {"offline": 110, "manta": 140, "vllm": 190, "ray-serve-llm": 300}
+PORT = 8000
+URL = f"http://127.0.0.1:{PORT}"
 
 MANTA = """\
 model: {model}
@@ -58,7 +70,7 @@ replicas: 1
 router:
   replicas: 4
 http:
-  port: 8000
+  port: {port}
 """
 
 RAY_SERVE_LLM = """\
@@ -87,36 +99,72 @@ finally:
 """
 
 
+def clients_of(streams: int) -> int:
+    """Processes of the load script, which deals out the requests and the streams to them."""
+    return 1 if streams == 1 else 8
+
+
 def run_offline(model: str) -> None:
     """In this process: Manta's engine alone, at each number of streams. Prints JSON lines."""
-    from engine import LLM, SamplingParams
+    from engine import LLM
 
-    requests = workloads.build("dialogue")
-    for streams, count in STREAMS.items():
-        # One request at a time is what one stream is; otherwise the batch is as large as the load.
-        with LLM(
-            model,
-            load_format="dummy",
-            dtype="bfloat16",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=streams,
-            memory_fraction=MEMORY_FRACTION,
-            prefix_caching=False,
-        ) as llm:
-            prompts = [ids for ids, _ in requests[:count]]
-            params = [
-                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n)
-                for _, n in requests[:count]
-            ]
-            warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)
-            llm.generate(prompts[:4], warm, detokenize=False)
+    # One engine with the server's settings for all: with fewer rows it is another engine, with
+    # fewer graphs, and not what stands behind the endpoint.
+    with LLM(
+        model,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        memory_fraction=MEMORY_FRACTION,
+        prefix_caching=False,
+    ) as llm:
+        generate(llm, workloads.build("uniform")[:64], 64)  # warm, as the servers are
+        for streams, count in STREAMS.items():
+            requests = workloads.build("dialogue")[:count]
             start = time.perf_counter()
-            outputs = llm.generate(prompts, params, detokenize=False)
+            counts = generate(llm, requests, streams)
             seconds = time.perf_counter() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        rate = round(tokens / seconds, 1)
-        print(json.dumps({"label": "offline", "concurrency": streams, "out_tok_s": rate}))
-        sys.stdout.flush()
+            if counts != [wanted for _, wanted in requests]:
+                raise SystemExit(f"offline: not the tokens that were asked for, {streams} streams")
+            rate = round(sum(counts) / seconds, 1)
+            line = {"label": "offline", "concurrency": streams, "requests": count}
+            print(json.dumps({**line, "out_tok_s": rate}), flush=True)
+
+
+def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
+    """The output tokens of each request, with so many in flight, as the load script does it: each
+    of its clients has its own share of the requests and of the streams."""
+    from engine import SamplingParams
+
+    def run(some: list[workloads.Request]) -> list[int]:
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out)
+            for _, num_out in some
+        ]
+        prompts = [ids for ids, _ in some]
+        # Without a bar: there can be only one, and there are many threads.
+        outputs = llm.generate(prompts, params, detokenize=False, progress=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    if streams >= len(requests):
+        return run(requests)  # nothing waits for a stream, so no threads need to start for it
+    clients = clients_of(streams)
+    counts = [0] * len(requests)
+
+    def run_one(number: int) -> None:
+        (counts[number],) = run([requests[number]])
+
+    # Threads, not the asyncio engine: a blocked thread wakes at the end of its request only, a
+    # waiting coroutine with every token, and that work would make the offline figure too low.
+    with ExitStack() as pools:
+        futures = []
+        for client in range(clients):
+            pool = pools.enter_context(ThreadPoolExecutor(max(1, streams // clients)))
+            futures += [pool.submit(run_one, i) for i in range(client, len(requests), clients)]
+        for future in futures:
+            future.result()
+    return counts
 
 
 def command_of(side: str, model: str, folder: Path) -> list[str]:
@@ -125,6 +173,7 @@ def command_of(side: str, model: str, folder: Path) -> list[str]:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,
+        "port": PORT,
     }
     if side == "manta":
         config = folder / "manta.yaml"
@@ -141,7 +190,7 @@ def command_of(side: str, model: str, folder: Path) -> list[str]:
         "--max-num-seqs": MAX_NUM_SEQS,
         "--gpu-memory-utilization": MEMORY_FRACTION,
         "--served-model-name": "m",
-        "--port": 8000,
+        "--port": PORT,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     command += [str(word) for option in options.items() for word in option]
@@ -164,7 +213,11 @@ def environment_of(side: str, first_path: str) -> dict[str, str]:
 
 @contextmanager
 def server(side: str, model: str, first_path: str) -> Iterator[float]:
-    """A running server; yields the seconds it took to answer. Ends it and what it started."""
+    """A running server; yields the seconds it took to answer. Ends it and what it started.
+
+    Raises SystemExit if it does not start, and if another is in its place.
+    """
+    refuse_if_held(side)
     with tempfile.TemporaryDirectory() as name:
         log_path = Path(name) / "server.log"
         with log_path.open("w") as log:
@@ -209,54 +262,108 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def held() -> str:
+    """What a server that is still there has: the port, or much of the device's memory, which it
+    takes before it answers."""
+    try:
+        socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
+        return f"port {PORT}"
+    except TimeoutError:
+        return f"port {PORT}"
+    except OSError:  # nobody listens
+        pass
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return "" if free > 0.9 * total else "the device's memory"
+
+
+def refuse_if_held(side: str) -> None:
+    """Of a call that was cut off a server is left, which would answer in this side's place."""
+    if what := held():
+        raise SystemExit(f"{side} is not started: another program has {what}; end it first")
+
+
 def _wait_until_closed(side: str) -> None:
     """The next server wants the port and the device's memory."""
     limit = time.monotonic() + STOP_S
-    while time.monotonic() < limit:
-        try:
-            urllib.request.urlopen(URL + "/", timeout=1)
-        except urllib.error.HTTPError:
-            pass
-        except OSError:
-            import torch
-
-            free, total = torch.cuda.mem_get_info()
-            if free > 0.9 * total:
-                return
+    while what := held():
+        if time.monotonic() > limit:
+            raise SystemExit(f"{side} still has {what} {STOP_S} s after its end")
         time.sleep(0.5)
-    raise SystemExit(f"{side} still holds the port or the device {STOP_S} s after its end")
 
 
 def load(script: Path, side: str, streams: int, count: int, workload: str) -> dict[str, Any]:
+    """The load script's line. Raises SystemExit unless all requests were answered: a server that
+    refuses some has less to do, and its figures are not those of this load."""
     command = [sys.executable, script.name, "--model", "m", "--workload", workload]
     command += ["--concurrency", str(streams), "--limit", str(count), "--label", side]
-    command += ["--procs", "1" if streams == 1 else "8"]
+    command += ["--procs", str(clients_of(streams))]
     done = subprocess.run(
         command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
     )
     line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    if line["failed"] or line["ok"] != count:
+        raise SystemExit(
+            f"{side}, {workload} at {streams} streams: of {count} requests {line['ok']} were "
+            f"answered and {line['failed']} failed: {line.get('error')}"
+        )
     return line
 
 
-def compare(args: argparse.Namespace) -> None:
+def lines_of(command: list[str]) -> Iterator[Line]:
+    """The JSON lines of a program, each when it is there. Raises CalledProcessError at the end."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:
+    """Its lines, each when it is there."""
+    if side == "offline":
+        refuse_if_held(side)
+        command = [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model]
+        yield from lines_of(command)
+        _wait_until_closed(side)
+        return
     script = args.load_script.resolve()
+    ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
+    with server(side, args.model, args.ray_llm_path) as ready:
+        yield {"label": side, "ready_s": ready, "versions": ran_on}
+        load(script, side, 64, 64, "uniform")  # warm
+        for streams, count in STREAMS.items():
+            yield load(script, side, streams, count, "dialogue")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run the sides that are not there; with all of them, the table. Returns the exit code."""
+    end = time.monotonic() + args.seconds
     raw = RawLines(args.out, "versus-http", whole_sides if args.resume else None)
     there = {line["label"] for line in raw.all}
-    if "offline" not in there:
-        command = [sys.executable, "-m", "loadtest.versus_http", "--offline", "--model", args.model]
-        offline = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        for text in offline.stdout.decode().splitlines():
-            if text.startswith("{"):
-                raw.keep(json.loads(text))
-    for side in ("manta", *args.peers):
+    left = []
+    for side in ("offline", "manta", *args.peers):
         if side in there:
             continue
-        ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
-        with server(side, args.model, args.ray_llm_path) as ready:
-            raw.keep({"label": side, "ready_s": ready, "versions": ran_on})
-            load(script, side, 64, 64, "uniform")  # warm
-            for streams, count in STREAMS.items():
-                raw.keep(load(script, side, streams, count, "dialogue"))
+        began = time.monotonic()
+        if began + EXPECTED[side] > end:
+            left.append(side)
+            continue
+        with closing(run_side(args, side)) as lines:  # whatever happens, its server ends
+            for line in lines:
+                raw.keep(line)
+        print(f"{side}: {time.monotonic() - began:.0f} s", flush=True)
+    for side in left:
+        print(
+            f"not begun, for want of time (~{EXPECTED[side]} s): {side}; run it again with --resume"
+        )
+    if left:
+        return 3
 
     rows = rows_of(args.name, raw.all, args.peers)
     ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
@@ -271,6 +378,7 @@ def compare(args: argparse.Namespace) -> None:
     }
     raw.finish(config, rows)
     print_ratios(rows)
+    return 0
 
 
 def whole_sides(lines: list[Line]) -> list[Line]:
@@ -315,6 +423,7 @@ def main() -> None:
     parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument("--seconds", type=float, default=560.0, help="to be over after these")
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve())
@@ -323,7 +432,7 @@ def main() -> None:
     elif args.load_script is None or not args.load_script.is_file():
         parser.error("--load-script: no such file; it names the program that makes the load")
     else:
-        compare(args)
+        sys.exit(compare(args))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +19,13 @@ from loadtest.versus_lora import (
     SideFailed,
     expected_seconds,
     explain,
+    gaps_beside,
     plan,
     rows_of,
     run_side,
     runs_of,
     whole_runs,
+    writing_seconds,
 )
 
 
@@ -47,6 +53,7 @@ def test_what_was_cut_off_runs_again() -> None:
     ]
     assert plan(args, [])[-1] == ("loads", 32, 0)
     assert all(expected_seconds(side, count) < 300 for side, count, _ in plan(args, []))
+    assert writing_seconds(64, 64) == writing_seconds(0, 64) == 0 < writing_seconds(64, 16)
 
 
 def test_rows_are_shares_of_the_same_side() -> None:
@@ -108,3 +115,51 @@ def test_a_side_that_fails_says_why() -> None:
     assert text.endswith("ValueError: initialisation failed, see above\n")
     assert len(text.splitlines()) == 42
     assert explain([]).startswith("cause: no exception")
+
+
+def test_a_line_that_only_looks_like_ours() -> None:
+    """Bug: a library prints a line with a brace at its start, which ends the comparison and leaves
+    the side running, with the device's memory."""
+    program = "print('{not: ours}')\nprint('{\"side\": 1}')"
+    kept: list[Any] = []
+    run_side([sys.executable, "-c", program], kept.append)
+    assert kept == [{"side": 1}]
+
+
+class Stream:
+    """Says 20 tokens, one a millisecond."""
+
+    released = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(20):
+            time.sleep(0.001)
+            yield SimpleNamespace(outputs=[SimpleNamespace(error="")])
+
+    def release(self) -> None:
+        Stream.released += 1
+
+
+def test_streams_go_on_until_all_is_loaded() -> None:
+    """Bug: the streams end before the loads do, or the loads fail after the first, and the times
+    of what was left alone are told as those beside 32 loads."""
+    started: list[Stream] = []
+    several = threading.Event()
+
+    def start_streams() -> list[Any]:
+        started.extend(new := [Stream(), Stream()])
+        if len(started) == 6:
+            several.set()
+        return new
+
+    def load() -> None:
+        assert several.wait(60)
+
+    assert len(gaps_beside(start_streams, load)) >= 3  # of the first streams alone
+    assert len(started) >= 6 and Stream.released == len(started)
+
+    def fail() -> None:
+        raise ValueError("no such adapter")
+
+    with pytest.raises(ValueError, match="no such adapter"):
+        gaps_beside(start_streams, fail)
