@@ -23,8 +23,14 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 UNIT = 16
 MAX_PARTS = 3  # of a linear layer
 
+# Tiles stand behind as many int32s as the step has tokens: aligned for every fourth number, and no
+# warm-up that knows both cases is needed if kernels take them as not aligned.
 
-@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+
+@triton.jit(
+    do_not_specialize=["first_part", "num_tokens"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def _shrink_kernel(
     x,  # [num_tokens, K]
     order,
@@ -124,7 +130,10 @@ def _delta(
     return acc
 
 
-@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["first_part", "num_tokens"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def _expand_kernel(
     y,  # [num_tokens, N0 + N1 + N2], added to
     order,
@@ -190,7 +199,10 @@ def _expand_kernel(
     tl.store(at, (old + delta).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_part", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["first_part", "num_tokens"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def _expand_gated_kernel(
     gate_up,  # [num_tokens, 2 * N]
     out,  # [num_tokens, N]

@@ -12,7 +12,7 @@ and get the same adapter for the same request.
 
 A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
 adapters are added, read, copied to the device and used once, against the times while as many
-requests use one that is there.
+requests, as often, use one that is there.
 
 Each line is kept as soon as it is there. All of it takes longer than one command may run in some
 places: no piece is begun that is not expected to be over --seconds after the start, and --resume
@@ -38,10 +38,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engine.errors import AdapterError
 from loadtest import workloads
 from loadtest.result_file import Line, RawLines, ask_device, versions
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
@@ -49,13 +49,16 @@ from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 RANK = 16
 WORKLOAD = "dialogue"
 OFF, ON = ("none", "none"), ("adapters", "none", "adapters")  # the runs of one process
-STREAMS, STREAM_TOKENS, LOADED = 64, 1024, 32  # of the measurement while adapters load
+STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # of the measurement while adapters load
 LOAD_TURNS = 2
-LOAD_SECONDS = 0.05  # from one load to the next, at least
+# From one short request to the next, loads or not: each is a longer step, and were there more of
+# them without loads, their p99 would look worse. Above the slowest load.
+LOAD_SECONDS = 0.4
 SIDES = ("manta", "vllm", "loads")
 # Of llama-8b on an H200: to start and warm up, a run without adapters, one with 64.
 EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
-EXPECTED_LOADS = 100
+EXPECTED_LOADS = 125
+WRITE_SECONDS = 0.25  # an adapter's files, of 84 MB
 TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # --cpu
 # Without the second vLLM wants a compiler at the start.
 VLLM_ENVIRONMENT = {
@@ -79,6 +82,11 @@ def expected_seconds(side: str, count: int) -> int:
         return EXPECTED_LOADS
     start, without, full = EXPECTED[side]
     return start + sum(without if run == "none" else full for run in runs_of(side, count))
+
+
+def writing_seconds(count: int, made: int) -> int:
+    """To make so many adapters where some are made."""
+    return round(max(0, count - made) * WRITE_SECONDS)
 
 
 def engine_config(cpu: bool) -> dict[str, Any]:
@@ -239,48 +247,47 @@ def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
     """One process; prints the percentiles of the times between tokens, quiet and while loading."""
     from engine import LLM, SamplingParams
 
-    streams, tokens = (4, 64) if cpu else (STREAMS, STREAM_TOKENS)
+    streams, tokens, pace = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-    one = SamplingParams(temperature=0.0, max_tokens=1)
+    warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
+    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     config = engine_config(cpu) | {"max_loras": 8, "max_lora_rank": RANK}
     with LLM(model, **config) as llm:
         llm.add_adapter("there", adapters / "a0")
-        llm.generate(prompts, params, detokenize=False)
+        llm.generate(prompts, warm, detokenize=False)
+        slowest = 0.0
 
-        def disturb(load: bool, done: threading.Event) -> None:
+        def use(name: str) -> None:
+            (output,) = llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
+            (choice,) = output.outputs
+            if len(choice.token_ids) != 1:
+                raise RuntimeError(f"{name} was not used: {choice.finish_reason} {choice.error}")
+
+        def disturb(load: bool) -> None:
             """Add each adapter and use it once, so that it goes to the device and others leave it;
             or use one that is there."""
+            nonlocal slowest
+            start = time.perf_counter()
             for number in range(count):
                 began = time.perf_counter()
                 if load:
                     llm.add_adapter(f"a{number}", adapters / f"a{number}")
-                name = f"a{number}" if load else "there"
-                llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
-                if done.wait(max(0.0, began + LOAD_SECONDS - time.perf_counter())):
-                    return
+                use(f"a{number}" if load else "there")
+                now = time.perf_counter()
+                slowest = max(slowest, now - began)
+                time.sleep(max(0.0, start + (number + 1) * pace - now))
+
+        def start_streams() -> list[Any]:
+            return [llm.start_request(ids, params, detokenize=False) for ids in prompts]
 
         gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
         for _ in range(LOAD_TURNS):
             for label, times in gaps.items():
-                handles = [llm.start_request(ids, params, detokenize=False) for ids in prompts]
-                done = threading.Event()
-                other = threading.Thread(target=disturb, args=(label == "loading", done))
-                last = 0.0
-                for number, _ in enumerate(handles[0]):
-                    now = time.perf_counter()
-                    if number == 16:
-                        other.start()
-                    if number > 16 and other.is_alive():
-                        times.append(now - last)
-                    last = now
-                for handle in handles:
-                    handle.sync()
-                    handle.release()
-                done.set()
-                other.join()
-            for number in range(count):
-                with contextlib.suppress(AdapterError):  # the streams ended before its turn came
+                load = label == "loading"
+                use("there")  # the loads of the turn before may have taken its slot
+                times += gaps_beside(start_streams, lambda load=load: disturb(load))
+                for number in range(count if load else 0):
                     llm.remove_adapter(f"a{number}")
         figures = {
             f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
@@ -293,8 +300,35 @@ def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
             config=config,
             loads=llm.stats().adapter_loads,
             gaps={label: len(times) for label, times in gaps.items()},
+            slowest_load_ms=round(slowest * 1e3, 3),
             **figures,
         )
+
+
+def gaps_beside(start_streams: Callable[[], list[Any]], disturb: Callable[[], None]) -> list[float]:
+    """The times between tokens of the first stream while `disturb` runs in another thread. Streams
+    that end sooner start anew. Raises what `disturb` does: half of the loads would look good."""
+    times: list[float] = []
+    other: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        while other is None or not other.done():
+            handles = start_streams()
+            last = 0.0
+            for number, output in enumerate(handles[0]):
+                now = time.perf_counter()
+                if output.outputs[0].error:
+                    raise RuntimeError(f"a stream failed: {output.outputs[0].error}")
+                if number >= 16 and other is None:  # the others' prompts are read
+                    other = pool.submit(disturb)
+                elif number > 16 and other is not None:
+                    if other.done():
+                        break
+                    times.append(now - last)
+                last = now
+            for handle in handles:
+                handle.release()
+        other.result()
+    return times
 
 
 def _report(
@@ -342,15 +376,25 @@ def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 
         said: list[str] = []
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("{"):
-                keep(json.loads(line))
-            else:
+            found = _json_of(line)
+            if found is None:
                 said.append(line)
+            else:
+                keep(found)
         code = process.wait()
         timer.cancel()
         if code:
             log.seek(0)
             raise SideFailed(f"exit code {code}\n{explain([*said, *log])}")
+
+
+def _json_of(line: str) -> Line | None:
+    """None: not ours, but a library's."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            found: Line = json.loads(line)
+            return found
+    return None
 
 
 class SideFailed(Exception):
@@ -450,7 +494,8 @@ def compare(args: argparse.Namespace) -> int:
         made = 0
         for piece in pieces:
             side, count, start = piece
-            if not args.cpu and time.monotonic() + expected_seconds(side, count) > end:
+            expected = writing_seconds(count, made) + expected_seconds(side, count)
+            if not args.cpu and time.monotonic() + expected > end:
                 left.append(piece)
                 continue
             began = time.monotonic()
