@@ -37,8 +37,9 @@ demo: $(STAMP) ## start the default model, print a streamed answer, serve on por
 
 where := not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)
 pytest = $(BIN)/python -m pytest
-# Two processes with a core each, except for the tests that start Ray: its processes look at the clock
-# and for each other, so they have the machine to themselves.
+# Two processes with a core each for the folders that compute; the others start servers and clusters
+# or measure time, which a neighbour's use of the caches spoils, so they have the machine to themselves.
+COMPUTE := tests/engine tests/kernels tests/parity
 pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 
 test: $(STAMP) ## the tests that need no GPU
@@ -48,12 +49,10 @@ ifdef ARGS
 else
 	@echo "== Triton kernels in the interpreter"
 	@TRITON_INTERPRET=1 $(pair) -m '$(where)' tests/kernels
-	@echo "== What starts no Ray"
-	@$(pair) -m '$(where) and not serve'
-ifndef FAST
-	@echo "== What starts Ray"
-	@$(pytest) -m '$(where) and serve'
-endif
+	@echo "== What computes: $(COMPUTE)"
+	@$(pair) -m '$(where)' $(COMPUTE)
+	@echo "== Everything else"
+	@$(pytest) -m '$(where)' $(COMPUTE:%=--ignore=%)
 endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter
