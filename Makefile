@@ -35,8 +35,7 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
-where := not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)
-pytest = $(BIN)/python -m pytest
+pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)'
 # Two processes with a core each for the folders that compute; the others start servers and clusters
 # or measure time, which a neighbour's use of the caches spoils, so they have the machine to themselves.
 COMPUTE := tests/engine tests/kernels tests/parity
@@ -45,14 +44,14 @@ pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null
 ifdef ARGS
-	@$(pytest) -m '$(where)' $(ARGS)
+	@$(pytest) $(ARGS)
 else
 	@echo "== Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(pair) -m '$(where)' tests/kernels
+	@TRITON_INTERPRET=1 $(pair) tests/kernels
 	@echo "== What computes: $(COMPUTE)"
-	@$(pair) -m '$(where)' $(COMPUTE)
+	@$(pair) $(COMPUTE)
 	@echo "== Everything else"
-	@$(pytest) -m '$(where)' $(COMPUTE:%=--ignore=%)
+	@$(pytest) $(COMPUTE:%=--ignore=%)
 endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter

@@ -141,12 +141,8 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _run_side(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
-    """The lines of one run in a process of its own, each when it is there."""
-    command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
-    if side == "manta" and change:
-        command += ["--change", *change]
-    command += ["--workloads", *names]
+def lines_of(command: list[str]) -> Iterator[Line]:
+    """The JSON lines of a program, each when it is there. Raises CalledProcessError at the end."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -154,6 +150,15 @@ def _run_side(side: str, model: str, names: list[str], change: list[str]) -> Ite
                 yield json.loads(line)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _run_side(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
+    """The lines of one run in a process of its own, each when it is there."""
+    command = [sys.executable, "-m", "loadtest.versus_engine", "--side", side, "--model", model]
+    if side == "manta" and change:
+        command += ["--change", *change]
+    command += ["--workloads", *names]
+    return lines_of(command)
 
 
 def _of(line: Line) -> tuple[str, int, str]:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadtest import workloads
 from loadtest.result_file import Line, RawLines, print_ratios, versions_under
-from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -311,17 +311,6 @@ def load(script: Path, side: str, streams: int, count: int, workload: str) -> di
             f"answered and {line['failed']} failed: {line.get('error')}"
         )
     return line
-
-
-def lines_of(command: list[str]) -> Iterator[Line]:
-    """The JSON lines of a program, each when it is there. Raises CalledProcessError at the end."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:

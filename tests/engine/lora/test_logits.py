@@ -91,6 +91,19 @@ def slots_in_graphs(core: EngineCore) -> set[frozenset[int]]:
     return seen
 
 
+def run_odd_ones_scored(core: EngineCore, plan: list[tuple[str, list[int]]]) -> dict[int, Any]:
+    """The outputs of all (adapter, prompt), by number; of odd numbers with log-probabilities, and
+    after the others: one row with these keeps its step out of graphs."""
+    outputs: dict[int, Any] = {}
+    for scored in (False, True):
+        score = {} if scored else {"prompt_logprobs": None, "logprobs": None}
+        for number, (name, prompt) in enumerate(plan):
+            if number % 2 == scored:  # they end one by one: the slots in use change
+                submit(core, number, prompt, name, max_tokens=12 + number, **score)
+        outputs |= run(core)
+    return outputs
+
+
 def scores(model: Any, ids: list[int], device: str = "cpu") -> Tensor:
     """Log-probability of each token after the first, float32 on the CPU."""
     given = torch.tensor(ids, device=device)
@@ -286,13 +299,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
         prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 40, 1)]
         plan = [(name, prompt) for prompt in prompts for name in ("", *ranks)]
         seen = slots_in_graphs(core)
-        outputs: dict[int, Any] = {}
-        for scored in (False, True):  # one row with log-probabilities keeps its step out of graphs
-            score = {} if scored else {"prompt_logprobs": None, "logprobs": None}
-            for number, (name, prompt) in enumerate(plan):
-                if number % 2 == scored:  # they end one by one: the slots in use change
-                    submit(core, number, prompt, name, max_tokens=12 + number, **score)
-            outputs |= run(core)
+        outputs = run_odd_ones_scored(core, plan)
         assert len(seen) > 1, "graphs with adapters were not replayed"
         assert core.stats().adapter_loads >= 4
         with torch.no_grad():

@@ -32,6 +32,7 @@ from tests.engine.lora.test_logits import (
     check,
     engine,
     run,
+    run_odd_ones_scored,
     scores,
     slots_in_graphs,
     submit,
@@ -254,13 +255,7 @@ def test_on_the_gpu(tmp_path: Path) -> None:
         prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (9, 40, 1)]
         plan = [(name, prompt) for prompt in prompts for name in ("", *folders)]
         seen = slots_in_graphs(core)
-        outputs: dict[int, Any] = {}
-        for scored in (False, True):  # one row with log-probabilities keeps its step out of graphs
-            score = {} if scored else {"prompt_logprobs": None, "logprobs": None}
-            for number, (name, prompt) in enumerate(plan):
-                if number % 2 == scored:  # they end one by one: the slots in use change
-                    submit(core, number, prompt, name, max_tokens=12 + number, **score)
-            outputs |= run(core)
+        outputs = run_odd_ones_scored(core, plan)
         assert seen, "graphs with adapters were not replayed"
         assert slots < len(folders) or len(seen) > 1  # the two may take turns in one of few slots
         with torch.no_grad():
