@@ -42,7 +42,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: reuse KV blocks of equal prefixes.
     async_scheduling: launch step n+1 before the tokens of n are known to the host.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
-    overlap: compute decodes, from 64 on, as two halves side by side on the device (graphs only).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
     admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
@@ -83,7 +82,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: bool = True
     async_scheduling: bool = True
     cuda_graphs: bool = True
-    overlap: bool = False
     graph_sizes: tuple[int, ...] = ()
     admission: Literal["optimistic", "sum", "reserved", "peak"] = "optimistic"
     batching: Literal["mixed", "split"] = "mixed"

@@ -119,8 +119,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
     if device.type == "cuda" and config.cuda_graphs:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            sizes = config.graph_sizes or default_sizes(resolved.max_num_seqs)
-            runner.capture_graphs(sizes, overlap=config.overlap)
+            runner.capture_graphs(config.graph_sizes or default_sizes(resolved.max_num_seqs))
             torch.cuda.synchronize()
         phases.end("graphs")
 

@@ -59,9 +59,6 @@ def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
     return _Shape(32, 4, 3, 4)
 
 
-_SHARED = _Shape(128, 4, 3, 1)
-
-
 @dataclass(slots=True)
 class DecodePlan:
     """Splits of one step, and the memory that all its layers use in turn."""
@@ -77,7 +74,6 @@ class DecodePlan:
     # grid.
     last_merges: bool
     shape: _Shape
-    programs: int
 
 
 @triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
@@ -340,21 +336,16 @@ def plan(
     k_cache: Tensor,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
     max_kv_len: int,
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
-    share: float = 1.0,  # of the multiprocessors, where other work is to run beside
 ) -> DecodePlan:
     """Cut the keys of a step's decodes."""
     num_entries = kv_len.shape[0]
     device = kv_len.device
-    sms = max(1, round(num_sms(device) * share))
+    sms = num_sms(device)
     _, num_kv_heads, _, head_dim = k_cache.shape
     pairs = num_entries * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     shape = _shape(pairs, sms, dims, k_cache.element_size())
-    if share < 1.0:  # one program fills a multiprocessor, or they would spread over all of them
-        fits = dims <= 128 and k_cache.element_size() <= 2  # in shared memory
-        shape = _SHARED if shape.per_sm > 1 and fits else shape._replace(per_sm=1)
-    programs = sms * shape.per_sm
-    fill = max(1, programs // num_kv_heads)
+    fill = max(1, sms * shape.per_sm // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3
     most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
     result = DecodePlan(
@@ -366,7 +357,6 @@ def plan(
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
         last_merges=2 * pairs > sms,
         shape=shape,
-        programs=programs,
     )
     _plan_kernel[(num_entries,)](
         kv_len,
@@ -409,8 +399,9 @@ def attention_decode(
     dims = triton.next_power_of_2(head_dim)
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
+    programs = num_sms(q.device) * shape.per_sm
     num_entries = plan.entries.shape[0]
-    _decode_kernel[(plan.programs,)](
+    _decode_kernel[(programs,)](
         q,
         k_cache,
         v_cache,

@@ -82,7 +82,7 @@ def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
         meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)
     if meta.num_decodes:
         kv_len = meta.kv_len[: meta.num_decodes]
-        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1], meta.share)
+        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1])
 
 
 def attention(

@@ -37,22 +37,6 @@ class AttentionMeta:
     # [2] int32 on the device: decodes, entries. What follows them pads. None: num_decodes, all.
     counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
-    share: float = 1.0  # of the multiprocessors that attention to decodes may fill (CUDA)
-
-    def decodes(self, begin: int, end: int, share: float) -> "AttentionMeta":
-        """Some entries of a step of nothing but decodes, as a step of their own."""
-        return AttentionMeta(
-            positions=self.positions[begin:end],
-            slots=self.slots[begin:end],
-            query_start=self.query_start[: end - begin + 1],
-            kv_len=self.kv_len[begin:end],
-            block_table=self.block_table[begin:end],
-            num_decodes=end - begin,
-            max_query_len=1,
-            max_kv_len=self.max_kv_len,
-            counts=self.kv_len.new_full((2,), end - begin),
-            share=share,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,11 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.sampling.sampler import SamplePlan
-from kernels.metadata import AttentionMeta
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
 Size = tuple[int, int]  # entries, tokens
-
-# Of the multiprocessors, for the attention of one half while the other multiplies. It needs few to
-# ask for all the memory's bandwidth.
-ATTENTION_SHARE = 0.67
-FEWEST_TO_HALVE = 64
 
 # Entries -> tokens. One entry is for padding, and batches like to be powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
@@ -50,11 +44,6 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
 
 
-def _half(count: int) -> int:
-    """Rows of the first half of a step; a multiple of 8, so that the second's data is aligned."""
-    return (count + 15) // 16 * 8
-
-
 class StepGraphs:
     """Graphs for steps whose sampling is greedy or temperature only.
 
@@ -63,11 +52,8 @@ class StepGraphs:
     and without adapters where the engine takes any: steps without one pay nothing for them.
     """
 
-    def __init__(
-        self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int, *, overlap: bool
-    ) -> None:
+    def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
         self._runner = runner
-        self._overlap = overlap
         self._decodes = sorted(sizes)
         self._max_tokens = max_tokens
         # Padding may be as long as a size less one token, and has to fit the padding row.
@@ -79,7 +65,6 @@ class StepGraphs:
         }
         self._graphs: dict[tuple[Size, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
-        self._side = torch.cuda.Stream()
 
     def size_of(self, batch: Batch, plan: SamplePlan) -> Size | None:
         """The graph that a batch fits into; None: launch it kernel by kernel."""
@@ -102,9 +87,6 @@ class StepGraphs:
         nothing from a graph and loses what it is padded with: that size is left out.
         """
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
-        if self._overlap:
-            for count in self._decodes:
-                tokens |= {_half(count), count - _half(count)}
         self._runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         greedy = self._runner.sampler.simple_plan(greedy=True)
         variants = (False, True)[: 1 + (self._runner.lora is not None)]
@@ -198,35 +180,11 @@ class StepGraphs:
         if adapters:
             assert runner.lora is not None
             meta.lora = runner.lora.graph_step(num_tokens)
-        if self._overlap and not mixed and not adapters and entries >= FEWEST_TO_HALVE:
-            hidden = self._forward_halves(token_ids, meta)
-        else:
-            hidden = self._forward(token_ids, meta)
+        runner.kernels.prepare(meta, runner._num_heads, runner.kv.layers[0][0])
+        hidden = runner.model.forward(token_ids, meta, runner.kv.layers)
         rows, positions = runner.inputs.rows[:entries], meta.kv_len
         if mixed:
             hidden = hidden.index_select(0, runner.inputs.last[:entries])
             which = runner.inputs.which[:entries]
             rows, positions = rows.index_select(0, which), positions.index_select(0, which)
         return runner.sample(hidden, rows.long(), positions.long(), plan).tokens
-
-    def _forward(self, token_ids: Tensor, meta: AttentionMeta) -> Tensor:
-        runner = self._runner
-        runner.kernels.prepare(meta, runner._num_heads, runner.kv.layers[0][0])
-        return runner.model.forward(token_ids, meta, runner.kv.layers)
-
-    def _forward_halves(self, token_ids: Tensor, meta: AttentionMeta) -> Tensor:
-        """Two halves of a batch of decodes on two streams. They fall out of step by themselves, and
-        then one's attention, which waits for memory, runs beside the other's products, which are
-        too small to fill the device. Decodes write to blocks that no other of the step reads.
-        """
-        count = len(token_ids)
-        middle = _half(count)
-        first = meta.decodes(0, middle, ATTENTION_SHARE)
-        second = meta.decodes(middle, count, ATTENTION_SHARE)
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            behind = self._forward(token_ids[middle:], second)
-        ahead = self._forward(token_ids[:middle], first)
-        main.wait_stream(self._side)
-        return torch.cat((ahead, behind))

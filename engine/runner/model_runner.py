@@ -312,9 +312,9 @@ class ModelRunner:
             at += length
         return found
 
-    def capture_graphs(self, sizes: Sequence[int], *, overlap: bool = False) -> None:
+    def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""
-        self.graphs = StepGraphs(self, sizes, self._max_num_batched_tokens, overlap=overlap)
+        self.graphs = StepGraphs(self, sizes, self._max_num_batched_tokens)
         self.graphs.capture()
 
     @torch.inference_mode()

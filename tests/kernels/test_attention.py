@@ -144,21 +144,6 @@ def test_batch_order_does_not_matter() -> None:
     assert torch.equal(outs[0][order], outs[1])
 
 
-def test_part_of_the_multiprocessors_suffices() -> None:
-    """Half of a step on a share of the device reads another half's keys, or leaves some out."""
-    lengths = [700, 3, 129, 1100, 64, 16]
-    k_cache, v_cache, meta = paged(lengths, [1] * 6, 2, 64, 16, 6, torch.float32)
-    q = random(6, 8, 64)
-    ref = attention(q, k_cache, v_cache, 0.125, meta)
-    for begin, end in ((0, 2), (2, 6)):
-        all_of_it, half = (meta.decodes(begin, end, share=share) for share in (1.0, 0.4))
-        for one in (all_of_it, half):
-            cuda.prepare(one, 8, k_cache)
-        assert half.plan.programs <= 0.5 * all_of_it.plan.programs
-        out = cuda.attention(q[begin:end], k_cache, v_cache, 0.125, half)
-        assert row_error(out.view(end - begin, 8, 64), ref[begin:end]) < BOUND[torch.float32]
-
-
 def rows_of(
     kv_len: list[int], query_len: list[int], num_decodes: int, tables: torch.Tensor, q: torch.Tensor
 ) -> AttentionMeta:

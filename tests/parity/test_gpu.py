@@ -108,19 +108,6 @@ def test_text_does_not_depend_on_how_steps_are_cut(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in whole]
 
 
-def test_halves_say_what_the_whole_says(folder: Path) -> None:
-    """Two halves of a step on two streams share scratch memory, or are joined too early."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 200, (150,), generator=generator).tolist()
-    prompts = [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
-    sizes = (8, 64, 72, 104, 160)
-    shape: dict[str, Any] = {"graph_sizes": sizes, "max_num_seqs": max(sizes)}
-    whole = run(cuda_engine(folder, **shape), prompts, PLAIN)
-    for _ in range(3):
-        halves = run(cuda_engine(folder, **shape, overlap=True), prompts, PLAIN)
-        assert [o.token_ids for o in halves] == [o.token_ids for o in whole]
-
-
 def test_seeded_text_alone_and_together(folder: Path, prompts: list[list[int]]) -> None:
     """The noise depends on the row or the graph's padding."""
     params = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS, ignore_eos=True)
