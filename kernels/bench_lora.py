@@ -44,7 +44,7 @@ def make_step(
         at = b + rank * height
     slots = zipf_slots(tokens, adapters)
     order = slots.argsort(stable=True)
-    block = lora.tile_rows(tokens)
+    block = lora.tile_rows(tokens, adapters)
     tiles = []
     first = 0
     for slot in range(adapters):

@@ -8,7 +8,7 @@ own weights, and `linear` and `linear_add_` use the winner for that number of ro
 the library's usual way.
 
 The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
-cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two processes
+cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two machines
 may differ in the last bits; `engine.config.EngineConfig.deterministic` does without.
 """
 
@@ -53,7 +53,7 @@ class Algorithm(ctypes.Structure):
     )
 
 
-class _Library:
+class Library:
     """libcublasLt with a handle on one device."""
 
     def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
@@ -61,6 +61,7 @@ class _Library:
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self.device = device
+        self.version = int(lib.cublasLtGetVersion())
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self.matmul = lib.cublasLtMatmul
@@ -74,11 +75,11 @@ class _Library:
 
 
 @lru_cache
-def library(device: torch.device) -> _Library | None:
+def library(device: torch.device) -> Library | None:
     """None, and a line in the log, where the cuBLASLt of torch's CUDA cannot be called."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        return _Library(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
+        return Library(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
     except (OSError, AttributeError, LibraryError) as error:
         logger.warning("matrix products are not tuned, cuBLASLt cannot be called: %s", error)
         return None
@@ -87,7 +88,7 @@ def library(device: torch.device) -> _Library | None:
 class Product:
     """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add."""
 
-    def __init__(self, lib: _Library, rows: int, weight: Tensor, add: bool) -> None:
+    def __init__(self, lib: Library, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
         kind = TYPES[weight.dtype]
         self._lib = lib

@@ -5,16 +5,21 @@ heuristic offers. Between them only what led at the two nearest is: the search b
 engine's start, and has seconds.
 """
 
+import ctypes
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels import cublaslt_kept
 from kernels.cublaslt import (
     TYPES,
     Algorithm,
     Choice,
     Key,
+    Library,
     LibraryError,
     Product,
     choices,
@@ -55,6 +60,11 @@ _VARIANTS: tuple[Variant, ...] = (
     (201, 1, _CLUSTER_1X2),  # 176x128
     (166, 1, _CLUSTER_2X1),  # 112x192
 )
+
+# Part of the name of the file of what was found: another list of candidates finds other ones.
+_SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
+
+_Found = dict[int, Choice | None]  # rows -> None: the library's own choice
 
 _searched: set[Key] = set()
 
@@ -151,13 +161,71 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     """Find the fastest algorithm for each of these numbers of rows of x.
 
     weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
-    else for `cublaslt.linear`. A landmark takes about 15 ms on an H200, another size 5.
+    else for `cublaslt.linear`. A landmark takes about 15 ms on an H200, another size 5; nothing, if
+    an earlier process on this machine has found all of them (kernels/cublaslt_kept.py).
     """
     weight = weights[0]
-    if library(weight.device) is None or weight.dtype not in TYPES:
+    lib = library(weight.device)
+    if lib is None or weight.dtype not in TYPES:
         return
     keys = {rows: key_of(rows, weight, add) for rows in sizes if rows >= _FEWEST}
     missing = sorted(rows for rows, key in keys.items() if key not in _searched)
+    if not missing:
+        return
+    path = cublaslt_kept.file_for(_device_name(weight.device), lib.version, _SEARCH)
+    found = _kept(path, lib, weight, missing, add)
+    if found is None:
+        found = _search(weights, missing, add)
+        names = {rows: _name(rows, weight, add) for rows in found}
+        texts = {names[rows]: _text(choice) for rows, choice in found.items()}
+        cublaslt_kept.add(path, texts)
+    for rows, choice in found.items():
+        _searched.add(keys[rows])
+        if choice is not None:
+            choices[keys[rows]] = choice
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _name(rows: int, weight: Tensor, add: bool) -> str:
+    n, k = weight.shape
+    return cublaslt_kept.name_of(rows, n, k, str(weight.dtype), add)
+
+
+def _text(choice: Choice | None) -> str | None:
+    return None if choice is None else bytes(choice.algorithm).hex()
+
+
+def _kept(
+    path: Path, lib: Library, weight: Tensor, sizes: Sequence[int], add: bool
+) -> _Found | None:
+    """Of all these sizes, or None: a search wants its landmarks."""
+    texts = cublaslt_kept.read(path)
+    found: _Found = {}
+    for rows in sizes:
+        name = _name(rows, weight, add)
+        if name not in texts:
+            return None
+        text = texts[name]
+        if text is None:
+            found[rows] = None
+            continue
+        data = bytes.fromhex(text)
+        if len(data) != ctypes.sizeof(Algorithm):
+            return None
+        product = Product(lib, rows, weight, add)
+        algorithm = product.fitted(Algorithm.from_buffer_copy(data))
+        if algorithm is None:
+            return None
+        found[rows] = Choice(product, algorithm)
+    return found
+
+
+def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Found:
+    weight = weights[0]
+    found: _Found = {}
     weights = weights[: max(2, -(-_COLD // weight.nbytes))]
     leaders: dict[int, list[Algorithm]] = {}  # of each landmark
     for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
@@ -175,6 +243,5 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
             led = [algorithm for mark in below + above for algorithm in leaders[mark]]
             among = [fitted for a in led if (fitted := search.product.fitted(a)) is not None]
         algorithm = search.winner(among)
-        _searched.add(keys[rows])
-        if algorithm is not None:
-            choices[keys[rows]] = Choice(search.product, algorithm)
+        found[rows] = None if algorithm is None else Choice(search.product, algorithm)
+    return found

@@ -285,10 +285,16 @@ def _expand_gated_kernel(
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
 
 
+# Rows of a slot, if all are in use. With fewer, most tiles would have more padding than rows.
+MEAN_ROWS = 16
+
 BLOCK_N = 128  # columns of a program of expand
 
 
-def tile_rows(num_tokens: int) -> int:
+def tile_rows(num_tokens: int, slots: int) -> int:
+    """Of a step that may use so many slots."""
+    if num_tokens <= MEAN_ROWS * slots:
+        return CLASSES[0][1]
     return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
 
@@ -300,10 +306,10 @@ def num_splits(num_tokens: int, parts: int, columns: int) -> int:
     return splits
 
 
-def warm_up_sizes(num_tokens: int) -> list[int]:
+def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
     """Steps of these sizes compile every kernel that steps of up to num_tokens need."""
-    smallest = [1, *(most + 1 for most, *_ in CLASSES)]
-    return [size for size in smallest if size <= num_tokens]
+    smallest = {1, MEAN_ROWS * slots + 1, *(most + 1 for most, *_ in CLASSES)}
+    return sorted(size for size in smallest if size <= num_tokens)
 
 
 def partial_size(num_tokens: int, max_rank: int, deterministic: bool = False) -> int:

@@ -74,5 +74,5 @@ class LoraStep:
     # on the CPU, which loops over (slot, its tokens int64) instead
     segments: Sequence[tuple[int, Tensor]] = ()
     parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]] = ()
-    # sums of one order whatever the number of tokens; block_m must be tile_rows(1)
+    # sums of one order whatever the number of tokens; block_m must be tile_rows(1, slots)
     deterministic: bool = False

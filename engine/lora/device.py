@@ -37,7 +37,7 @@ class LoraDevice:
         self._deterministic = deterministic
         self._uploads = uploads
         device = uploads.device
-        self._slots = slots
+        self.num_slots = slots
         self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
         self._used = False  # any row has ever had an adapter
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
@@ -79,7 +79,7 @@ class LoraDevice:
         """For warm-up: a step whose tokens have adapters of the largest rank on all parts, evenly
         spread. `forget` afterwards. CUDA only."""
         self._table[:, :, 0] = padded(self.max_rank)
-        return self.lay_out((np.arange(num_tokens) % self._slots).astype(np.int16))
+        return self.lay_out((np.arange(num_tokens) % self.num_slots).astype(np.int16))
 
     def forget(self) -> None:
         self._table.zero_()
@@ -124,11 +124,6 @@ class LoraDevice:
         padded_slots[: len(slots)] = slots
         self._upload(padded_slots)
 
-    def all_padding(self, num_tokens: int) -> None:
-        """As if a step of nothing but padding had been uploaded: what an earlier one left there
-        may point beyond the end of this one."""
-        self._upload(np.full(num_tokens, -1, dtype=np.int16))
-
     def graph_step(self, num_tokens: int) -> LoraStep:
         """What such a graph is captured with: the place that `upload_step` writes."""
         return self._view(num_tokens)
@@ -136,11 +131,11 @@ class LoraDevice:
     def _tile_rows(self, tokens: int) -> int:
         from kernels.lora import tile_rows
 
-        return tile_rows(1 if self._deterministic else tokens)
+        return tile_rows(1 if self._deterministic else tokens, self.num_slots)
 
     def _max_tiles(self, tokens: int, block: int) -> int:
         """Every group of equal slots has at most one tile that is not full."""
-        return tokens // block + min(self._slots + 1, tokens)
+        return tokens // block + min(self.num_slots + 1, tokens)
 
     def _upload(self, slots: "np.ndarray[Any, Any]") -> LoraStep:
         count, block = len(slots), self._tile_rows(len(slots))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.runner.inputs import max_entries
 from engine.sampling.sampler import SamplePlan
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ class StepGraphs:
         self._max_tokens = max_tokens
         # Padding may be as long as a size less one token, and has to fit the padding row.
         limit = min(max_tokens, runner.rows.tokens.shape[1] - 1)
-        self._mixed = {
-            entries: [size for size in tokens if size <= limit]
-            for entries, tokens in MIXED_SIZES.items()
-            if entries <= runner.rows.pad_row
-        }
+        most = max_entries(runner.rows.pad_row)
+        self._mixed: dict[int, list[int]] = {}
+        for entries, tokens in MIXED_SIZES.items():
+            fitting = [size for size in tokens if entries <= size <= limit]
+            self._mixed.setdefault(min(entries, most), fitting)
         self._graphs: dict[tuple[Size, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
@@ -118,6 +119,7 @@ class StepGraphs:
 
     def _device_seconds(self, size: Size, plan: SamplePlan) -> float:
         """What its graph costs the device, without attention to what is not there yet."""
+        self._runner.inputs.all_padding(*size)
         graph, _ = self._graphs[size, plan.greedy, False]
         graph.replay()  # the first one uploads it
         torch.cuda.synchronize()
@@ -153,15 +155,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: Size, plan: SamplePlan, adapters: bool) -> None:
-        self._runner.inputs.all_padding(*size)  # recording and warming touch no request
-        if adapters:
-            assert self._runner.lora is not None
-            self._runner.lora.all_padding(size[1])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(size, plan, adapters)
-        torch.cuda.current_stream().wait_stream(stream)
+        """Nothing runs meanwhile, and kernels that are not there yet are compiled."""
         graph = torch.cuda.CUDAGraph()
         # Only of this thread: another may be loading an adapter.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -1,7 +1,7 @@
 """StepInputs: turns a Batch into the device tensors of a step. Two ways, one meaning.
 
 CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned memory, one copy a
-step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = max_num_seqs; fixed
+step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = `max_entries`; fixed
 offsets, so that a graph can read the first sections):
 
     rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | counts [2] | updates
@@ -105,6 +105,12 @@ class _Staging:
         self.array = self.tensor.numpy()
 
 
+def max_entries(max_num_seqs: int) -> int:
+    """Of a step on CUDA. A mixed batch is padded by an entry more than it has, and batches like to
+    be multiples of 8."""
+    return (max_num_seqs + 8) // 8 * 8
+
+
 class CudaInputs:
     """Packs a Batch into pinned memory, uploads it in one copy, assembles it with two kernels."""
 
@@ -113,7 +119,7 @@ class CudaInputs:
     ) -> None:
         self._rows = rows
         self._block_size = block_size
-        entries = rows.pad_row
+        entries = max_entries(rows.pad_row)
         self._entries = entries
         self._counts_at = 5 * entries + 1
         self._updates_at = self._counts_at + 2

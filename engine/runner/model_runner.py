@@ -352,7 +352,7 @@ class ModelRunner:
 
         assert self.lora is not None
         pad = self.rows.pad_row
-        for size in warm_up_sizes(largest.num_tokens):
+        for size in warm_up_sizes(largest.num_tokens, self.lora.num_slots):
             lengths = [min(size, largest.lengths[0])]
             step = self.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
             step.meta.lora = self.lora.pretend(lengths[0])

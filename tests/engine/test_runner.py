@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from engine.messages import EngineRequest
 from engine.model_config import ModelConfig, Rope
 from engine.models.registry import build_model
 from engine.resolve import resolve
-from engine.runner.graphs import default_sizes
-from engine.runner.inputs import CpuInputs
+from engine.runner.graphs import StepGraphs, default_sizes
+from engine.runner.inputs import CpuInputs, max_entries
 from engine.runner.kv_cache import KVCache, bytes_per_block
 from engine.runner.memory import (
     GIB,
@@ -32,7 +33,7 @@ from engine.runner.memory import (
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
@@ -240,6 +241,21 @@ def test_graph_sizes_cover_every_batch() -> None:
         for count in range(1, most + 1):
             size = next(size for size in sizes if size >= count)
             assert size - count < max(8, count / 8 + 1), (count, size)
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 40, 100, 200, 256, 1024])
+def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
+    """Bug: with max_num_seqs 256 a mixed step of 136 entries or more had no graph, because padding
+    wants an entry more than there are rows."""
+    rows = RequestRows.allocate(most, 4096, 16, torch.device("cpu"))
+    graphs = StepGraphs(SimpleNamespace(rows=rows), default_sizes(most), 2048)  # type: ignore[arg-type]
+    plan = SamplePlan()
+    for count in range(1, min(most, 256) + 1):
+        batch = Batch(0, [0] * count, [0] * count, [1] * (count - 1) + [30], num_decodes=count - 1)
+        size = graphs.size_of(batch, plan)
+        assert size is not None
+        entries, tokens = size
+        assert count < entries <= max_entries(most) and batch.num_tokens <= tokens
 
 
 def test_too_few_blocks_name_the_ways_out() -> None:

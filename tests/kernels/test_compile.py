@@ -229,11 +229,11 @@ def adapters(d: Dims) -> None:
     qkv = LoraLinear(0, d.hidden, (heads, kv, kv))
     out = LoraLinear(3, heads, (d.hidden,))
     gate_up = LoraLinear(4, d.hidden, (d.intermediate, d.intermediate))
-    for num_tokens, max_rank in ((1, 16), (256, 64), (2048, 256)):
+    for num_tokens, slots, max_rank in ((1, 2, 16), (256, 2, 64), (256, 64, 64), (2048, 2, 256)):
         step = LoraStep(
             int32(num_tokens),
             int32(5, 3),
-            tile_rows(num_tokens),
+            tile_rows(num_tokens, slots),
             bf16(2, 1024),
             int32(2, 7, 4),
             torch.empty(1),
@@ -266,7 +266,7 @@ def test_adapters_are_read_wide(launches: Launches) -> None:
     """A rank that the compiler does not know to be a multiple of 16 makes it read B two bytes at a
     time, which costs more than everything else."""
     step = LoraStep(
-        int32(64), int32(5, 3), tile_rows(64), bf16(2, 1024), int32(2, 7, 4), torch.empty(1), 16
+        int32(64), int32(5, 3), tile_rows(64, 2), bf16(2, 1024), int32(2, 7, 4), torch.empty(1), 16
     )
     lora_add(bf16(64, 6144), bf16(64, 4096), LoraLinear(0, 4096, (4096, 1024, 1024)), step)
     lora_gated(bf16(64, 28672), bf16(64, 4096), LoraLinear(4, 4096, (14336,) * 2), step, "silu")
@@ -282,7 +282,8 @@ def test_expand_waits_for_memory_once(launches: Launches) -> None:
     shrink still runs."""
     for rank in (16, 64):
         tiles, table = int32(5, 3), int32(2, 7, 4)
-        step = LoraStep(int32(64), tiles, tile_rows(64), bf16(2, 1024), table, torch.empty(1), rank)
+        rows, slab = tile_rows(64, 2), bf16(2, 1024)
+        step = LoraStep(int32(64), tiles, rows, slab, table, torch.empty(1), rank)
         lora_add(bf16(64, 4096), bf16(64, 14336), LoraLinear(0, 14336, (4096,)), step)
     for name, compiled in launches.seen:
         if name == "_expand_kernel":

@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import triton
 
-from kernels import cublaslt, cublaslt_tune
-from kernels.cublaslt import LibraryError, choices, key_of
+from kernels import cublaslt, cublaslt_kept, cublaslt_tune
+from kernels.cublaslt import Algorithm, LibraryError, choices, key_of
 
 
 class FakeProduct:
@@ -47,7 +49,10 @@ class FakeSearch:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeSearch]]:
     monkeypatch.setattr(cublaslt_tune, "_Search", FakeSearch)
-    monkeypatch.setattr(cublaslt_tune, "library", lambda device: object())
+    monkeypatch.setattr(cublaslt_tune, "library", lambda device: SimpleNamespace(version=1))
+    monkeypatch.setattr(cublaslt_kept, "read", lambda path: {})
+    monkeypatch.setattr(cublaslt_kept, "add", lambda path, found: None)
+    monkeypatch.setattr(cublaslt_tune, "_text", str)
     monkeypatch.setattr(cublaslt_tune, "_searched", set())
     FakeSearch.asked, FakeSearch.library_wins = {}, set()
     before = dict(choices)
@@ -94,6 +99,96 @@ def test_other_types_are_left_to_the_library(fake: type[FakeSearch]) -> None:
     assert not fake.asked
 
 
+class Machine:
+    """With an older or a newer library, and a process after the other."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.searched: list[int] = []
+        self.refused: set[int] = set()
+        self.version = 130200
+        machine = self
+
+        class Search(FakeSearch):
+            def winner(self, among: list[str]) -> Any:
+                machine.searched.append(self.rows)
+                return None if self.rows == 64 else Algorithm(workspace=self.rows, state=0)
+
+        class Product:
+            def __init__(self, lib: Any, rows: int, weight: torch.Tensor, add: bool) -> None:
+                self.rows = rows
+
+            def fitted(self, algorithm: Algorithm) -> Algorithm | None:
+                return None if self.rows in machine.refused else algorithm
+
+        monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
+        monkeypatch.setattr(cublaslt_tune, "_Search", Search)
+        monkeypatch.setattr(cublaslt_tune, "Product", Product)
+        monkeypatch.setattr(
+            cublaslt_tune, "library", lambda device: SimpleNamespace(version=self.version)
+        )
+
+    def start(self, sizes: list[int], add: bool = False) -> dict[int, int]:
+        """A new process: rows searched for are in `searched`; returns rows -> the choice's."""
+        self.searched.clear()
+        choices.clear()
+        cublaslt_tune._searched.clear()
+        cublaslt_tune.tune([torch.zeros(8, 4)], sizes, add)
+        return {key[0]: choice.algorithm.workspace for key, choice in choices.items()}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    before, searched = dict(choices), set(cublaslt_tune._searched)
+    yield Machine(tmp_path / "cache", monkeypatch)
+    choices.clear()
+    choices.update(before)
+    cublaslt_tune._searched.clear()
+    cublaslt_tune._searched.update(searched)
+
+
+def test_the_next_start_takes_what_was_found(machine: Machine) -> None:
+    """Each start searches for seconds; or takes another shape's, another library's, or what cannot
+    run here; or the library's own choice is forgotten and searched for again."""
+    found = machine.start([64, 72, 96])
+    assert found == {72: 72, 96: 96} and sorted(machine.searched) == [64, 72, 96]
+    assert machine.start([64, 72, 96]) == found and not machine.searched
+    assert machine.start([72]) == {72: 72} and not machine.searched
+    machine.start([64, 72, 96], add=True)
+    assert machine.searched
+    assert machine.start([64, 72, 96]) == found and not machine.searched  # nothing was lost
+    machine.start([64, 72, 80])  # the landmarks are wanted for the new one
+    assert sorted(machine.searched) == [64, 72, 80]
+    machine.version += 1
+    machine.start([64, 72, 96])
+    assert machine.searched
+    machine.version -= 1
+    machine.refused = {72}
+    machine.start([64, 72, 96])
+    assert machine.searched
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"64x8x4 torch.float32": "zz", "72x8x4 torch.float32": 3}', "\0"]
+)
+def test_a_broken_file_is_searched_anew_and_mended(machine: Machine, text: str) -> None:
+    """An engine that never starts again because a file was cut short."""
+    machine.start([64, 72])
+    (path,) = Path(triton.knobs.cache.dir).iterdir()
+    path.write_text(text)
+    machine.start([64, 72])
+    assert machine.searched
+    machine.start([64, 72])
+    assert not machine.searched
+
+
+def test_where_nothing_can_be_kept(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """A read-only or full disk stops the engine, or nobody learns why every start is slow."""
+    Path(triton.knobs.cache.dir).write_text("a file in its place")
+    with caplog.at_level(logging.WARNING):
+        assert machine.start([64, 72]) == {72: 72}
+    assert "searched for at each start" in caplog.text
+
+
 class PickyProduct:
     """Times are the algorithms' names; the library refuses to run what begins with "no"."""
 
@@ -136,7 +231,7 @@ def test_without_the_library(
         getattr(self.lib, name)
 
     monkeypatch.setattr(cublaslt.ctypes, "CDLL", load)
-    monkeypatch.setattr(cublaslt._Library, "call", create)
+    monkeypatch.setattr(cublaslt.Library, "call", create)
     cublaslt.library.cache_clear()
     weight = torch.zeros(8, 4)
     with caplog.at_level(logging.WARNING):

@@ -48,7 +48,7 @@ def make_step(
         parts.append(views)
     sorted_slots = np.asarray(slots, dtype=np.int16)
     order = np.argsort(sorted_slots, kind="stable")
-    block = lora.tile_rows(1 if deterministic else len(slots))
+    block = lora.tile_rows(1 if deterministic else len(slots), len(ranks))
     tiles = make_tiles(sorted_slots[order], block)
     tiles = np.concatenate((tiles, [[-1, 0, 0]] * 2))  # as a graph has them
     segments = [

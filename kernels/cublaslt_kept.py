@@ -1,0 +1,67 @@
+"""What the search for products found, kept for the next process: a start takes seconds less, and
+on one machine the same text comes out bit by bit from one start to the next.
+
+One file for a device and a version of the library, beside Triton's compiled kernels
+(TRITON_CACHE_DIR, by default ~/.triton/cache). NVIDIA's documentation allows an algorithm to be
+stored and used again with the same version of cuBLAS. Whoever wants a new search removes the file;
+one that cannot be read or written is done without.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+Found = dict[str, str | None]  # product (`name_of`) -> bytes of an algorithm in hex; None: its own
+
+
+def file_for(device: str, version: int, search: str) -> Path:
+    """search: what else the choices depend on, such as the candidates of the search."""
+    import triton
+
+    device = re.sub(r"[^A-Za-z0-9]+", "-", device)
+    return Path(triton.knobs.cache.dir) / f"manta-products-{device}-{version}-{search}.json"
+
+
+def name_of(rows: int, n: int, k: int, dtype: str, add: bool) -> str:
+    return f"{rows}x{n}x{k} {dtype}{' add' if add else ''}"
+
+
+def read(path: Path) -> Found:
+    """Empty if there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s is not used, products are searched for again: %s", path, error)
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: text
+        for name, text in found.items()
+        if text is None or (isinstance(text, str) and re.fullmatch(r"([0-9a-f]{2})+", text))
+    }
+
+
+def add(path: Path, found: Found) -> None:
+    """To what is there by now: other processes write too, and the last one wins."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(read(path) | found, file, indent=0)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        logger.warning("products are searched for at each start, cannot write %s: %s", path, error)
