@@ -104,12 +104,13 @@ def main(sweep: bool) -> None:
                 times = layer_us(tokens, 16, 16)
                 show(tokens, 16, 16, times, f"tiles of {rows}, {splits} splits")
     lora.CLASSES = classes
-    columns = lora.BLOCK_N
+    columns, wide = lora.BLOCK_N, lora.WIDE_N
     for tokens in (16, 128, 512):
         for lora.BLOCK_N in (64, 128, 256):
+            lora.WIDE_N = lora.BLOCK_N
             times = layer_us(tokens, 16, 16)
             show(tokens, 16, 16, times, f"{lora.BLOCK_N} columns a program of expand")
-    lora.BLOCK_N = columns
+    lora.BLOCK_N, lora.WIDE_N = columns, wide
 
 
 def show(tokens: int, adapters: int, rank: int, times: dict[str, float], what: str = "") -> None:

@@ -285,15 +285,17 @@ def _expand_gated_kernel(
 CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 1))
 
 
-# Rows of a slot, if all are in use. With fewer, most tiles would have more padding than rows.
-MEAN_ROWS = 16
+# With fewer rows a slot, if all are in use, and in steps of up to so many tokens, most of a larger
+# tile would be padding: traffic prefers few adapters, and leaves a row or two to the others.
+MEAN_ROWS, MOST_SMALL = 64, 1024
 
 BLOCK_N = 128  # columns of a program of expand
+WIDE_N = 256  # the same without a gate, from the second class on and with tiles of up to 32 rows
 
 
 def tile_rows(num_tokens: int, slots: int) -> int:
     """Of a step that may use so many slots."""
-    if num_tokens <= MEAN_ROWS * slots:
+    if num_tokens <= min(MEAN_ROWS * slots, MOST_SMALL):
         return CLASSES[0][1]
     return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
@@ -308,7 +310,8 @@ def num_splits(num_tokens: int, parts: int, columns: int) -> int:
 
 def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
     """Steps of these sizes compile every kernel that steps of up to num_tokens need."""
-    smallest = {1, MEAN_ROWS * slots + 1, *(most + 1 for most, *_ in CLASSES)}
+    small = min(MEAN_ROWS * slots, MOST_SMALL)
+    smallest = {1, small + 1, *(most + 1 for most, *_ in CLASSES)}
     return sorted(size for size in smallest if size <= num_tokens)
 
 
@@ -376,7 +379,9 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
     """See `kernels.dispatch.Kernels`. y and x contiguous; at most three parts."""
     splits = lora_shrink(x, layer, step)
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
-    blocks = sum(triton.cdiv(size, BLOCK_N) for size in outs)
+    wide = x.shape[0] > CLASSES[0][0] and step.block_m <= 32
+    columns = WIDE_N if wide else BLOCK_N
+    blocks = sum(triton.cdiv(size, columns) for size in outs)
     _expand_kernel[(step.tiles.shape[0], blocks)](
         y,
         step.order,
@@ -395,7 +400,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         PARTS=len(layer.outs),
         MAX_RANK=_padded_rank(step.max_rank),
         BLOCK_M=step.block_m,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=columns,
         BLOCK_R=_expand_rank_block(step),
         num_warps=4 if step.block_m <= 32 else 8,
         num_stages=1,  # nearly always one pass over the ranks
