@@ -290,7 +290,7 @@ CLASSES = ((128, 16, 8, 8), (512, 32, 8, 4), (2048, 64, 4, 2), (1 << 30, 64, 1, 
 MEAN_ROWS, MOST_SMALL = 64, 1024
 
 BLOCK_N = 128  # columns of a program of expand
-WIDE_N = 256  # the same without a gate, from the second class on and with tiles of up to 32 rows
+WIDE_N = 256  # the same without a gate, in steps of the second class
 
 
 def tile_rows(num_tokens: int, slots: int) -> int:
@@ -379,7 +379,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
     """See `kernels.dispatch.Kernels`. y and x contiguous; at most three parts."""
     splits = lora_shrink(x, layer, step)
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
-    wide = x.shape[0] > CLASSES[0][0] and step.block_m <= 32
+    wide = CLASSES[0][0] < x.shape[0] <= CLASSES[1][0] and step.block_m <= 32
     columns = WIDE_N if wide else BLOCK_N
     blocks = sum(triton.cdiv(size, columns) for size in outs)
     _expand_kernel[(step.tiles.shape[0], blocks)](

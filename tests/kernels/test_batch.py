@@ -94,7 +94,7 @@ def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert meta.slots.tolist() == layout.slots + [-1] * (NUM_ROWS - count)
         assert meta.query_start.tolist() == list(range(NUM_ROWS + 1))
         assert meta.kv_len.tolist() == layout.kv_len + [1] * (NUM_ROWS - count)
-        assert pair.cuda.rows.tolist()[count:] == [NUM_ROWS] * (NUM_ROWS - count)
+        assert pair.cuda.rows.tolist()[count:NUM_ROWS] == [NUM_ROWS] * (NUM_ROWS - count)
         same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
         pair.sampled(steps, want)
 
