@@ -192,7 +192,9 @@ class Answer:
                         continue
                     decoded = choice.feed(delta)
                     if plain:
-                        if decoded.text:
+                        # Without text too, while a character or a stop string is unfinished: that
+                        # tokens come is news to whoever waits for the first or watches the pace.
+                        if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
                             out += (before[index], _json(decoded.text), after)
                     else:
                         if index in self._echo_due and (delta.token_ids or delta.finish):
