@@ -27,7 +27,6 @@ MADE_BY = {
     "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "gpu-checks": "`python -m loadtest.gpu_checks`: the tests that need a GPU, what they measured",
-    "http": "streams through Ray Serve, against the same engine offline",
     "kernels": "`python -m loadtest.kernel_bench`: each kernel against the device and libraries",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
     "memory-load": "`python -m loadtest.memory_load`: more requests than memory, for minutes",
