@@ -11,17 +11,20 @@ tell about kernels and engine, and, with --model (a folder with a config.json), 
 model.
 
 Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
-nothing. --seconds ends it all in time, and --resume runs the parts that are missing from the day's
-lines in --out. The exit code is 1 unless all has run and passed.
+nothing. Where there are several devices each runs a part of its own. --seconds ends it all in time,
+and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1 unless
+all has run and passed.
 """
 
 import argparse
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +67,7 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     return found
 
 
-def run(part: Part, until: float) -> list[Line]:
+def run(part: Part, until: float, device: str) -> list[Line]:
     """Its lines, the last of which tells how it ended; until: by time.monotonic()."""
     seconds = until - time.monotonic()
     if seconds < 1:
@@ -75,7 +78,10 @@ def run(part: Part, until: float) -> list[Line]:
         options = ["--lines", str(path)] if "pytest" in part.command else []
         with log.open("w") as file:
             process = subprocess.Popen(
-                [*part.command, *options], stdout=file, stderr=subprocess.STDOUT
+                [*part.command, *options],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": device},
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
             try:
                 code: int | None = process.wait(seconds)
@@ -148,37 +154,62 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here; every one of these tests would be skipped")
-    sys.exit(check(args, until))
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    sys.exit(check(args, until, devices))
 
 
-def check(args: argparse.Namespace, until: float) -> int:
+def groups_of(todo: Sequence[Part]) -> list[list[Part]]:
+    """What a device runs at a time, in order."""
+    groups: list[list[Part]] = []
+    for part in todo:
+        if groups and not part.alone and not groups[-1][0].alone:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
+
+
+def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         raw = RawLines(args.out or Path(folder), "gpu-checks", whole if args.resume else None)
         there = {line["part"] for line in raw.all}
 
+        one_at_a_time = threading.Lock()
+
         def keep(lines: list[Line]) -> None:
-            for line in lines:
-                raw.keep(line, show=False)
-            last = lines[-1]
-            print(f"{last['outcome']:<12} {last['case']} ({last.get('seconds', 0)} s)", flush=True)
-            for line in lines:
-                if "why" in line:
-                    print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
+            with one_at_a_time:
+                for line in lines:
+                    raw.keep(line, show=False)
+                last = lines[-1]
+                seconds = last.get("seconds", 0)
+                print(f"{last['outcome']:<12} {last['case']} ({seconds} s)", flush=True)
+                for line in lines:
+                    if "why" in line:
+                        print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
+
+        free: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for device in devices:
+            free.put(device)
+
+        def run_group(group: list[Part]) -> None:
+            device = free.get()
+            try:
+                most = max(1, min(8, (os.cpu_count() or 2) // 2))
+                with ThreadPoolExecutor(min(most, len(group))) as pool:
+                    for lines in pool.map(lambda part: run(part, until, device), group):
+                        keep(lines)
+            finally:
+                free.put(device)
 
         todo = [
             part
             for part in parts(Path(), args.model, args.name, args.pytest)
             if part.name not in there
         ]
-        beside = [part for part in todo if not part.alone]
-        at = next((i for i, part in enumerate(todo) if not part.alone), len(todo))
-        for part in todo[:at]:
-            keep(run(part, until))
-        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:
-            for lines in pool.map(lambda part: run(part, until), beside):
-                keep(lines)
-        for part in todo[at + len(beside) :]:
-            keep(run(part, until))
+        with ThreadPoolExecutor(len(devices)) as pool:
+            for _ in pool.map(run_group, groups_of(todo)):
+                pass  # raises what a part raised
         rows = rows_of(raw.all)
         parts_run = {
             line["part"]: line["outcome"] for line in raw.all if line["case"] == line["part"]

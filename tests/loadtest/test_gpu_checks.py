@@ -1,6 +1,7 @@
 """loadtest.gpu_checks: parts that fail, die or hang, and what is told of them."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -38,7 +39,7 @@ def test_a_part_that_dies(tmp_path: Path) -> None:
     file = tmp_path / "test_x.py"
     file.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", str(file)]
-    lines = run(Part("x", command), time.monotonic() + 60)
+    lines = run(Part("x", command), time.monotonic() + 60, "0")
     assert {line["case"].rpartition(":")[2]: line["outcome"] for line in lines} == {
         "test_good": "passed", "test_bad": "failed", "test_none": "skipped",
         "test_dies": "died", "x": "failed",
@@ -73,7 +74,7 @@ def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with_parts(
         Part("quick", says(measured), alone=False), Part("hangs", says("x", 60)), Part("late", [])
     )
-    assert check(args, time.monotonic() + 2.5) == 1
+    assert check(args, time.monotonic() + 2.5, ["0"]) == 1
 
     def outcomes() -> dict[str, Any]:
         (table,) = tmp_path.glob("gpu-checks-*.json")
@@ -85,8 +86,39 @@ def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert outcomes() == {"quick": "passed", "hangs": "out of time", "late": "not run"}
     args.resume = True
     with_parts(Part("quick", ["/nonexistent"]), Part("hangs", says("x")), Part("late", says("x")))
-    assert check(args, time.monotonic() + 20) == 0
+    assert check(args, time.monotonic() + 20, ["0"]) == 0
     assert outcomes() == {"quick": "passed", "hangs": "passed", "late": "passed"}
+
+
+@pytest.mark.parametrize("devices", [["0"], ["2", "5"]])
+def test_each_device_has_one_part_at_a_time(
+    devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that want a device alone meet on one, or wait for one while another has nothing to do;
+    those that may run beside each other take all devices."""
+    monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
+    code = (
+        "import json, os, sys, time; began = time.time(); time.sleep(0.4);"
+        "print(json.dumps({'case': sys.argv[1], 'device': os.environ['CUDA_VISIBLE_DEVICES'],"
+        "'began': began, 'ended': time.time()}))"
+    )
+    alone = {"a": True, "b": True, "c": False, "d": False, "e": True}
+    found = [Part(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
+    monkeypatch.setattr(gpu_checks, "parts", lambda *_: found)
+    args = argparse.Namespace(
+        model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0
+    )
+    assert check(args, time.monotonic() + 30, devices) == 0
+    (table,) = tmp_path.glob("gpu-checks-*.json")
+    ran = {row["case"]: row for row in json.loads(table.read_text())["rows"] if "began" in row}
+    assert ran.keys() == alone.keys()
+    assert {row["device"] for row in ran.values()} == set(devices)
+    assert ran["c"]["device"] == ran["d"]["device"]
+    for one, other in itertools.combinations(ran, 2):
+        if ran[one]["device"] == ran[other]["device"] and {one, other} != {"c", "d"}:
+            assert (
+                ran[one]["ended"] <= ran[other]["began"] or ran[other]["ended"] <= ran[one]["began"]
+            )
 
 
 def test_the_order() -> None:
