@@ -12,8 +12,8 @@ model.
 
 Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
 nothing. Where there are several devices each runs a part of its own. --seconds ends it all in time,
-and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1 unless
-all has run and passed.
+and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1
+unless all has run and passed.
 """
 
 import argparse
