@@ -35,23 +35,23 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
-pytest = $(BIN)/python -m pytest -m 'not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)'
-# Two processes with a core each for the folders that compute; the others start servers and clusters
-# or measure time, which a neighbour's use of the caches spoils, so they have the machine to themselves.
-COMPUTE := tests/engine tests/kernels tests/parity
+where := not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)
+pytest = $(BIN)/python -m pytest
+# Two processes with a core each. Not for the tests that start Ray, whose processes look at the clock
+# and for each other, nor for those that tell what something costs: a neighbour spoils the caches.
 pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m deployments.models default >/dev/null
 ifdef ARGS
-	@$(pytest) $(ARGS)
+	@$(pytest) -m '$(where)' $(ARGS)
 else
 	@echo "== Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(pair) tests/kernels
-	@echo "== What computes: $(COMPUTE)"
-	@$(pair) $(COMPUTE)
-	@echo "== Everything else"
-	@$(pytest) $(COMPUTE:%=--ignore=%)
+	@TRITON_INTERPRET=1 $(pair) -m '$(where)' tests/kernels
+	@echo "== What starts no Ray"
+	@$(pair) -m '$(where) and not serve and not timed'
+	@echo "== What starts Ray or looks at costs"
+	@$(pytest) -m '$(where) and (serve or timed)'
 endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter

@@ -490,6 +490,7 @@ def test_deadlines_are_kept_by_those_who_are_let_in():
     assert len(let_in) > 500 and missed < 0.1 * len(let_in)
 
 
+@pytest.mark.timed
 def test_admission_costs_less_than_20_us_a_request_with_1000_waiting():
     """A sort of the whole queue for each request."""
     q = queue(queue_seconds=10**4)

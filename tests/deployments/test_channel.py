@@ -323,6 +323,7 @@ class _Sink:
         return 0
 
 
+@pytest.mark.timed
 def test_cost_of_a_delta_in_a_frame_of_64(record_property):
     """Relaying that grows back to what a Serve stream costs (100 us a token and more).
 

@@ -9,6 +9,7 @@ def good(found: dict[str, float]) -> bool:
     return found["ratio"] < 3.0 and found["engine ratio"] < 1.0 and found["scale"] >= 1.8
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(120)
 def test_the_path_costs_no_more_than_a_few_null_paths(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a task, a copy or an object for each token somewhere between engine and socket, or

@@ -299,6 +299,7 @@ def test_the_choice_is_available(snapshots, tokens, output, n, adapter):
     made.send(decision, work, 0.0)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("count", "limit"), [(64, 50e-6), (1000, 500e-6)])
 def test_a_decision_is_quick(count, limit, record_property):
     """A loop over the replicas in Python. The bound here is generous, for busy machines."""

@@ -12,6 +12,7 @@ from loadtest.runner import Task, run_async
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rate", "output", "floor"), [("chunks", 150, 40, 5_000), ("requests", 450, 1, 400)]

@@ -84,6 +84,7 @@ async def null_path(source: Source) -> float:
     return (time.process_time() - began) / len(source.ready_made)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("name", "fields", "size", "limit"),
     [
