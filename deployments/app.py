@@ -51,7 +51,7 @@ _HEALTH_TIMEOUT = 10.0
 _DRAIN_POLL = (
     0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
 )
-_SURGE = 20  # percent of the replicas, at least one: as many as Serve's update stops at a time
+_SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
 _MAX_HAPROXY_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
 _KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
 
@@ -131,8 +131,12 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         ray_actor_options={"num_cpus": config.router.num_cpus},
         # The routers refuse by their own limits, with a proper answer.
         max_ongoing_requests=2 * config.limits.in_flight,
+        # A stream cannot move to another router, because the connection is this one's. In an update
+        # the new ones start first, and the old ones stay while something streams; if the engines
+        # leave too, that ends soon.
+        max_surge_percent=_SURGE,
         graceful_shutdown_wait_loop_s=_DRAIN_POLL,
-        graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
+        graceful_shutdown_timeout_s=config.http.max_stream_seconds + _KILL_MARGIN,
         **logs,
     )
     return router.bind(

@@ -244,8 +244,9 @@ class HttpConfig(_Section):
         3600,
         ge=1,
         le=7 * 86400,
-        description="The longest stream that survives a change at the edge (haproxy's hard stop). "
-        "1 h: longer than any answer, short enough that old processes go.",
+        description="The longest stream that survives a change at the edge (haproxy's hard stop) "
+        "or the update of its router. 1 h: longer than any answer, short enough that old processes "
+        "go.",
     )
     api_keys_file: str | None = Field(
         None,

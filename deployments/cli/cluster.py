@@ -72,7 +72,7 @@ class Cluster:
         """Stop what we started: our own Ray, or our application in a joined one.
 
         drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
-        it breaks.
+        no time.
 
         Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
         """
@@ -89,11 +89,10 @@ class Cluster:
                     TimeoutError,
                     OSError,
                 )
-                if drain_seconds is not None:
-                    with contextlib.suppress(*gone):  # e.g. one of the routers
-                        routers = serve.get_app_handle(app_name)
-                        calls = routers.broadcast("drain", drain_seconds)
-                        calls.results(timeout_s=drain_seconds + _DRAIN_MARGIN)
+                seconds = drain_seconds or 0.0
+                with contextlib.suppress(*gone):  # e.g. one of the routers
+                    calls = serve.get_app_handle(app_name).broadcast("drain", seconds)
+                    calls.results(timeout_s=seconds + _DRAIN_MARGIN)
                 with contextlib.suppress(*gone):
                     serve.delete(app_name)
                     forget_app(app_name)

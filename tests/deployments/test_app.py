@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -204,6 +205,42 @@ def test_a_client_that_leaves_frees_the_engine(cluster, fake):
     stream.close()
     wait(lambda: running() == 0, 2)
     assert fake.state.remote().result()["in_flight"] == 0
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch):
+    """Bug: Serve ended a router that an update replaced after limits.drain_seconds, and the streams
+    that took longer were cut."""
+    from ray import serve
+
+    from deployments import app
+
+    monkeypatch.setattr(app, "_KILL_MARGIN", 1.0)
+    model = str(tiny_model(tmp_path / "tiny"))
+
+    def deploy(drain_seconds: float) -> None:
+        config = {
+            "model": model,
+            "pools": {"cpu": {"replicas": 2, "num_cpus": 0.4}},
+            "router": {"replicas": 1},
+            "limits": {"drain_seconds": drain_seconds},
+        }
+        application = assemble(parse_config(config, {}), fake_engine)
+        serve.run(application, name="manta", route_prefix="/fake")
+
+    deploy(0.5)
+    whole = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=210)
+    stream = cluster.stream("/fake/v1/chat/completions", **CHAT, max_tokens=210)
+    first = next(stream)
+    began = time.monotonic()
+    update = threading.Thread(target=deploy, args=(0.6,))
+    update.start()
+    expected = whole["choices"][0]["message"]["content"]
+    assert text_of([first, *stream]) == expected
+    assert time.monotonic() - began > 3.0, "it may have ended before its router had to"
+    update.join(60)
+    assert not update.is_alive()
 
 
 @pytest.mark.serve
