@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+# Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
+# handlers are for children that go on with gRPC; these only exec, and one that hung before that was
+# a Ray that never started.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:

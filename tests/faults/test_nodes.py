@@ -67,14 +67,31 @@ _COMMON = {
 }
 
 
+def head() -> Any:
+    """A cluster of one node. Ray forks this process, in which earlier tests have left threads, and
+    once a child hung before it had become the server that it was to be: it is ended, and once more.
+    """
+    from ray.cluster_utils import Cluster as RayCluster
+
+    args = {"num_cpus": 8, "resources": {"stays": 1}, **_COMMON}
+    try:
+        return RayCluster(initialize_head=True, head_node_args=args)
+    except RuntimeError as error:
+        if "Timed out waiting for file" not in str(error):
+            raise
+        table = _table()
+        for process in table.values():
+            if process.parent == os.getpid() and process.title == table[os.getpid()].title:
+                process.send(signal.SIGKILL)
+        return RayCluster(initialize_head=True, head_node_args=args)
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     import ray
     from ray import serve
-    from ray.cluster_utils import Cluster as RayCluster
 
-    args = {"num_cpus": 8, "resources": {"stays": 1}, **_COMMON}
-    cluster = RayCluster(initialize_head=True, head_node_args=args)
+    cluster = head()
     try:
         spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
         ray.init(address=cluster.address, log_to_driver=False)
