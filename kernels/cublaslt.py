@@ -186,7 +186,7 @@ class Product:
         lib = self._lib
         at = y.data_ptr()
         workspace = None
-        if algorithm.workspace:  # of this call, since products may run side by side
+        if algorithm.workspace:  # few want any; the next kernel may have its memory
             workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=lib.device)
         status = lib.matmul(
             lib.handle,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-Found = dict[str, str | None]  # product (`name_of`) -> bytes of an algorithm in hex; None: its own
+Found = dict[str, str | None]  # name of a product -> bytes of an algorithm in hex; None: its own
 
 
 def file_for(device: str, version: int, search: str) -> Path:
@@ -26,10 +26,6 @@ def file_for(device: str, version: int, search: str) -> Path:
 
     device = re.sub(r"[^A-Za-z0-9]+", "-", device)
     return Path(triton.knobs.cache.dir) / f"manta-products-{device}-{version}-{search}.json"
-
-
-def name_of(rows: int, n: int, k: int, dtype: str, add: bool) -> str:
-    return f"{rows}x{n}x{k} {dtype}{' add' if add else ''}"
 
 
 def read(path: Path) -> Found:

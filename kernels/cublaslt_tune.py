@@ -176,8 +176,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     found = _kept(path, lib, weight, missing, add)
     if found is None:
         found = _search(weights, missing, add)
-        names = {rows: _name(rows, weight, add) for rows in found}
-        texts = {names[rows]: _text(choice) for rows, choice in found.items()}
+        texts = {_name(rows, weight, add): _text(choice) for rows, choice in found.items()}
         cublaslt_kept.add(path, texts)
     for rows, choice in found.items():
         _searched.add(keys[rows])
@@ -191,7 +190,7 @@ def _device_name(device: torch.device) -> str:
 
 def _name(rows: int, weight: Tensor, add: bool) -> str:
     n, k = weight.shape
-    return cublaslt_kept.name_of(rows, n, k, str(weight.dtype), add)
+    return f"{rows}x{n}x{k} {weight.dtype}{' add' if add else ''}"
 
 
 def _text(choice: Choice | None) -> str | None:

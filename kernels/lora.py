@@ -293,9 +293,14 @@ BLOCK_N = 128  # columns of a program of expand
 WIDE_N = 256  # the same without a gate, in steps of the second class
 
 
+def _most_small(slots: int) -> int:
+    """Tokens of a step up to which tiles are small whatever its class."""
+    return min(MEAN_ROWS * slots, MOST_SMALL)
+
+
 def tile_rows(num_tokens: int, slots: int) -> int:
     """Of a step that may use so many slots."""
-    if num_tokens <= min(MEAN_ROWS * slots, MOST_SMALL):
+    if num_tokens <= _most_small(slots):
         return CLASSES[0][1]
     return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
@@ -310,8 +315,7 @@ def num_splits(num_tokens: int, parts: int, columns: int) -> int:
 
 def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
     """Steps of these sizes compile every kernel that steps of up to num_tokens need."""
-    small = min(MEAN_ROWS * slots, MOST_SMALL)
-    smallest = {1, small + 1, *(most + 1 for most, *_ in CLASSES)}
+    smallest = {1, _most_small(slots) + 1, *(most + 1 for most, *_ in CLASSES)}
     return sorted(size for size in smallest if size <= num_tokens)
 
 
