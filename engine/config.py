@@ -40,7 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
     prefix_caching: reuse KV blocks of equal prefixes.
-    async_scheduling: launch step n+1 before the tokens of n are known to the host.
+    async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
+        On the CPU, where a launch returns when the work is done, tokens would come a step late.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
@@ -80,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: int = 0
     num_blocks: int = 0
     prefix_caching: bool = True
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] = ()
     admission: Literal["optimistic", "sum", "reserved", "peak"] = "optimistic"

@@ -285,7 +285,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         return EngineStats(
-            step=scheduler.step,
+            step=scheduler.done_step,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.num_waiting_tokens,

@@ -18,6 +18,7 @@ class Flight:
     token_lists: list[list[int]]  # [num_samples] where the tokens go
     firsts: list[int]  # entries that may bring their request's first delta
     closing: list[int]  # entries after which their request ends, whatever is sampled
+    prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
 
 

@@ -455,7 +455,6 @@ class Scheduler:
             batch.starts.append(request.num_computed)
             batch.lengths.append(length)
             requests.append(request)
-            self.counters.prompt_tokens += length
         flight = Flight(
             step,
             requests,
@@ -464,6 +463,7 @@ class Scheduler:
             group.token_lists + [r.token_ids for r, _ in draft.sampling],
             firsts=[r.slot for r in draft.joined if r.slot >= 0 and not r.delivered],
             closing=[r.slot for r in group.last_samples(step)],
+            prompt_tokens=draft.chunk_tokens,
         )
         for entry in flight.closing:
             group.leave(requests[entry], step + 1)
@@ -493,6 +493,7 @@ class Scheduler:
         tokens, requests = result.tokens, flight.requests
         assert result.step == flight.step and len(tokens) == len(flight.ids)
         self.done_step = flight.step
+        self.counters.prompt_tokens += flight.prompt_tokens
         dropped: list[int] = []  # entries whose token must not be seen
         if flight.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]

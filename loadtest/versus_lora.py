@@ -117,6 +117,10 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
     import torch
     from safetensors.torch import save_file
 
+    # Thousands of small copies: with a thread for each of 64 cores they took minutes, and the cores
+    # from the sides that ran meanwhile.
+    torch.set_num_threads(1)
+
     config = json.loads((model / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]

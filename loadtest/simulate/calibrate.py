@@ -178,7 +178,8 @@ def fit(observed: Observed) -> Cost:
 
 def simulate(observed: Observed, cost: Cost, load: Load) -> list[Job]:
     """The same requests at one SimReplica."""
-    speed = Speed("", *cost, observed.kv_tokens, load.rows, load.step_tokens)
+    ahead = load is LOADS["cuda"]
+    speed = Speed("", *cost, observed.kv_tokens, load.rows, load.step_tokens, ahead=ahead)
     work = [Job(job.arrival, job.prompt, job.output) for job in observed.jobs]
     return run([speed], RoundRobin(), work, routers=1).jobs
 

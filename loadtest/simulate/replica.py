@@ -21,7 +21,8 @@ _FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
 @dataclass(frozen=True, slots=True)
 class Speed:
     """What a kind of replica can do. Seconds: base of a step, of each sequence, of each prompt
-    token; of loading an adapter. slots: of adapters."""
+    token; of loading an adapter. slots: of adapters. ahead: a step is launched before the one
+    before it has ended, so what comes during a step waits for one more."""
 
     pool: str
     base: float
@@ -32,6 +33,7 @@ class Speed:
     chunk: int
     slots: int = 16
     adapter_seconds: float = 0.1
+    ahead: bool = False
 
     def slower(self, factor: float) -> "Speed":
         return Speed(
@@ -44,6 +46,7 @@ class Speed:
             self.chunk,
             self.slots,
             self.adapter_seconds,
+            self.ahead,
         )
 
 
@@ -80,6 +83,7 @@ class SimReplica:
         self.index = index
         self.speed = speed
         self.waiting: deque[Job] = deque()
+        self.late: list[Job] = []  # came when the next step was launched already
         self.filling: list[Job] = []
         self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each ends
         self.of_router = [0] * routers  # requests that run here
@@ -105,7 +109,7 @@ class SimReplica:
 
     def submit(self, job: Job) -> None:
         job.left = job.prompt
-        self.waiting.append(job)
+        (self.late if self.busy and self.speed.ahead else self.waiting).append(job)
         self.waiting_tokens += job.prompt
         if job.adapter:
             self.wanted[job.adapter] = self.wanted.get(job.adapter, 0) + 1
@@ -125,6 +129,9 @@ class SimReplica:
             chunk.append((job, length))
             budget -= length
         later = self._admit(now, budget, chunk)
+        if self.late and not chunk and not self.decoding:  # nothing was launched ahead of them
+            self._take_late()
+            later = self._admit(now, budget, chunk)
         if not chunk and not self.decoding:
             self.busy = False
             return later
@@ -138,6 +145,9 @@ class SimReplica:
         if not chunk:
             until = min(later - now if later else _FRAMES, _FRAMES)
             self.steps = max(1, min(self.decoding[0][0] - self.step, int(until / self.seconds)))
+        if self.late:
+            self.steps = 1
+            self._take_late()
         return now + self.steps * self.seconds
 
     def interrupt(self, now: float) -> float:
@@ -183,7 +193,7 @@ class SimReplica:
         return EngineStats(
             step=self.step,
             running=self.running,
-            waiting=len(self.waiting),
+            waiting=len(self.waiting) + len(self.late),
             waiting_tokens=self.waiting_tokens + sum(job.left for job in self.filling),
             free_blocks=free // _BLOCK,
             total_blocks=self.speed.kv_tokens // _BLOCK,
@@ -240,6 +250,10 @@ class SimReplica:
             budget -= length
         waiting.extendleft(reversed(skipped))
         return later
+
+    def _take_late(self) -> None:
+        self.waiting.extend(self.late)
+        self.late.clear()
 
     def _load(self, adapter: str, now: float) -> float:
         """When it can be used; infinity if all slots are in use."""

@@ -19,6 +19,7 @@ GPU = Speed(
     kv_tokens=780_000,  # 0.85 of 141 GB less the weights, 131 kB a token
     max_num_seqs=256,
     chunk=2048,
+    ahead=True,
 )
 CPU = Speed(
     "cpu",

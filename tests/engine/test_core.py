@@ -336,6 +336,19 @@ def test_end_tokens_of_others_do_not_end_a_request() -> None:
     assert len(outputs[2].tokens) == 30
 
 
+def test_prompt_tokens_count_when_they_are_computed() -> None:
+    """Bug: they count when their step is launched, so that routers, which compare counts with the
+    time between frames, put a prompt's time down to the step before it."""
+    core, _ = make_core(async_scheduling=True)
+    core.add(make_request(1, 10, max_tokens=3, ignore_eos=True))
+    seen = []
+    while core.has_work():
+        core.step()
+        stats = core.stats()
+        seen.append((stats.step, stats.prompt_tokens, stats.output_tokens))
+    assert seen == [(0, 0, 0), (1, 10, 1), (2, 10, 2), (3, 10, 3)]
+
+
 def test_has_work_until_the_last_result_is_in() -> None:
     """Bug: the loop sleeps while a step is in flight, and blocks stay taken."""
     core, runner = make_core()

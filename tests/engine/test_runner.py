@@ -363,6 +363,13 @@ def test_ready_tells_what_the_cache_can_hold(tmp_path: Path) -> None:
     assert deltas[-1].finish == "length"
 
 
+def test_on_the_cpu_a_step_brings_its_own_tokens(tmp_path: Path) -> None:
+    """One batch ahead where a launch computes: each token waits for the step after its own."""
+    core, _ = factory.build(config_of(folder(tmp_path)), lambda name, done: None)
+    core.add(EngineRequest(1, prompt(8), 8, SamplingParams(temperature=0.0), seed=0))
+    assert [len(delta.token_ids) for delta in core.step()] == [1]
+
+
 def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     """Too small a cache, or more than the machine has, is found when the first prompt comes."""
     path = folder(tmp_path)

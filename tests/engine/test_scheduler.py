@@ -308,7 +308,12 @@ def test_stats_count_what_is_left_to_compute() -> None:
     assert hand.scheduler.num_waiting_tokens == 4
     hand.schedule()
     assert hand.scheduler.num_waiting_tokens == 0
-    assert hand.scheduler.counters.prompt_tokens == 12
+    counters = hand.scheduler.counters
+    counted = [counters.prompt_tokens]
+    for _ in range(2):
+        hand.update()
+        counted.append(counters.prompt_tokens)
+    assert counted == [0, 8, 12], "launched is not computed"
 
 
 # ---- admission -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The simulator: what it models holds, and what it shows about routing and scaling stays so."""
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -39,6 +40,22 @@ def test_an_arrival_ends_a_stretch_of_equal_steps():
     serve(first, second)
     assert second.first - second.arrival < 0.04
     assert first.end < 0 < second.first  # it ended when all had a first token
+
+
+def test_what_comes_during_a_step_waits_for_the_one_launched_ahead():
+    """First tokens a step too soon, half of what they take on a GPU; or someone who comes to an
+    idle replica, or just as its last request ends, kept waiting for a step that nobody launched."""
+
+    def wait(speed: Speed, at: float, first: int = 100) -> float:
+        job = Job(at, 10, 2)
+        serve(Job(0.0, 10, first), job, speed=speed)
+        return job.first - job.arrival
+
+    ahead = replace(SPEED, ahead=True)
+    one_step = 0.01 + 0.001
+    assert abs(wait(ahead, 0.5) - wait(SPEED, 0.5) - one_step) < 1e-6
+    assert wait(ahead, 5.0) == wait(SPEED, 5.0)
+    assert wait(ahead, 0.0, first=1) == wait(SPEED, 0.0, first=1)
 
 
 def test_rows_and_memory_make_requests_wait():
@@ -92,7 +109,7 @@ def test_routing_beats_the_others_where_speeds_differ():
 def test_adapters_stay_in_few_places():
     """Every replica loading every adapter in turn, or keeping what came last rather than what is
     wanted."""
-    rows, _ = adapters(2.0, seconds=120.0)
+    rows, _ = adapters(2.0)
     loads, late = rows
     assert loads.ratio <= 0.2 and late.ratio < 1.0
 

@@ -93,7 +93,7 @@ def all_cuts(
     good &= all(map(same, reversed(backwards), whole))
     cuts: list[dict[str, Any]] = [
         {"max_num_batched_tokens": 37},
-        {"async_scheduling": False},
+        {"async_scheduling": not torch.cuda.is_available()},  # not the default
         {"prefix_caching": True, "max_num_batched_tokens": 100},
     ]
     if adapters:

@@ -80,7 +80,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "chunk 7": {"max_num_batched_tokens": 39, "prefix_caching": False},
     "chunk 64": {"max_num_batched_tokens": 96, "prefix_caching": False},
     "prefix cache on": {"prefix_caching": True},
-    "not one ahead": {"async_scheduling": False},
+    "one ahead": {"async_scheduling": True},
     "token attention": {"block_size": 1, "num_blocks": 8192},
 }
 
