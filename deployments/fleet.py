@@ -154,13 +154,7 @@ class Fleet:
         """The figures of a frame. now: seconds of any clock that the other calls use too."""
         replica = self.replicas[name]
         last = replica.stats
-        if last.running and stats.step > last.step:  # it was busy from that frame to this
-            replica.steps.observe(
-                stats.step - last.step,
-                stats.output_tokens - last.output_tokens,
-                stats.prompt_tokens - last.prompt_tokens,
-                now - replica.seen,
-            )
+        replica.steps.observe_frames(last, stats)
         if stats.total_blocks != last.total_blocks:
             self.index.capacity += _share(stats) - _share(last)
         asked = stats.prefix_queries - last.prefix_queries

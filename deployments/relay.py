@@ -101,7 +101,6 @@ class Relay:
         self._watch = Watch(stall)
         self._watch_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._frame_at = self._loop.time()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
         """Start the engine, then listen on a free port of host. Raises what the engine's start
@@ -182,15 +181,8 @@ class Relay:
     # -- from the engine
 
     def on_frame(self, frame: StepFrame) -> None:
-        stats, last, now = frame.stats, self.stats, self._loop.time()
-        if last.running and stats.step > last.step:  # it was busy from that frame to this
-            self.steps.observe(
-                stats.step - last.step,
-                stats.output_tokens - last.output_tokens,
-                stats.prompt_tokens - last.prompt_tokens,
-                now - self._frame_at,
-            )
-        self._frame_at = now
+        stats, now = frame.stats, self._loop.time()
+        self.steps.observe_frames(self.stats, stats)
         if self._draining:
             stats.draining = True
         stats.routers = len(self._routers)

@@ -2,7 +2,8 @@
 
     seconds = base x steps + sequence x output tokens + token x prompt tokens
 
-All four are sums over the time between two frames, so it does not matter which frames arrive. A GPU
+All four are sums between two frames, counted in the engine, so that it does not matter which frames
+arrive, nor when: a router that was busy, or read three at once, learns the same. A GPU
 comes out nearly flat in sequences, a CPU nearly proportional; a slow machine is seen within a few
 dozen frames.
 """
@@ -10,8 +11,9 @@ dozen frames.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.messages import EngineStats
+
 _FADE = 0.98  # weight of the past at each frame: about fifty count, of a replica that may change
-_TOGETHER = 1e-3  # seconds: frames closer than that, and ten times closer than steps, were held up
 _REFIT = 16  # frames between two solutions, after the first few
 _SWEEPS = 6
 
@@ -42,7 +44,6 @@ class StepModel:
         # Normal equations of three typical steps that took what the prior says.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
         self._vector = [0.0] * 3
-        self._last = (0, 0, 0, 0.0)  # what was observed last
         for outputs, prompts in ((1, 0), (16, 0), (8, 256)):
             self._add(
                 1,
@@ -52,23 +53,23 @@ class StepModel:
                 0.3,
             )
 
+    def observe_frames(self, last: EngineStats, stats: EngineStats) -> None:
+        """Two frames of a replica, one after the other."""
+        if 0 < last.step < stats.step:  # neither the first one nor one of a new engine
+            self.observe(
+                stats.step - last.step,
+                stats.output_tokens - last.output_tokens,
+                stats.prompt_tokens - last.prompt_tokens,
+                stats.busy_seconds - last.busy_seconds,
+            )
+
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """What a busy replica did between two frames."""
-        before = self._last
-        if seconds < _TOGETHER and seconds * max(1, before[0]) < 0.1 * before[3]:
-            # Both came late and at once: their time is that of the one before. By itself, a step of
-            # no time would outweigh hundreds that took theirs.
-            self._add(*before, -1.0)
-            s, o, p, took = before
-            self._last = (s + steps, o + outputs, p + prompts, took + seconds)
-            self._add(*self._last, 1.0)
-            return
+        """What a replica did in so many seconds, idle ones not counted."""
         if seconds <= 0:
             return
-        self._last = (steps, outputs, prompts, seconds)
         self._matrix = [value * self._fade for value in self._matrix]
         self._vector = [value * self._fade for value in self._vector]
-        self._add(steps, outputs, prompts, seconds, 1.0)
+        self._add(steps, outputs, prompts, seconds)
         self._frames += 1
         if self._frames % _REFIT == 0 or self._frames in (1, 2, 4, 8):
             self._solve()
@@ -87,7 +88,7 @@ class StepModel:
         prompt = 1 / (cost.token + cost.base / step_tokens)
         return prompt, rows / max(1e-6, cost.base + cost.sequence * rows)
 
-    def _add(self, s: float, o: float, p: float, seconds: float, weight: float) -> None:
+    def _add(self, s: float, o: float, p: float, seconds: float, weight: float = 1.0) -> None:
         weight /= seconds * seconds  # errors count relative to the time
         m, v = self._matrix, self._vector
         m[0] += weight * s * s

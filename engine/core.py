@@ -95,6 +95,8 @@ class EngineCore:
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._step_seconds = 0.0
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0  # the end of a step after which work was left; 0 = there was none
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
         self._patience = _PATIENCE
@@ -182,7 +184,10 @@ class EngineCore:
             self._begin_trial(failure, suspect)
         if self._trial is not None:
             deltas += self._go_on_with(self._trial, succeeded=result is not None)
-        self._step_seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        self._step_seconds = ended - began
+        self._busy_seconds += ended - (self._busy_since or began)
+        self._busy_since = ended if self.has_work() else 0.0
         return deltas
 
     def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
@@ -298,6 +303,7 @@ class EngineCore:
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
             step_seconds=self._step_seconds,
+            busy_seconds=self._busy_seconds,
             finished=counters.finished,
             out_of_memory=counters.out_of_memory,
             draining=self.draining,

@@ -188,6 +188,7 @@ class FakeCore:
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
         stats.step_seconds = time.monotonic() - began
+        stats.busy_seconds += stats.step_seconds
         return deltas
 
     def _advance(self, request: EngineRequest) -> Delta:

@@ -141,6 +141,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     prompt_tokens: int = 0  # computed since start
     output_tokens: int = 0  # sampled since start
     step_seconds: float = 0.0  # duration of the last step
+    busy_seconds: float = 0.0  # with work to do, since start; goes with the counts of this frame
     finished: int = 0
     draining: bool = False
     adapters: list[str] = []  # on the device, the next to go last

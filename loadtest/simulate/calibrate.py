@@ -47,16 +47,15 @@ LOADS = {  # by device; about half of what the replica that it is meant for can 
 }
 _WARM = 0.2  # of the requests, before the two runs: kernels are compiled
 _STRETCH = 0.2  # seconds over which predicted and real times are compared
-_LEAST = 0.02  # seconds of an observation: frames that come together say nothing one by one
 _PASSES = 10  # over the frames; each starts from the last solution
 
 
 @dataclass(slots=True)
 class Observed:
-    """frames: (second, stats). firsts: seconds to the first token, by request; gaps: seconds a
+    """firsts: seconds to the first token, by request; gaps: seconds a
     token after it."""
 
-    frames: list[tuple[float, EngineStats]]
+    frames: list[EngineStats]
     firsts: list[float]
     jobs: list[Job]
     kv_tokens: int
@@ -170,8 +169,7 @@ def compare(
 
 def fit(observed: Observed) -> Cost:
     model = StepModel(Cost.mean([]), fade=1.0)
-    found = intervals(observed, _LEAST)
-    for one in found * _PASSES:
+    for one in intervals(observed, 0.0) * _PASSES:
         model.observe(one.steps, one.outputs, one.prompts, one.seconds)
     return model.cost
 
@@ -185,24 +183,21 @@ def simulate(observed: Observed, cost: Cost, load: Load) -> list[Job]:
 
 
 def intervals(observed: Observed, least: float) -> list[Stretch]:
-    """From frame to frame where it was busy, joined to stretches of at least `least` seconds."""
+    """From frame to frame, joined to stretches of at least `least` busy seconds."""
     found: list[Stretch] = []
     began = observed.frames[0]
-    for before, after in zip(observed.frames, observed.frames[1:], strict=False):
-        if not before[1].running:
-            began = after
-            continue
-        seconds = after[0] - began[0]
-        if seconds >= least and after[1].step > began[1].step:
+    for stats in observed.frames:
+        seconds = stats.busy_seconds - began.busy_seconds
+        if seconds > 0 and seconds >= least:
             found.append(
                 Stretch(
-                    after[1].step - began[1].step,
-                    after[1].output_tokens - began[1].output_tokens,
-                    after[1].prompt_tokens - began[1].prompt_tokens,
+                    stats.step - began.step,
+                    stats.output_tokens - began.output_tokens,
+                    stats.prompt_tokens - began.prompt_tokens,
                     seconds,
                 )
             )
-            began = after
+            began = stats
     return found
 
 
@@ -214,13 +209,13 @@ async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[O
     from engine.client import EngineClient
     from engine.session import make_config
 
-    frames: list[tuple[float, EngineStats]] = []
+    frames: list[EngineStats] = []
     firsts: dict[int, float] = {}
     ends: dict[int, float] = {}
 
     def on_frame(frame: StepFrame) -> None:
         now = time.monotonic()
-        frames.append((now, frame.stats))
+        frames.append(frame.stats)
         for delta in frame.deltas:
             firsts.setdefault(delta.id, now)
             if delta.finish:

@@ -108,7 +108,13 @@ def _frames(count: int) -> Callable[[], None]:
     def take() -> None:
         nonlocal step
         step += 1
-        stats = EngineStats(step=step, running=8, output_tokens=8 * step, total_blocks=1000)
+        stats = EngineStats(
+            step=step,
+            running=8,
+            output_tokens=8 * step,
+            total_blocks=1000,
+            busy_seconds=0.01 * step,
+        )
         made.observe("gpu/7", stats, 0.01 * step)
 
     return take

@@ -102,6 +102,7 @@ class SimReplica:
         self.version = 0
         self.waiting_tokens = self.outputs = self.prompts = self.ended = self.loads = 0
         self.queries = self.hits = 0
+        self.busy_seconds = 0.0
 
     @property
     def running(self) -> int:
@@ -159,6 +160,7 @@ class SimReplica:
     def finish(self, now: float) -> list[Job]:
         """The stretch is over: who has ended. First tokens are stamped."""
         self.step += self.steps
+        self.busy_seconds += self.steps * self.seconds
         self.outputs += self.steps * len(self.decoding)
         ended = []
         while self.decoding and self.decoding[0][0] <= self.step:
@@ -203,6 +205,7 @@ class SimReplica:
             prompt_tokens=self.prompts,
             output_tokens=self.outputs,
             step_seconds=self.seconds,
+            busy_seconds=self.busy_seconds,
             finished=self.ended,
             adapters=sorted(self.adapters, key=self._rank, reverse=True)
             if self.popularity is not None

@@ -66,6 +66,7 @@ class Replica:
         stats.step += 1
         stats.routers = routers
         stats.step_seconds = self.seconds
+        stats.busy_seconds += self.seconds
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         everybody = self.running + self.waiting
         stats.waiting_tokens = sum(r.prompt - r.filled for r in everybody if r.filled < r.prompt)

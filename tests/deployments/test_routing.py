@@ -248,20 +248,21 @@ def test_a_step_model_finds_what_things_cost(cost):
     assert min(model.cost) >= 0
 
 
-def test_frames_that_come_together_are_no_fast_steps():
-    """A router that was busy for three steps and then reads them at once: it takes the replica for
-    one that costs nothing, for hundreds of frames, and sends everything there."""
+def test_a_step_model_hears_of_busy_seconds():
+    """A router that was busy for three steps and then reads them at once takes the replica for one
+    that costs nothing; idle time, a first frame or a new engine's counts taken for steps."""
     model = StepModel(Cost.mean([]))
-    for number in range(400):
-        seconds = {96: 0.06, 97: 2e-5, 98: 0.0}.get(number % 100, 0.02)
-        model.observe(1, 4 + number % 5, 0, seconds)
-        if number > 32:
-            assert abs(model.cost.base + 6 * model.cost.sequence - 0.02) < 0.004, number
-    # Where steps are so short, a long one before them changes nothing.
-    quick = StepModel(Cost.mean([]))
-    for number in range(400):
-        quick.observe(1, 4, 0, 0.01 if number % 50 == 0 else 0.0005)
-    assert quick.measured and quick.cost.base + 4 * quick.cost.sequence < 0.0008
+    last = EngineStats(step=9, output_tokens=7, busy_seconds=3.0)
+    model.observe_frames(EngineStats(), last)
+    model.observe_frames(last, last)
+    assert not model.measured and model.cost == Cost.mean([])
+    for _ in range(40):
+        now = EngineStats(last.step + 2, output_tokens=last.output_tokens + 8)
+        now.busy_seconds = last.busy_seconds + 0.04
+        model.observe_frames(last, now)
+        last = now
+    model.observe_frames(last, EngineStats(step=3, busy_seconds=0.1))
+    assert model.measured and abs(model.cost.base + 4 * model.cost.sequence - 0.02) < 0.002
 
 
 # -- always

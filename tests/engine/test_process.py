@@ -199,11 +199,11 @@ def loop() -> Iterator[Loop]:
 
 def test_one_frame_a_step_and_a_check_when_idle(loop: Loop) -> None:
     """A frame a request at high batch sizes, or a leak check in every step."""
-    assert wait_until(lambda: loop.checks == 1, 1)
+    assert wait_until(lambda: loop.checks == 1, 2)
     for number in (1, 2):
         loop.send(request(number, max_tokens=5))
     assert wait_until(lambda: sum(bool(d.finish) for d in loop.deltas()) == 2, 1)
-    assert wait_until(lambda: loop.checks >= 2, 1)
+    assert wait_until(lambda: loop.checks >= 2, 2)
     checks = loop.checks
     assert checks <= 3  # one more if the first had ended before the second came
     steps = [message.stats.step for message in loop.sent if isinstance(message, StepFrame)]
@@ -211,6 +211,16 @@ def test_one_frame_a_step_and_a_check_when_idle(loop: Loop) -> None:
     loop.send(Control("stats"))
     assert wait_until(lambda: len(loop.sent) > len(steps), 1)
     assert loop.checks == checks  # nothing ran: it stayed idle
+
+
+def test_the_check_is_in_nobodys_way(loop: Loop) -> None:
+    """Milliseconds between the end of a request and the next one's first step."""
+    for number in range(10):
+        loop.send(request(number, max_tokens=1))
+        ended = number + 1
+        assert wait_until(lambda ended=ended: len(loop.deltas()) == ended, 1)  # type: ignore[misc]
+    assert loop.checks == 0
+    assert wait_until(lambda: loop.checks == 1, 2)
 
 
 def test_malformed_input_ends_one_request_only(loop: Loop) -> None:

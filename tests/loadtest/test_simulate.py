@@ -163,7 +163,7 @@ class Watched(RoundRobin):
         self.frames = []
 
     def frame(self, replica, now):
-        self.frames.append((now, replica.stats()))
+        self.frames.append(replica.stats())
 
 
 def observed(cost: Cost, seed: int) -> calibrate.Observed:
