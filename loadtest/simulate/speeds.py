@@ -4,9 +4,9 @@ GPU: Llama 3.1 8B in bfloat16 on an H200, from loadtest/results of 2026-11-21: o
 a token, 256 streams at 11.5 ms, prompts at 35,600 tokens/s. A step of 64 streams is 6.0 ms by this
 line and was 5.9 ms.
 
-CPU: assumed, of the size of the default model's on two cores. On one thread `loadtest.simulate
-calibrate` found 26 ms a step, 2.2 ms a sequence and 2.2 ms a prompt token. A model of 8B would be
-slower still: a small one keeps the two kinds closer.
+CPU: assumed, of the size of the default model's. `loadtest.simulate calibrate` found 10 ms a step,
+0.75 ms a sequence and 1.1 ms a prompt token on two idle cores, and 26, 2.2 and 2.2 on busy ones. A
+model of 8B would be slower still: a small one keeps the two kinds closer.
 """
 
 from loadtest.simulate.replica import Speed
