@@ -34,11 +34,12 @@ from typing import NamedTuple
 from loadtest.result_file import Line, RawLines, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
+SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
 GPU = "gpu and not long"
 LONG = ("32768", "131072")  # tokens
 # Of each part. References are small models on the CPU: with a thread for each of 64 cores they take
 # several times as long, and what runs beside them too.
-CPU_THREADS = "4"
+CPU_THREADS = "8"
 _PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
 
 
@@ -60,7 +61,9 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     # These run on the device where there is one, so that they bear no mark.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines", *extra]
-    found = [Part(file, [*pytest, "-m", GPU, file]) for file in FIRST]
+    tests = re.findall(r"^def (test_\w+)", texts.get(SPLIT, ""), re.MULTILINE)
+    first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
+    found = [Part(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
     found += [Part(f"{file} ({mark})", [*pytest, "-m", mark, file], alone=False) for file in plain]
     found += [Part(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]

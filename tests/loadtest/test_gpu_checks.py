@@ -1,6 +1,7 @@
 """loadtest.gpu_checks: parts that fail, die or hang, and what is told of them."""
 
 import argparse
+import importlib
 import itertools
 import json
 import sys
@@ -125,10 +126,14 @@ def test_the_order() -> None:
     """Tests that run beside each other and disturb those that measure; what matters most left for
     the end of a visit, or left out."""
     found = parts(ROOT, "folder", "m")
-    assert [part.name for part in found[:2]] == [*gpu_checks.FIRST]
+    first = [part.name for part in found if part.name.startswith(gpu_checks.FIRST)]
+    assert [part.name for part in found[: len(first)]] == first
+    split = {name.partition("::")[2] for name in first[1:]}
+    functions = vars(importlib.import_module("tests.parity.test_gpu"))
+    assert split == {name for name in functions if name.startswith("test_")}
     assert found[-1].name == "long contexts" and "131072" in found[-1].command
     alone = [part.alone for part in found]
-    assert alone == sorted(alone[:2], reverse=True) + sorted(alone[2:])
+    assert alone == [True] * len(first) + sorted(alone[len(first) :])
     files = [file for part in found for file in part.command if file.endswith(".py")]
     assert files.count("tests/kernels/test_attention.py") == 2  # with and without the mark
     assert files.count("tests/engine/test_token_pool.py") == 1
