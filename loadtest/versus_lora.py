@@ -38,11 +38,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from loadtest import workloads
+from loadtest import lora_loads, workloads
 from loadtest.result_file import Line, RawLines, ask_device, versions
 from loadtest.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 
@@ -50,10 +49,7 @@ RANK = 16
 WORKLOAD = "dialogue"
 OFF, ON = ("none", "none"), ("adapters", "none", "adapters")  # the runs of one process
 STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # of the measurement while adapters load
-LOAD_TURNS = 2
-# From one short request to the next, loads or not: each is a longer step, and were there more of
-# them without loads, their p99 would look worse. Above the slowest load.
-LOAD_SECONDS = 0.4
+LOAD_SECONDS = 0.4  # from one load to the next, at least
 SIDES = ("manta", "vllm", "loads")
 # Of llama-8b on an H200: to start and warm up, a run without adapters, one with 64.
 EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
@@ -248,91 +244,12 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
 
 
 def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
-    """One process; prints the percentiles of the times between tokens, quiet and while loading."""
-    from engine import LLM, SamplingParams
-
+    """One process; prints the percentiles of the times between tokens."""
     streams, tokens, pace = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-    warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
-    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
-    config = engine_config(cpu) | {"max_loras": 8, "max_lora_rank": RANK}
-    with LLM(model, **config) as llm:
-        llm.add_adapter("there", adapters / "a0")
-        llm.generate(prompts, warm, detokenize=False)
-        slowest = 0.0
-
-        def use(name: str) -> None:
-            (output,) = llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
-            (choice,) = output.outputs
-            if len(choice.token_ids) != 1:
-                raise RuntimeError(f"{name} was not used: {choice.finish_reason} {choice.error}")
-
-        def disturb(load: bool) -> None:
-            """Add each adapter and use it once, so that it goes to the device and others leave it;
-            or use one that is there."""
-            nonlocal slowest
-            start = time.perf_counter()
-            for number in range(count):
-                began = time.perf_counter()
-                if load:
-                    llm.add_adapter(f"a{number}", adapters / f"a{number}")
-                use(f"a{number}" if load else "there")
-                now = time.perf_counter()
-                slowest = max(slowest, now - began)
-                time.sleep(max(0.0, start + (number + 1) * pace - now))
-
-        def start_streams() -> list[Any]:
-            return [llm.start_request(ids, params, detokenize=False) for ids in prompts]
-
-        gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
-        for _ in range(LOAD_TURNS):
-            for label, times in gaps.items():
-                load = label == "loading"
-                use("there")  # the loads of the turn before may have taken its slot
-                times += gaps_beside(start_streams, lambda load=load: disturb(load))
-                for number in range(count if load else 0):
-                    llm.remove_adapter(f"a{number}")
-        figures = {
-            f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
-            for label, times in gaps.items()
-            for name, share in (("p50", 0.5), ("p99", 0.99))
-        }
-        _print(
-            side="loads",
-            adapters=count,
-            config=config,
-            loads=llm.stats().adapter_loads,
-            gaps={label: len(times) for label, times in gaps.items()},
-            slowest_load_ms=round(slowest * 1e3, 3),
-            **figures,
-        )
-
-
-def gaps_beside(start_streams: Callable[[], list[Any]], disturb: Callable[[], None]) -> list[float]:
-    """The times between tokens of the first stream while `disturb` runs in another thread. Streams
-    that end sooner start anew. Raises what `disturb` does: half of the loads would look good."""
-    times: list[float] = []
-    other: Future[None] | None = None
-    with ThreadPoolExecutor(1) as pool:
-        while other is None or not other.done():
-            handles = start_streams()
-            last = 0.0
-            for number, output in enumerate(handles[0]):
-                now = time.perf_counter()
-                if output.outputs[0].error:
-                    raise RuntimeError(f"a stream failed: {output.outputs[0].error}")
-                if number >= 16 and other is None:  # the others' prompts are read
-                    other = pool.submit(disturb)
-                elif number > 16 and other is not None:
-                    if other.done():
-                        break
-                    times.append(now - last)
-                last = now
-            for handle in handles:
-                handle.release()
-        other.result()
-    return times
+    config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
+    found = lora_loads.measure(model, config, prompts, tokens, adapters, count, pace)
+    _print(side="loads", adapters=count, config=config, **found)
 
 
 def _report(

@@ -4,11 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from loadtest.versus_lora import (
     SideFailed,
     expected_seconds,
     explain,
-    gaps_beside,
     plan,
     rows_of,
     run_side,
@@ -124,42 +119,3 @@ def test_a_line_that_only_looks_like_ours() -> None:
     kept: list[Any] = []
     run_side([sys.executable, "-c", program], kept.append)
     assert kept == [{"side": 1}]
-
-
-class Stream:
-    """Says 20 tokens, one a millisecond."""
-
-    released = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(20):
-            time.sleep(0.001)
-            yield SimpleNamespace(outputs=[SimpleNamespace(error="")])
-
-    def release(self) -> None:
-        Stream.released += 1
-
-
-def test_streams_go_on_until_all_is_loaded() -> None:
-    """Bug: the streams end before the loads do, or the loads fail after the first, and the times
-    of what was left alone are told as those beside 32 loads."""
-    started: list[Stream] = []
-    several = threading.Event()
-
-    def start_streams() -> list[Any]:
-        started.extend(new := [Stream(), Stream()])
-        if len(started) == 6:
-            several.set()
-        return new
-
-    def load() -> None:
-        assert several.wait(60)
-
-    assert len(gaps_beside(start_streams, load)) >= 3  # of the first streams alone
-    assert len(started) >= 6 and Stream.released == len(started)
-
-    def fail() -> None:
-        raise ValueError("no such adapter")
-
-    with pytest.raises(ValueError, match="no such adapter"):
-        gaps_beside(start_streams, fail)
