@@ -40,7 +40,7 @@ from engine.messages import (
     StepFrame,
 )
 
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
 _MAX_HANDSHAKE_FRAME = 1024  # bytes: all that a stranger can make us hold
@@ -70,14 +70,13 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
-    trace (a W3C traceparent) is for the replica's spans. links: of the prompt's chain
-    (prefix_index.py), joined; the replica passes them on to its other routers. adapter_path,
-    adapter_version: of the record of request.adapter, which is "name@revision"; version 0: it has
-    begun, and goes on with that revision though there may be a newer one.
+    links: of the prompt's chain (prefix_index.py), joined; the replica passes them on to its other
+    routers. adapter_path, adapter_version: of the record of request.adapter, which is
+    "name@revision"; version 0: it has begun, and goes on with that revision though there may be a
+    newer one.
     """
 
     request: EngineRequest
-    trace: str = ""
     links: bytes = b""
     adapter_path: str = ""
     adapter_version: int = 0

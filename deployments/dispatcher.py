@@ -81,7 +81,8 @@ class Dispatcher:
         self._rates = Rates(time.monotonic())
         self._closing: set[Link] = set()  # retired, with choices left
         self._entries: set[Entry] = set()
-        self._waiting: dict[int, Choice] = {}  # moved, and no replica to go to; by id
+        # Moved, and no replica to go to; by id, with the timer that ends the wait.
+        self._waiting: dict[int, tuple[Choice, asyncio.TimerHandle]] = {}
         self._ids = itertools.count(1)
         self._random = Random()
         self._draining = False
@@ -153,7 +154,8 @@ class Dispatcher:
         self.metrics.prompt_size.observe(len(request.token_ids))
         if request.deadline is not None:
             error = MantaError("the request's deadline has passed", code="deadline_exceeded")
-            self._after(entry, request.deadline - time.monotonic(), error)
+            left = max(0.0, request.deadline - time.monotonic())
+            entry.timers.append(asyncio.get_running_loop().call_later(left, entry.fail, error))
         self._gate.enter(entry, now=now)
         return entry
 
@@ -318,23 +320,20 @@ class Dispatcher:
             )
 
     def _wait(self, choices: list[Choice]) -> None:
+        seconds, loop = self._limits.wait_seconds, asyncio.get_running_loop()
         error = Overloaded(
-            f"no replica became ready within {self._limits.wait_seconds:g} s",
-            code="no_replica",
-            retry_after=5,
+            f"no replica became ready within {seconds:g} s", code="no_replica", retry_after=5
         )
         for choice in choices:
-            self._waiting[choice.id] = choice
-        self._after(choices[0].entry, self._limits.wait_seconds, error, only_waiting=choices[0])
+            timer = loop.call_later(seconds, choice.entry.fail, error)
+            self._waiting[choice.id] = (choice, timer)
 
-    def _after(
-        self, entry: Entry, seconds: float, error: MantaError, only_waiting: Choice | None = None
-    ) -> None:
-        def expire() -> None:
-            if only_waiting is None or only_waiting.id in self._waiting:
-                entry.fail(error)
-
-        entry.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
+    def _stop_waiting(self, choice: Choice) -> bool:
+        """Whether it waited."""
+        _, timer = self._waiting.pop(choice.id, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
 
     def _ended(self, entry: Entry) -> None:
         self._entries.discard(entry)
@@ -345,7 +344,7 @@ class Dispatcher:
     def _abort(self, choices: list[Choice]) -> None:
         by_link: dict[Link, list[int]] = {}
         for choice in choices:
-            self._waiting.pop(choice.id, None)
+            self._stop_waiting(choice)
             link = self._find(choice)
             if link is not None:
                 by_link.setdefault(link, []).append(choice.id)
@@ -420,8 +419,10 @@ class Dispatcher:
         self._gate.news(link)
 
     def _place_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for _, choices in itertools.groupby(waiting.values(), key=lambda choice: choice.entry):
+        waiting = [choice for choice, _ in self._waiting.values()]
+        for choice in waiting:
+            self._stop_waiting(choice)
+        for _, choices in itertools.groupby(waiting, key=lambda choice: choice.entry):
             self._place(list(choices))
         self._gate.fill()
 
@@ -468,5 +469,5 @@ class Dispatcher:
                 self._place([choice])
 
     def _place_suspect(self, choice: Choice) -> None:
-        if self._waiting.pop(choice.id, None) is not None:
+        if self._stop_waiting(choice):
             self._place([choice])

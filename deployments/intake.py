@@ -48,7 +48,6 @@ class Intake:
         self._ours: set[int] = set()  # choices there that are this router's
         self._unbegun: set[int] = set()  # of these, those that have brought nothing yet
         self._part = Rate()  # this router's choices among all there, while it is full
-        self._seen = 0.0  # when the last frame came
         self._prompts = Rate()  # while a prompt waits
         self._work = Rate()  # prompts (computed or found) and outputs, while it is full
 
@@ -80,7 +79,7 @@ class Intake:
         """A frame has come."""
         self._room = None
         last, self.stats = self.stats, stats
-        seconds, self._seen = now - self._seen, now
+        seconds = stats.busy_seconds - last.busy_seconds
         if stats.step > last.step and seconds > 0:
             computed = stats.prompt_tokens - last.prompt_tokens
             self._step_tokens = max(self._step_tokens, computed // (stats.step - last.step))

@@ -140,8 +140,8 @@ class Relay:
         for router in list(self._routers.values()):
             if router.live and self.failed is None:
                 ids = sorted(router.live)
-                router.live.clear()
                 self._tell(self._engine.abort, self._adapters.take_back(router, ids))
+                router.live.clear()
                 router.send(StepFrame(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids]))
 
     def refuse_new(self) -> None:

@@ -27,7 +27,6 @@ logger = logging.getLogger("manta.replica")
 
 _NOTICE_SECONDS = 1.0  # between looks at whether this node is to go
 _BEFORE_DEADLINE = 2.0  # seconds: what still runs then is handed over
-_STEP_TOKENS = 2048  # of a step, for an engine that does not tell
 _ROWS = 256  # sequences of a full batch: more make tokens slow, and are not planned for
 
 
@@ -60,12 +59,12 @@ class EngineReplica:
         config = await asyncio.to_thread(prepare, settings)
         identity = await asyncio.to_thread(Identity.of, config.model)
         self._rates = Rates(time.monotonic())
-        self._step_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self._relay = Relay(settings.channel, StallLimits(step=settings.stall_seconds))
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
         host = _address(settings.loopback)
         ready = await self._relay.start(config, host)
+        self._step_tokens = ready.step_tokens
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
         logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
         logger.info("%s", ready.memory_table)
@@ -80,7 +79,7 @@ class EngineReplica:
             "eos_token_ids": list(ready.eos_token_ids),
             "weights": identity.weights,
             "tokenizer": identity.tokenizer,
-            "step_tokens": config.max_num_batched_tokens,
+            "step_tokens": ready.step_tokens,
             "adapter_slots": config.max_loras,
             "prefix_caching": config.prefix_caching,
         }

@@ -42,7 +42,8 @@ class Watch:
         limits = self._limits
         heard = pulses != self._pulses
         computed = pulse.cpu_seconds - self._cpu_seconds
-        moved = step != self._step or not busy
+        # Requests whose adapters are on their way are work, but nothing that the engine could do.
+        moved = step != self._step or not busy or pulse.doing == "input"
         self._pulses, self._step, self._cpu_seconds = pulses, step, pulse.cpu_seconds
         self._silent = 0 if heard else self._silent + 1
         self._still = 0 if moved else self._still + 1

@@ -41,7 +41,7 @@ __all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
 logger = logging.getLogger("manta.engine")
 
 _SHORTAGES = 3  # in a row, until the KV cache has to give memory back: an eighth of it
-_PATIENCE = 64  # good steps until larger ones are tried again; twice as many after each shortage
+_PATIENCE = 64  # good steps until larger ones are tried again; each further time twice as many
 
 _GUILTY = "engine_error: the engine fails on this request, and only on it"
 
@@ -95,11 +95,12 @@ class EngineCore:
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._step_seconds = 0.0
-        self._busy_seconds = 0.0
+        self._busy_seconds = 0.0  # up to the last step whose result is here
+        self._spent = 0.0  # since then
         self._busy_since = 0.0  # the end of a step after which work was left; 0 = there was none
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
-        self._patience = _PATIENCE
+        self._patience = _PATIENCE // 2  # the first shortage doubles it
         self._trial: Trial | None = None
         self._unproven = False  # a request was found guilty, and no step has succeeded since
 
@@ -186,7 +187,10 @@ class EngineCore:
             deltas += self._go_on_with(self._trial, succeeded=result is not None)
         ended = time.perf_counter()
         self._step_seconds = ended - began
-        self._busy_seconds += ended - (self._busy_since or began)
+        self._spent += ended - (self._busy_since or began)
+        if result is not None:
+            self._busy_seconds += self._spent
+            self._spent = 0.0
         self._busy_since = ended if self.has_work() else 0.0
         return deltas
 

@@ -157,6 +157,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
         eos_token_ids=list(resolved.model.eos_token_ids),
         start_seconds=phases.seconds,
         memory_table=plan.table(),
+        step_tokens=resolved.max_num_batched_tokens,
     )
 
 

@@ -32,6 +32,7 @@ from engine.messages import (
 )
 
 PREFIX = "fake:"
+STEP_TOKENS = 2048  # what it says; a step takes whatever waits
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +85,7 @@ class FakeCore:
         self._options = FakeOptions.parse(config.model)
         self._limit = config.max_num_seqs or 1024
         self._block_size = config.block_size
+        self._step_tokens = config.max_num_batched_tokens or STEP_TOKENS
         self._max_len = min(
             config.max_model_len or self._options.max_model_len, self._options.max_model_len
         )
@@ -101,11 +103,20 @@ class FakeCore:
         self._slots: dict[int, int] = {}  # by request that has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
         self.lost = False  # the device
+        self._busy_since = 0.0  # the end of a step after which work was left; 0 = there was none
 
     def ready(self) -> Ready:
         o = self._options
-        blocks = self._stats.total_blocks
-        return Ready(self._max_len, o.vocab_size, self._block_size, blocks, [o.eos], {}, "fake")
+        return Ready(
+            max_model_len=self._max_len,
+            vocab_size=o.vocab_size,
+            block_size=self._block_size,
+            num_blocks=self._stats.total_blocks,
+            eos_token_ids=[o.eos],
+            start_seconds={},
+            memory_table="fake",
+            step_tokens=self._step_tokens,
+        )
 
     def add(self, request: EngineRequest) -> None:
         if self._stats.draining:
@@ -187,8 +198,10 @@ class FakeCore:
             if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
-        stats.step_seconds = time.monotonic() - began
-        stats.busy_seconds += stats.step_seconds
+        ended = time.monotonic()
+        stats.step_seconds = ended - began
+        stats.busy_seconds += ended - (self._busy_since or began)
+        self._busy_since = ended if self.has_work() else 0.0
         return deltas
 
     def _advance(self, request: EngineRequest) -> Delta:

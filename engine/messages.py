@@ -165,7 +165,8 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
     """A sign of life, from a thread beside the step loop: it comes in the middle of a step too.
 
-    doing: "step" = in one, "device" = in one and waiting for the device, "" = in none.
+    doing: "step" = in one, "device" = in one and waiting for the device, "input" = waiting for a
+    message or an adapter, with nothing that could run; "" = none of these.
     cpu_seconds: what the process has used so far.
     """
 
@@ -183,6 +184,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     eos_token_ids: list[int]
     start_seconds: dict[str, float]  # by phase
     memory_table: str
+    step_tokens: int  # that a step computes at most
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -131,6 +131,7 @@ class EngineLoop:
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
     ) -> None:
         self.stepping = False
+        self._waiting = False  # for input
         self._core = core
         self._inbox = inbox
         self._send = send
@@ -161,7 +162,7 @@ class EngineLoop:
             busy = core.has_work()
             if busy:
                 checked = False
-            elif not checked and not self._poller.poll(QUIET_MS):
+            elif not checked and not self._wait_for_input(QUIET_MS):
                 core.check_integrity()  # a leak shows here, when nothing should be held
                 checked = True
             asked = self._take_input(block=not busy)
@@ -181,8 +182,16 @@ class EngineLoop:
 
     def pulse(self) -> Pulse:
         """For a thread beside the loop."""
-        doing = ("device" if self._core.on_device else "step") if self.stepping else ""
+        doing = "input" if self._waiting else ""
+        if self.stepping:
+            doing = "device" if self._core.on_device else "step"
         return Pulse(doing, time.process_time())
+
+    def _wait_for_input(self, milliseconds: int | None = None) -> bool:
+        self._waiting = True
+        found = self._poller.poll(milliseconds)
+        self._waiting = False
+        return bool(found)
 
     def _take_input(self, *, block: bool) -> bool:
         """Handle everything that has arrived; with block, wait for something first. True: show the
@@ -190,7 +199,7 @@ class EngineLoop:
         """
         asked = False
         if block:
-            self._poller.poll()
+            self._wait_for_input()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
         while True:

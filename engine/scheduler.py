@@ -633,8 +633,11 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Known tokens not yet computed, of waiting and running requests."""
-        return self.queue.num_tokens + sum(r.remaining for r in self.filling if r.remaining > 1)
+        """Known tokens not yet computed, of waiting and running requests; those of steps in flight
+        too."""
+        launched = sum(flight.prompt_tokens for flight in self.flights)
+        filling = sum(r.remaining for r in self.filling if r.remaining > 1)
+        return self.queue.num_tokens + filling + launched
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""

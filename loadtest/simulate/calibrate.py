@@ -59,6 +59,9 @@ class Observed:
     firsts: list[float]
     jobs: list[Job]
     kv_tokens: int
+    rows: int
+    step_tokens: int
+    ahead: bool  # a step is launched before the one before it has ended
     gaps: list[float] = field(default_factory=list)
 
 
@@ -84,17 +87,17 @@ def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | No
         from deployments.models import resolve_model
 
         model = str(resolve_model("default"))
-    device = fields.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-    load = LOADS[device]
+    cuda = torch.cuda.is_available() and fields.get("device") != "cpu"
+    load = LOADS["cuda" if cuda else "cpu"]
     engine = {
-        "device": device,
+        "async_scheduling": cuda,
         "max_num_seqs": load.rows,
         "max_num_batched_tokens": load.step_tokens,
         "prefix_caching": False,
         **fields,
     }
     first, second = asyncio.run(_observe(model, engine, load))
-    rows, lines = compare(name, first, second, load)
+    rows, lines = compare(name, first, second)
     for row in rows:
         peer = f"{row['peer']:>10g}" if "peer" in row else " " * 10
         ratio = f"{row['ratio']:>7g}" if "ratio" in row else ""
@@ -106,7 +109,7 @@ def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | No
 
 
 def compare(
-    name: str, first: Observed, second: Observed, load: Load
+    name: str, first: Observed, second: Observed
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
     was (peer). Lines: its stretches and requests."""
@@ -117,7 +120,7 @@ def compare(
         abs(guess - one.seconds) / one.seconds
         for guess, one in zip(predicted, stretches, strict=True)
     )
-    simulated = [job for job in simulate(second, cost, load) if job.first >= 0]
+    simulated = [job for job in simulate(second, cost) if job.first >= 0]
     waits = [job.first - job.arrival for job in simulated]
     gaps = [
         (job.end - job.first) / (job.output - 1)
@@ -174,10 +177,10 @@ def fit(observed: Observed) -> Cost:
     return model.cost
 
 
-def simulate(observed: Observed, cost: Cost, load: Load) -> list[Job]:
+def simulate(observed: Observed, cost: Cost) -> list[Job]:
     """The same requests at one SimReplica."""
-    ahead = load is LOADS["cuda"]
-    speed = Speed("", *cost, observed.kv_tokens, load.rows, load.step_tokens, ahead=ahead)
+    one = observed
+    speed = Speed("", *cost, one.kv_tokens, one.rows, one.step_tokens, ahead=one.ahead)
     work = [Job(job.arrival, job.prompt, job.output) for job in observed.jobs]
     return run([speed], RoundRobin(), work, routers=1).jobs
 
@@ -223,7 +226,6 @@ async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[O
 
     client = EngineClient(on_frame)
     ready = await client.start(make_config(model, engine))
-    kv = ready.num_blocks * ready.block_size
     results: list[Observed] = []
     try:
         for seed, count in enumerate((int(_WARM * load.count), load.count, load.count)):
@@ -240,7 +242,18 @@ async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[O
             found = [(job, seed * load.count + number) for number, job in enumerate(jobs)]
             waits = [firsts[id] - began - job.arrival for job, id in found]
             gaps = [(ends[id] - firsts[id]) / (job.output - 1) for job, id in found]
-            results.append(Observed(list(frames), waits, jobs, kv, gaps))
+            results.append(
+                Observed(
+                    frames=list(frames),
+                    firsts=waits,
+                    jobs=jobs,
+                    kv_tokens=ready.num_blocks * ready.block_size,
+                    rows=frames[-1].rows,
+                    step_tokens=ready.step_tokens,
+                    ahead=bool(engine["async_scheduling"]),
+                    gaps=gaps,
+                )
+            )
     finally:
         await client.close()
     return results[1], results[2]

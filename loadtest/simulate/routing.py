@@ -73,7 +73,7 @@ def outcome(case: Case, policy: Policy, routers: int = _ROUTERS) -> Outcome:
     return run(case.speeds, policy, work, routers=routers, warm_up=case.seconds / 3, seed=SEED)
 
 
-def peers(count: int) -> list[Policy]:
+def peers() -> list[Policy]:
     return [
         RoundRobin(),
         TwoChoices(),
@@ -84,7 +84,7 @@ def peers(count: int) -> list[Policy]:
 
 def compare(case: Case) -> tuple[list[Row], list[Outcome]]:
     """p99 and p50 to the first token against the best peer at each; hit rate against the ideal."""
-    outcomes = [outcome(case, policy) for policy in [Manta(), *peers(len(case.speeds))]]
+    outcomes = [outcome(case, policy) for policy in [Manta(), *peers()]]
     ours, others = outcomes[0], outcomes[1:]
     rows = []
     for name, share in (("p99_ttft", 0.99), ("p50_ttft", 0.5)):

@@ -124,8 +124,9 @@ class Manta(Policy):
 
 
 class ServeDefault(Policy):
-    """Ray Serve's: requests in flight, averaged over 30 s, over a target; up after 30 s, down after
-    600 s. The target is the best one: what a replica has in flight when as busy as ours may be."""
+    """Ray Serve's: requests in flight, averaged over 30 s, over a target; up after 30 s, from none
+    at once, down after 600 s. The target is the best one: what a replica has in flight when as busy
+    as ours may be."""
 
     name = "serve"
 
@@ -141,7 +142,9 @@ class ServeDefault(Policy):
         self.past.append(in_flight)
         mean = sum(self.past) / len(self.past)
         have = seen["gpu"].ready + seen["gpu"].starting
-        wanted = min(max(math.ceil(mean / self.target_requests), 1), GPU.maximum)
+        wanted = min(math.ceil(mean / self.target_requests), GPU.maximum)
+        if not have and in_flight:
+            return {"gpu": max(wanted, 1), "cpu": 0}, ""
         direction = (wanted > have) - (wanted < have)
         if direction != self.since[0]:
             self.since = (direction, demand.now)

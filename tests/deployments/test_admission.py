@@ -344,6 +344,21 @@ def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
     assert 0 < short.room() <= 4
 
 
+def test_news_inside_a_long_step_are_no_speed():
+    """A replica whose steps take a second says twice in each that it is alive: what it computed is
+    divided by the time since then, and four times what it can do is let in."""
+    one, now = intake(running=64, waiting=9, waiting_tokens=900, step=1), 100.0
+    full = {"running": 64, "waiting": 9, "waiting_tokens": 900}
+    for step in range(2, 6):
+        for beat in (0.45, 0.9):
+            before = {"prompt_tokens": 500 * (step - 2), "busy_seconds": step - 2.0}
+            one.observe(frame(step=step - 1, **before, **full), now + beat)
+        now += 1.0
+        after = {"prompt_tokens": 500 * (step - 1), "busy_seconds": step - 1.0}
+        one.observe(frame(step=step, **after, **full), now)
+    assert one._prompts.measured == pytest.approx(500)
+
+
 def test_a_booking_ends_with_the_first_token_the_frame_or_the_connection():
     """Room that shrinks for ever, because what was sent is counted twice."""
     one = intake(running=10, step_seconds=0.1)

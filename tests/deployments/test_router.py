@@ -121,6 +121,30 @@ def test_the_only_replica_is_lost_and_comes_back():
     run(case())
 
 
+def test_each_wait_for_a_replica_has_its_own_time():
+    """The timer of a wait that is over ends the next one as soon as it begins."""
+
+    async def case():
+        async with Fleet(1, limits=DispatchLimits(wait_seconds=1.0, channel=FAST)) as fleet:
+            entry = fleet.generate(max_tokens=4000)
+            emitted = entry.choices[0].emitted
+            for lost, new in (("r0", "r1"), ("r1", "r2")):
+                before = len(emitted)
+                await until(lambda before=before: len(emitted) > before + 5)
+                await fleet.relays[lost].stop()
+                await until(lambda: not fleet.dispatcher.ready())
+                await asyncio.sleep(0.7)
+                assert fleet.dispatcher._waiting
+                await fleet.add(new)
+                fleet.publish(new)
+            before = len(emitted)
+            await until(lambda: len(emitted) > before)
+            assert not fleet.dispatcher._waiting
+            entry.abort()
+
+    run(case())
+
+
 def test_without_a_replica_a_request_waits_a_bounded_time():
     """A request that hangs for ever, or fails at once while the first replica is still loading."""
 

@@ -48,6 +48,23 @@ def test_who_is_handed_over_is_not_to_blame():
     run(case())
 
 
+def test_what_is_handed_over_is_not_computed_twice():
+    """After a node's notice the engine goes on with requests that others have taken over, beside
+    its replacement on the same cores."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            entry = fleet.generate(max_tokens=4000)
+            await until(lambda: len(entry.choices[0].emitted) > 5)
+            first = entry.choices[0].place
+            fleet.relays[first].hand_over()
+            await until(lambda: entry.choices[0].place not in ("", first))
+            await until(lambda: not fleet.engines[first].core.has_work())
+            entry.abort()
+
+    run(case())
+
+
 def test_what_comes_after_the_farewell_is_given_back():
     """A request that was on its way when the replica handed over waits for the connection to
     break, and is blamed for it."""

@@ -47,6 +47,7 @@ class Engine:
         ("a loop without end", {"cpu": 0.5}, 30.0),
         ("a disk that does not answer, between steps", {"doing": ""}, 30.0),
         ("idle", {"busy": False, "doing": ""}, 1e9),
+        ("requests that wait for an adapter from a slow store", {"doing": "input"}, 1e9),
         ("steps", {"step": True}, 1e9),
     ],
 )

@@ -341,12 +341,14 @@ def test_prompt_tokens_count_when_they_are_computed() -> None:
     time between frames, put a prompt's time down to the step before it."""
     core, _ = make_core(async_scheduling=True)
     core.add(make_request(1, 10, max_tokens=3, ignore_eos=True))
-    seen = []
+    seen, busy = [], []
     while core.has_work():
         core.step()
         stats = core.stats()
         seen.append((stats.step, stats.prompt_tokens, stats.output_tokens))
+        busy.append(stats.busy_seconds)
     assert seen == [(0, 0, 0), (1, 10, 1), (2, 10, 2), (3, 10, 3)]
+    assert busy[0] == 0 and sorted(set(busy)) == busy, "seconds go with the steps that took them"
 
 
 def test_has_work_until_the_last_result_is_in() -> None:

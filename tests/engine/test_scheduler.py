@@ -303,17 +303,16 @@ def test_stats_count_what_is_left_to_compute() -> None:
     hand.add(2, 5)
     assert hand.scheduler.num_waiting_tokens == 17
     hand.schedule()
-    assert hand.scheduler.num_waiting_tokens == 9
+    assert hand.scheduler.num_waiting_tokens == 17, "launched is not computed"
     hand.scheduler.abort([2])
-    assert hand.scheduler.num_waiting_tokens == 4
+    assert hand.scheduler.num_waiting_tokens == 12
     hand.schedule()
-    assert hand.scheduler.num_waiting_tokens == 0
     counters = hand.scheduler.counters
-    counted = [counters.prompt_tokens]
+    counted = [(hand.scheduler.num_waiting_tokens, counters.prompt_tokens)]
     for _ in range(2):
         hand.update()
-        counted.append(counters.prompt_tokens)
-    assert counted == [0, 8, 12], "launched is not computed"
+        counted.append((hand.scheduler.num_waiting_tokens, counters.prompt_tokens))
+    assert counted == [(12, 0), (4, 8), (0, 12)]
 
 
 # ---- admission -----------------------------------------------------------------------------------

@@ -174,14 +174,15 @@ def observed(cost: Cost, seed: int) -> calibrate.Observed:
     run([speed], policy, [*work, Job(work[-1].arrival + 19, 10, 1)], routers=1)
     waits = [job.first - job.arrival for job in work]
     gaps = [(job.end - job.first) / (job.output - 1) for job in work]
-    return calibrate.Observed(policy.frames, waits, work, 50_000, gaps)
+    return calibrate.Observed(
+        policy.frames, waits, work, 50_000, load.rows, load.step_tokens, False, gaps
+    )
 
 
 def test_calibration_finds_a_replica_again():
     """A fit that does not fit what it was made from; an error that only the table has."""
     true = Cost(0.02, 0.004, 0.0008)
-    load = calibrate.LOADS["cpu"]
-    rows, lines = calibrate.compare("one", observed(true, 1), observed(true, 2), load)
+    rows, lines = calibrate.compare("one", observed(true, 1), observed(true, 2))
     found = {row["case"].removeprefix("one/"): row for row in rows}
     assert abs(found["step"]["ours"] - 20) < 1 and abs(found["sequence"]["ours"] - 4) < 0.2
     assert abs(found["prompt_token"]["ours"] - 800) < 40
@@ -190,9 +191,8 @@ def test_calibration_finds_a_replica_again():
     assert found["stretch_error_p90"]["ours"] < 0.05
     assert {line["kind"] for line in lines} == {"stretch", "request"}
     # Twice as slow as it was: that is seen.
-    rows, _ = calibrate.compare(
-        "one", observed(true, 1), observed(Cost(*(2 * c for c in true)), 2), load
-    )
+    slow = Cost(*(2 * c for c in true))
+    rows, _ = calibrate.compare("one", observed(true, 1), observed(slow, 2))
     assert next(row["ratio"] for row in rows if row["case"] == "one/busy") < 0.6
 
 
