@@ -371,6 +371,8 @@ class Dispatcher:
         logger.info("replica %s is connected", link.replica)
         self.metrics.channels.add()
         self.adapters.replica_came()
+        sharing = max((other.stats.routers for other in self._links.values()), default=1)
+        link.intake.opened(sharing, time.monotonic())
         endpoint = link.endpoint
         known = self._card.max_model_len if self._card_known else endpoint.max_model_len
         self._card_known = True

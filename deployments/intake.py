@@ -6,6 +6,7 @@ from engine.messages import EngineStats
 
 _RATE_SECONDS = 2.0  # how long a measurement of a rate counts
 _RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
+_ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 _SETTLED = 0.02  # seconds after which a frame knows of a choice that was sent; or two steps
 
 _SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
@@ -47,9 +48,16 @@ class Intake:
         self._booked_tokens = 0
         self._ours: set[int] = set()  # choices there that are this router's
         self._unbegun: set[int] = set()  # of these, those that have brought nothing yet
+        self._sharing = 0  # routers that a new replica will have soon
+        self._opened = 0.0
         self._part = Rate()  # this router's choices among all there, while it is full
         self._prompts = Rate()  # while a prompt waits
         self._work = Rate()  # prompts (computed or found) and outputs, while it is full
+
+    def opened(self, sharing: int, now: float) -> None:
+        """The connection is new. sharing: routers at other replicas. They connect at once, and the
+        first to do so is told that it is alone."""
+        self._sharing, self._opened = sharing, now
 
     def book(self, choice: int, prompt_tokens: int, now: float) -> None:
         """A choice was sent. It counts until it begins, or a frame has it among the waiting."""
@@ -79,6 +87,8 @@ class Intake:
         """A frame has come."""
         self._room = None
         last, self.stats = self.stats, stats
+        if now > self._opened + _ALL_HERE:
+            self._sharing = 0
         seconds = stats.busy_seconds - last.busy_seconds
         if stats.step > last.step and seconds > 0:
             computed = stats.prompt_tokens - last.prompt_tokens
@@ -130,17 +140,20 @@ class Intake:
             _AHEAD_STEPS * self._step_tokens, (self._prompts.measured or 0.0) * _AHEAD_SECONDS
         ):
             return 0
-        waiting = stats.waiting + len(self._booked)
-        routers = max(1, stats.routers)
+        booked = len(self._booked)
+        routers = max(1, stats.routers, self._sharing)
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
         if not stats.rows:
             return spare
-        free = stats.rows - stats.running - waiting
+        free = stats.rows - stats.running - stats.waiting
         if tokens > self._free_tokens:  # they wait for memory, not for their turn
-            free = -waiting
+            free = -stats.waiting
         if free > 0:
-            return spare - (-free // routers)
-        return spare - min(-free, -free * len(self._unbegun) // max(1, waiting))
+            # What was sent since the frame is of this router's share, not of all rows: or it takes
+            # half of what is left each time, and two routers take all rows each.
+            return spare - (-free // routers) - booked
+        over, waiting = booked - free, stats.waiting + booked
+        return spare - min(over, over * len(self._unbegun) // max(1, waiting))
 
     def free_rows(self) -> float:
         """Rows that nobody has or waits for; none while memory is what is short."""

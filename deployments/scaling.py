@@ -311,7 +311,8 @@ def _carry(
         if ahead > level * 1.05:
             text = f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
             return count, Reason("trend", text)
-        return count, Reason("work", f"work of {level:.1f} replicas")
+        text = f"work of {level:.1f} replicas" if have else "there was none"
+        return count, Reason("work", text)
     if count < have:
         # More come for a rise that is sure; for none to go it is enough that there may be one.
         rising = level + pool.start_seconds * _slope(works)[0]

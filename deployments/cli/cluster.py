@@ -27,6 +27,14 @@ class ClusterError(MantaError):
     code = "cluster_error"
 
 
+def _deployed_at(app_name: str) -> float:
+    """Unix seconds; 0 if it is not there. Raises what `serve.status` does."""
+    from ray import serve
+
+    app = serve.status().applications.get(app_name)
+    return float(app.last_deployed_time_s) if app is not None else 0.0
+
+
 class Cluster:
     """Own: started by us on this machine and stopped by `close`. Joined: left running."""
 
@@ -34,6 +42,7 @@ class Cluster:
         self.address = address if address is not None else ray_address() or _running_here()
         self.own = self.address in (None, "local")
         self._folder: str | None = None
+        self._deployed = 0.0  # when Serve took our deployment
 
     def start(self, config: MantaConfig) -> None:
         """Raises ClusterError."""
@@ -68,8 +77,13 @@ class Cluster:
             what = "start Ray" if self.own else f"join Ray at {self.address}"
             raise ClusterError(f"cannot {what}: {reason}; `manta doctor` may tell more") from error
 
+    def note_deployment(self, app_name: str) -> None:
+        """Our application runs now; `close` leaves alone what somebody deploys in its place."""
+        self._deployed = _deployed_at(app_name)
+
     def close(self, app_name: str, drain_seconds: float | None = None) -> None:
-        """Stop what we started: our own Ray, or our application in a joined one.
+        """Stop what we started: our own Ray, or our application in a joined one, unless somebody
+        has deployed it anew since then.
 
         drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
         no time.
@@ -89,6 +103,10 @@ class Cluster:
                     TimeoutError,
                     OSError,
                 )
+                with contextlib.suppress(*gone):
+                    if not self.own and _deployed_at(app_name) > self._deployed > 0:
+                        ray.shutdown()
+                        return
                 seconds = drain_seconds or 0.0
                 with contextlib.suppress(*gone):  # e.g. one of the routers
                     calls = serve.get_app_handle(app_name).broadcast("drain", seconds)

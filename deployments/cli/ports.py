@@ -62,7 +62,10 @@ def why_not_bindable(host: str, port: int) -> str | None:
             return f"port {port} needs more rights; take one above 1023 with --port"
         except OSError as error:
             if who := holder(port):
-                return f"port {port} is in use by {who}; stop it or choose another with --port"
+                return (
+                    f"port {port} is in use by {who}; stop it or choose another with --port. To "
+                    "change what a manta serve runs there, give this one its --address"
+                )
             if error.errno == 99:  # EADDRNOTAVAIL
                 return f"{host} is no address of this machine"
             return f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"

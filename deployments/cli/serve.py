@@ -95,6 +95,7 @@ def _start(cluster: Cluster, config: MantaConfig) -> None:
         deploy(serve_config(config))
     with Status("Starting the replicas") as status:
         _wait_running(config.app_name, status)
+        cluster.note_deployment(config.app_name)
         _wait_ready(config, status)
 
 

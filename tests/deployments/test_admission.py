@@ -332,6 +332,28 @@ def test_room_is_the_free_rows_and_a_little_more():
     assert intake(rows=0, running=5000).room() > 0, "an engine that does not tell its rows"
 
 
+def test_a_share_of_the_free_rows_is_a_share_until_the_next_frame():
+    """Two routers with a queue each: after each choice they take half of what is left, until both
+    have filled all rows, and the rest waits in the engine while another replica has room. Or the
+    first router at a new replica, which is told that it is alone there."""
+
+    def sent(one: Intake) -> int:
+        count = 0
+        while one.room() > 0:
+            one.book(count, 1, 100.0)
+            count += 1
+        return count
+
+    assert sent(intake(routers=2)) == 32 + 2
+    assert sent(intake(routers=2, running=50)) == 7 + 2
+    new = Intake(step_tokens=2048)
+    new.opened(4, 100.0)
+    new.observe(frame(), 100.01)
+    assert sent(new) == 16 + 1
+    new.observe(frame(running=17), 103.0)
+    assert sent(new) == 64 - 17 + 4, "the others never came"
+
+
 def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
     """Hundreds of long prompts in the engine because it has rows for them."""
     assert intake(running=5, waiting_tokens=5000).room() == 0
