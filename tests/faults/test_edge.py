@@ -167,10 +167,5 @@ def test_f22_ten_times_the_load(live: Live) -> None:
     report = abuse.Report()
     asyncio.run(abuse.overload(live, report, 2 * ROWS, 5.0, TENANTS))
     p99 = report.value("F22/refused after, p99")
-    # In five seconds the answers at the edges of the two floods make a tenth of the difference; the
-    # minute of `python -m tests.faults.abuse` is held to 0.9.
-    against = "F22/good answers a step, of those at 1.5 times"
-    assert [line for line in told(report) if not line.startswith(against)] == []
-    assert report.value(against) > 0.8
-    assert report.value("F22/good answers a step, of all that fit") > 0.95
+    assert not told(report)
     assert p99 < 250
