@@ -131,9 +131,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
             prefix_caching=config.prefix_caching,
-            async_scheduling=device.type == "cuda"
-            if config.async_scheduling is None
-            else config.async_scheduling,
+            async_scheduling=resolved.async_scheduling,
             admission=config.admission,
             batching=config.batching,
             eos_token_ids=tuple(resolved.model.eos_token_ids),

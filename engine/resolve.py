@@ -28,6 +28,7 @@ class Resolved:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_threads: int
+    async_scheduling: bool
 
 
 def resolve(config: EngineConfig) -> Resolved:
@@ -66,6 +67,7 @@ def resolve(config: EngineConfig) -> Resolved:
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or (_CUDA_THREADS if cuda else len(os.sched_getaffinity(0))),
+        async_scheduling=cuda if config.async_scheduling is None else config.async_scheduling,
     )
 
 

@@ -52,8 +52,7 @@ _PASSES = 10  # over the frames; each starts from the last solution
 
 @dataclass(slots=True)
 class Observed:
-    """firsts: seconds to the first token, by request; gaps: seconds a
-    token after it."""
+    """firsts: seconds to the first token, by request; gaps: seconds a token after it."""
 
     frames: list[EngineStats]
     firsts: list[float]
@@ -177,11 +176,10 @@ def fit(observed: Observed) -> Cost:
     return model.cost
 
 
-def simulate(observed: Observed, cost: Cost) -> list[Job]:
+def simulate(real: Observed, cost: Cost) -> list[Job]:
     """The same requests at one SimReplica."""
-    one = observed
-    speed = Speed("", *cost, one.kv_tokens, one.rows, one.step_tokens, ahead=one.ahead)
-    work = [Job(job.arrival, job.prompt, job.output) for job in observed.jobs]
+    speed = Speed("", *cost, real.kv_tokens, real.rows, real.step_tokens, ahead=real.ahead)
+    work = [Job(job.arrival, job.prompt, job.output) for job in real.jobs]
     return run([speed], RoundRobin(), work, routers=1).jobs
 
 

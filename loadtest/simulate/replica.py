@@ -7,7 +7,7 @@ with the context is in the constants of a step, not in its own term.
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from deployments.prefix_index import STRIDE
@@ -36,17 +36,11 @@ class Speed:
     ahead: bool = False
 
     def slower(self, factor: float) -> "Speed":
-        return Speed(
-            self.pool,
-            self.base * factor,
-            self.sequence * factor,
-            self.token * factor,
-            self.kv_tokens,
-            self.max_num_seqs,
-            self.chunk,
-            self.slots,
-            self.adapter_seconds,
-            self.ahead,
+        return replace(
+            self,
+            base=self.base * factor,
+            sequence=self.sequence * factor,
+            token=self.token * factor,
         )
 
 
