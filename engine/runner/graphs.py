@@ -1,16 +1,19 @@
 """StepGraphs: CUDA graphs for whole steps of certain sizes, decodes alone or mixed with chunks.
 
-A graph holds assembly, forward, logits, sampling and the write of the next token. Launching it
-costs the host microseconds whatever the number of layers, where launching its kernels one by one
-takes longer than the device takes for a few hundred tokens: without graphs for mixed steps, every
-short prompt would wait for the host. A size is (entries, tokens); decodes alone have as many of the
-one as of the other. Steps are padded to the next size: padding points at the padding row, writes no
-key, and its token goes nowhere.
+A step is two graphs: assembly and forward up to the hidden states that are sampled from; then
+logits, choice and the write of the next token, where all rows are greedy or have a temperature and
+nothing else. Other sampling is launched kernel by kernel behind the first, a dozen of them.
+Launching a graph costs the host microseconds whatever the number of layers, where launching its
+kernels one by one takes longer than the device takes for a few hundred tokens: without graphs for
+mixed steps, every short prompt would wait for the host. A size is (entries, tokens); decodes alone
+have as many of the one as of the other. Steps are padded to the next size: padding points at the
+padding row, writes no key, and its token goes nowhere.
 """
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +49,8 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 
 class StepGraphs:
-    """Graphs for steps whose sampling is greedy or temperature only.
-
-    Two variants a size: "greedy" (all rows greedy) and "sampled" (some have a temperature). The
-    second is captured when first needed, because many deployments never use one of them. Both with
-    and without adapters where the engine takes any: steps without one pay nothing for them.
-    """
+    """All are recorded at the start, as recording waits for the device. With and without adapters
+    where the engine takes any: steps without one pay nothing for them."""
 
     def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
         self._runner = runner
@@ -64,14 +63,15 @@ class StepGraphs:
         for entries, tokens in MIXED_SIZES.items():
             fitting = [size for size in tokens if entries <= size <= limit]
             self._mixed.setdefault(min(entries, most), fitting)
-        self._graphs: dict[tuple[Size, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
+        # By entries, whether they are of a mixed step, and whether all are greedy.
+        self._choices: dict[tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._hidden: Tensor  # [most, hidden_size]: from the first graph to the second
         self._pool: Any = None
 
-    def size_of(self, batch: Batch, plan: SamplePlan) -> Size | None:
-        """The graph that a batch fits into; None: launch it kernel by kernel."""
+    def size_of(self, batch: Batch) -> Size | None:
+        """The graphs that a batch fits into; None: launch it kernel by kernel."""
         count = len(batch.rows)
-        if not plan.simple:
-            return None
         if batch.num_decodes == count:
             at = bisect_left(self._decodes, count)
             return (self._decodes[at],) * 2 if at < len(self._decodes) else None
@@ -82,45 +82,51 @@ class StepGraphs:
         return None
 
     def capture(self) -> None:
-        """Record the greedy variants, largest first so that smaller ones reuse its memory.
+        """Record all, largest first so that smaller ones reuse its memory.
 
         A mixed step that keeps the device busy for longer than the host takes to launch it gains
         nothing from a graph and loses what it is padded with: that size is left out.
         """
+        runner = self._runner
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
-        self._runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
-        greedy = self._runner.sampler.simple_plan(greedy=True)
-        variants = (False, True)[: 1 + (self._runner.lora is not None)]
+        runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
+        lookup = runner.model.lookup
+        self._hidden = lookup.new_zeros((max_entries(runner.rows.pad_row), lookup.shape[1]))
+        variants = (False, True)[: 1 + (runner.lora is not None)]
         for count in reversed(self._decodes):
             for adapters in variants:
-                self._capture((count, count), greedy, adapters)
+                self._capture_forward((count, count), adapters)
         for entries, sizes in self._mixed.items():
-            launch = self._launch_seconds((entries, sizes[0]), greedy) if sizes else 0.0
+            launch = self._launch_seconds((entries, sizes[0])) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
-                self._capture((entries, num_tokens), greedy, adapters=False)
-                if self._device_seconds((entries, num_tokens), greedy) > launch:
-                    del self._graphs[(entries, num_tokens), True, False]
+                self._capture_forward((entries, num_tokens), adapters=False)
+                if self._device_seconds((entries, num_tokens)) > launch:
+                    del self._forwards[(entries, num_tokens), False]
                     del sizes[at:]
                     break
                 if len(variants) > 1:
-                    self._capture((entries, num_tokens), greedy, adapters=True)
+                    self._capture_forward((entries, num_tokens), adapters=True)
+        for mixed, counts in ((False, self._decodes), (True, list(self._mixed))):
+            for count in reversed(counts):
+                for greedy in (True, False):
+                    self._capture_choice(count, mixed, greedy)
 
     @torch.inference_mode()
-    def _launch_seconds(self, size: Size, plan: SamplePlan) -> float:
+    def _launch_seconds(self, size: Size) -> float:
         """What launching such a step kernel by kernel costs the host."""
         self._runner.inputs.all_padding(*size)
-        self._step(size, plan, adapters=False)
+        self._forward(size, adapters=False)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        self._step(size, plan, adapters=False)
+        self._forward(size, adapters=False)
         seconds = time.perf_counter() - start
         torch.cuda.synchronize()
         return seconds
 
-    def _device_seconds(self, size: Size, plan: SamplePlan) -> float:
+    def _device_seconds(self, size: Size) -> float:
         """What its graph costs the device, without attention to what is not there yet."""
         self._runner.inputs.all_padding(*size)
-        graph, _ = self._graphs[size, plan.greedy, False]
+        graph = self._forwards[size, False]
         graph.replay()  # the first one uploads it
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -130,40 +136,70 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Each is captured again when it is first needed."""
-        self._graphs.clear()
+        self._forwards.clear()
+        self._choices.clear()
         self._pool = None
 
     @torch.inference_mode()
-    def run(self, batch: Batch, size: Size, plan: SamplePlan) -> Tensor:
-        """Upload the batch and replay.
-
-        Returns the tokens of the sampling entries in order, [entries] int64 (padded), valid until
-        the next run.
-        """
-        lora = self._runner.lora
+    def forward(self, batch: Batch, size: Size) -> None:
+        """Upload the batch and replay up to its hidden states, for `choose` or `samples`."""
+        runner = self._runner
+        lora = runner.lora
         slots = None if lora is None else lora.slots_of(batch)
-        key = (size, plan.greedy, slots is not None)
-        if key not in self._graphs:
-            self._capture(size, plan, adapters=slots is not None)
-        self._runner.inputs.upload(batch, *size)
+        key = (size, slots is not None)
+        if key not in self._forwards:
+            self._capture_forward(*key)
+        runner.inputs.upload(batch, *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
+        self._forwards[key].replay()
+
+    def choose(self, size: Size, plan: SamplePlan) -> Tensor:
+        """The next token of each sampling entry, into its row as well: [entries] int64 (padded),
+        valid until the next choice. plan: a simple one."""
+        entries, num_tokens = size
         self._runner.sampler.flush()
-        graph, tokens = self._graphs[key]
+        key = (entries, num_tokens > entries, plan.greedy)
+        if key not in self._choices:
+            self._capture_choice(*key)
+        graph, tokens = self._choices[key]
         graph.replay()
         return tokens
 
-    @torch.inference_mode()
-    def _capture(self, size: Size, plan: SamplePlan, adapters: bool) -> None:
+    def samples(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this many sampling entries: hidden states [entries, hidden_size], rows [entries] int64
+        and the positions of their new tokens [entries] int64."""
+        inputs = self._runner.inputs
+        rows, positions = inputs.rows, inputs.kv_len
+        if mixed:
+            which = inputs.which[:entries]
+            rows, positions = rows.index_select(0, which), positions.index_select(0, which)
+        return self._hidden[:entries], rows[:entries].long(), positions[:entries].long()
+
+    def _capture_forward(self, size: Size, adapters: bool) -> None:
+        with self._recording() as graph:
+            self._forward(size, adapters)
+        self._forwards[size, adapters] = graph
+
+    def _capture_choice(self, entries: int, mixed: bool, greedy: bool) -> None:
+        plan = self._runner.sampler.simple_plan(greedy)
+        with self._recording() as graph:
+            tokens = self._runner.sample(*self.samples(entries, mixed), plan).tokens
+        self._choices[entries, mixed, greedy] = (graph, tokens)
+
+    @contextmanager
+    def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Nothing runs meanwhile, and kernels that are not there yet are compiled."""
         graph = torch.cuda.CUDAGraph()
         # Only of this thread: another may be loading an adapter.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            tokens = self._step(size, plan, adapters)
+        with (
+            torch.inference_mode(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            yield graph
         self._pool = graph.pool()
-        self._graphs[size, plan.greedy, adapters] = (graph, tokens)
 
-    def _step(self, size: Size, plan: SamplePlan, adapters: bool) -> Tensor:
+    def _forward(self, size: Size, adapters: bool) -> None:
         runner = self._runner
         entries, num_tokens = size
         mixed = num_tokens > entries
@@ -176,9 +212,7 @@ class StepGraphs:
             meta.lora = runner.lora.graph_step(num_tokens)
         runner.kernels.prepare(meta, runner._num_heads, runner.kv.layers[0][0])
         hidden = runner.model.forward(token_ids, meta, runner.kv.layers)
-        rows, positions = runner.inputs.rows[:entries], meta.kv_len
         if mixed:
-            hidden = hidden.index_select(0, runner.inputs.last[:entries])
-            which = runner.inputs.which[:entries]
-            rows, positions = rows.index_select(0, which), positions.index_select(0, which)
-        return runner.sample(hidden, rows.long(), positions.long(), plan).tokens
+            torch.index_select(hidden, 0, runner.inputs.last[:entries], out=self._hidden[:entries])
+        else:
+            self._hidden[:entries].copy_(hidden)

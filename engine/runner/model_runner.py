@@ -26,7 +26,7 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.sampler import MOST, Sampled, Sampler
 from kernels.dispatch import Kernels
 
 
@@ -187,23 +187,29 @@ class ModelRunner:
         )
         size = None
         if self.graphs is not None and (decodes_only or not self._wants_prompt_logprobs(batch)):
-            size = self.graphs.size_of(batch, plan)
+            size = self.graphs.size_of(batch)
+        prompt_logprobs = []
         if self.graphs is not None and size is not None:
-            tokens = self.graphs.run(batch, size, plan)[: len(sample_rows)]
-            return self._finish(batch, tokens, entries)
-
-        step = self.inputs.assemble(batch)
-        if self.lora is not None:
-            step.meta.lora = self.lora.step(batch)
-        hidden = self.forward(step)
-        prompt_logprobs = [] if decodes_only else self._launch_prompt_logprobs(batch, hidden)
-        if not sample_rows:
-            pending = self._finish(batch, hidden.new_empty(0, dtype=torch.int64), None)
-            pending.prompt_logprobs = prompt_logprobs
-            return pending
-        if step.last is not None:
-            hidden = hidden.index_select(0, step.last)
-        sampled = self.sample(hidden, step.sample_rows, step.sample_positions, plan)
+            self.graphs.forward(batch, size)
+            if plan.simple:
+                tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
+                return self._finish(batch, tokens, entries)
+            hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
+        else:
+            step = self.inputs.assemble(batch)
+            if self.lora is not None:
+                step.meta.lora = self.lora.step(batch)
+            hidden = self.forward(step)
+            if not decodes_only:
+                prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
+            if not sample_rows:
+                pending = self._finish(batch, hidden.new_empty(0, dtype=torch.int64), None)
+                pending.prompt_logprobs = prompt_logprobs
+                return pending
+            if step.last is not None:
+                hidden = hidden.index_select(0, step.last)
+            rows, positions = step.sample_rows, step.sample_positions
+        sampled = self.sample(hidden, rows, positions, plan)
         pending = self._finish(batch, sampled.tokens, entries)
         pending.logprobs = self._launch_logprobs(sampled, sample_rows)
         pending.prompt_logprobs = prompt_logprobs
@@ -319,7 +325,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run the largest step on the padding row: compiles kernels, shows the peak of memory."""
+        """Run the largest step on the padding row, with everything that can be asked of sampling:
+        compiles kernels, shows the peak of memory."""
         pad = self.rows.pad_row
         max_len = self.rows.tokens.shape[1] - 1
         batch = Batch(step=-1)
@@ -339,10 +346,9 @@ class ModelRunner:
         if self.lora is not None:
             self.lora.forget()
         count = self.rows.pad_row
-        plan = self.sampler.simple_plan(greedy=True)
         rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
         last = torch.arange(count, device=self.device) % hidden.shape[0]
-        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), plan)
+        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST)
         decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
         self.forward(self.inputs.assemble(decode))
 

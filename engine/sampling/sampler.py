@@ -17,6 +17,7 @@ from engine.sampling.rows import (
     SAMPLED,
     ParameterRows,
 )
+from engine.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,14 @@ class SamplePlan:
 
     @property
     def simple(self) -> bool:
-        """Greedy or temperature only: static shapes, may be captured in a CUDA graph."""
+        """Greedy or temperature only: what most ask for, and in a CUDA graph of its own."""
         return not (self.filtered or self.edits) and self.logprobs < 0
+
+
+# Of what can be asked for. Its log-probabilities are as many as a request may want.
+MOST = SamplePlan(
+    sampled=True, filtered=True, biased=True, penalised=True, banned=True, logprobs=MAX_LOGPROBS
+)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from engine.runner.memory import (
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import SamplePlan, Sampler
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
@@ -249,10 +249,9 @@ def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
     wants an entry more than there are rows."""
     rows = RequestRows.allocate(most, 4096, 16, torch.device("cpu"))
     graphs = StepGraphs(SimpleNamespace(rows=rows), default_sizes(most), 2048)  # type: ignore[arg-type]
-    plan = SamplePlan()
     for count in range(1, min(most, 256) + 1):
         batch = Batch(0, [0] * count, [0] * count, [1] * (count - 1) + [30], num_decodes=count - 1)
-        size = graphs.size_of(batch, plan)
+        size = graphs.size_of(batch)
         assert size is not None
         entries, tokens = size
         assert count < entries <= max_entries(most) and batch.num_tokens <= tokens

@@ -93,7 +93,7 @@ def slots_in_graphs(core: EngineCore) -> set[frozenset[int]]:
 
 def run_odd_ones_scored(core: EngineCore, plan: list[tuple[str, list[int]]]) -> dict[int, Any]:
     """The outputs of all (adapter, prompt), by number; of odd numbers with log-probabilities, and
-    after the others: one row with these keeps its step out of graphs."""
+    after the others: one prompt with these keeps its step out of graphs."""
     outputs: dict[int, Any] = {}
     for scored in (False, True):
         score = {} if scored else {"prompt_logprobs": None, "logprobs": None}
