@@ -131,13 +131,10 @@ class EngineCore:
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
-        """A call of `step` would do something. It would not if all requests wait for adapters."""
+        """A call of `step` would do something. It would not if all requests wait for adapters, or
+        all whose turn it is in a trial."""
         return bool(
-            self.scheduler.can_run()
-            or self._pending
-            or self._outbox
-            or self._trial is not None
-            or self._adapters.has_news()
+            self.scheduler.can_run() or self._pending or self._outbox or self._adapters.has_news()
         )
 
     def step(self) -> list[Delta]:
@@ -168,7 +165,7 @@ class EngineCore:
         except Exception as error:
             failure, suspect = error, 0
         self.on_device = False
-        assert result or failure or batch or self._trial or not self.scheduler.can_run(), (
+        assert result or failure or batch or not self.scheduler.can_run(), (
             "requests are left, yet none can run"
         )
         if result is not None:

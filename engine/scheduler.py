@@ -124,9 +124,13 @@ class Scheduler:
         return failed
 
     def can_run(self) -> bool:
-        """Somebody runs or may start: not all wait for their adapters."""
-        queue = self.queue
-        return bool(self.running or (queue.waiting and not (self._split and queue.parked)))
+        """Somebody runs or may start: not all who may leave the queue wait for their adapters."""
+        if self.running:
+            return True
+        waiting, only = self.queue.waiting, self._only
+        if self._split and self.queue.parked:
+            return False
+        return bool(waiting) if only is None else any(request in only for request in waiting)
 
     def requeue(self, *, trusted: bool) -> None:
         """All running requests back to the queue, and the steps in flight forgotten: their results

@@ -11,7 +11,18 @@ from engine.batch import Batch, StepResult
 from engine.core import EngineCore
 from engine.messages import EngineRequest
 from tests.engine.driver import random_run
-from tests.fakes import FakeRunner, _Step, expected, make_config, make_request, run
+from tests.fakes import (
+    FakeRunner,
+    Inline,
+    Output,
+    _Step,
+    collect,
+    expected,
+    make_config,
+    make_request,
+    make_store,
+    run,
+)
 
 
 class DeviceError(Exception):
@@ -223,6 +234,36 @@ def test_requests_come_and_go_during_the_search() -> None:
     assert all(ends[id] in ("stop", "length") for id in (12, 13, 14, 15))
     assert all(ends[id] in ("stop", "length") for id in ends if id >= 50)
     assert ends[5] in ("abort", "error")
+
+
+def test_a_group_waits_for_its_adapter_without_turning() -> None:
+    """Bug: a slot goes to another adapter when a step fails, and until the group's own is back the
+    loop turns as fast as it can, for others that may not run now."""
+    device = Inline()
+    runner = FaultyRunner("wait", first(1))
+    store = make_store(["a", "b"], max_loras=1, device=device)
+    core = EngineCore(runner.config, runner, store)
+    requests = [make_request(i, adapter=name) for i, name in enumerate(["a", "a", "b", ""])]
+    wanted = {r.id: expected(r, core.config) for r in requests}
+    outputs: dict[int, Output] = {}
+    core.add(requests[0])
+    core.add(requests[1])
+    while not core.scheduler.running:
+        core.step()
+    core.add(requests[2])
+    core.add(requests[3])
+    device.hold = True
+    turns = waits = 0
+    while core.has_work() or device.held:
+        if not core.has_work():
+            waits += 1
+            device.release()
+        collect(core.step(), outputs)
+        core.check_integrity()
+        turns += 1
+        assert turns < 100, "it turns while the adapter loads"
+    assert runner.failed_steps == 1 and waits == 3
+    assert {id: (output.tokens, output.finish) for id, output in outputs.items()} == wanted
 
 
 @pytest.mark.parametrize("seed", range(6))
