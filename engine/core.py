@@ -21,6 +21,7 @@ from typing import Protocol
 
 from engine.batch import Batch, OutOfMemory, StepResult
 from engine.block_manager import FreeBlocks, FreeList
+from engine.busy import BusyTime
 from engine.core_config import CoreConfig
 from engine.errors import MantaError, Overloaded
 from engine.lora.store import AdapterStore
@@ -94,10 +95,7 @@ class EngineCore:
         self._runner = runner
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
-        self._step_seconds = 0.0
-        self._busy_seconds = 0.0  # up to the last step whose result is here
-        self._spent = 0.0  # since then
-        self._busy_since = 0.0  # the end of a step after which work was left; 0 = there was none
+        self._busy = BusyTime()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
         self._patience = _PATIENCE // 2  # the first shortage doubles it
@@ -182,13 +180,7 @@ class EngineCore:
             self._begin_trial(failure, suspect)
         if self._trial is not None:
             deltas += self._go_on_with(self._trial, succeeded=result is not None)
-        ended = time.perf_counter()
-        self._step_seconds = ended - began
-        self._spent += ended - (self._busy_since or began)
-        if result is not None:
-            self._busy_seconds += self._spent
-            self._spent = 0.0
-        self._busy_since = ended if self.has_work() else 0.0
+        self._busy.stepped(began, result=result is not None, more=self.has_work())
         return deltas
 
     def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
@@ -303,8 +295,8 @@ class EngineCore:
             prefix_hits=counters.prefix_hits,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
-            step_seconds=self._step_seconds,
-            busy_seconds=self._busy_seconds,
+            step_seconds=self._busy.step,
+            busy_seconds=self._busy.total,
             finished=counters.finished,
             out_of_memory=counters.out_of_memory,
             draining=self.draining,

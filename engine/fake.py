@@ -16,6 +16,7 @@ from zlib import crc32
 import msgspec
 
 from engine.batch import TokenLogprobs
+from engine.busy import BusyTime
 from engine.config import EngineConfig
 from engine.errors import AdapterError, ConfigError
 from engine.lora.adapter import Adapter
@@ -103,7 +104,7 @@ class FakeCore:
         self._slots: dict[int, int] = {}  # by request that has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
         self.lost = False  # the device
-        self._busy_since = 0.0  # the end of a step after which work was left; 0 = there was none
+        self._busy = BusyTime()
 
     def ready(self) -> Ready:
         o = self._options
@@ -180,7 +181,7 @@ class FakeCore:
     def step(self) -> list[Delta]:
         options, stats = self._options, self._stats
         stats.step += 1
-        began = time.monotonic()
+        began = time.perf_counter()
         if stats.step == options.fail_step:
             raise RuntimeError("the fake engine was told to fail")
         if self.lost:
@@ -198,10 +199,8 @@ class FakeCore:
             if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
-        ended = time.monotonic()
-        stats.step_seconds = ended - began
-        stats.busy_seconds += ended - (self._busy_since or began)
-        self._busy_since = ended if self.has_work() else 0.0
+        self._busy.stepped(began, result=True, more=self.has_work())
+        stats.step_seconds, stats.busy_seconds = self._busy.step, self._busy.total
         return deltas
 
     def _advance(self, request: EngineRequest) -> Delta:

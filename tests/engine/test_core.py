@@ -5,11 +5,13 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.batch import Batch, StepResult
+from engine.busy import BusyTime
 from engine.core import EngineCore
 from engine.messages import EngineRequest
 from engine.request import Request
@@ -349,6 +351,21 @@ def test_prompt_tokens_count_when_they_are_computed() -> None:
         busy.append(stats.busy_seconds)
     assert seen == [(0, 0, 0), (1, 10, 1), (2, 10, 2), (3, 10, 3)]
     assert busy[0] == 0 and sorted(set(busy)) == busy, "seconds go with the steps that took them"
+
+
+def test_seconds_without_work_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the pause between two requests makes the second one's step look slow; or the time
+    between two steps is lost."""
+    monkeypatch.setattr("engine.busy.time", SimpleNamespace(perf_counter=lambda: now))
+    busy, now = BusyTime(), 12.0
+    busy.stepped(10.0, result=False, more=True)  # launched; its result is the next step's
+    assert (busy.step, busy.total) == (2.0, 0.0)
+    now = 15.0
+    busy.stepped(14.0, result=True, more=False)
+    assert (busy.step, busy.total) == (1.0, 5.0)
+    now = 101.0
+    busy.stepped(100.0, result=True, more=True)
+    assert busy.total == 6.0
 
 
 def test_has_work_until_the_last_result_is_in() -> None:

@@ -1,0 +1,22 @@
+"""BusyTime: the seconds of a core's steps, as its figures tell them."""
+
+import time
+
+
+class BusyTime:
+    """step: seconds of the last step. total: with work to do, between steps too, up to the last
+    step that brought a result; so they go with the counts of results."""
+
+    def __init__(self) -> None:
+        self.step = self.total = 0.0
+        self._since = 0.0  # what is not counted yet began then; 0: there was nothing to do
+
+    def stepped(self, began: float, *, result: bool, more: bool) -> None:
+        """A step ends now. began: of time.perf_counter. more: work is left."""
+        now = time.perf_counter()
+        self.step = now - began
+        since = self._since or began
+        if result:
+            self.total += now - since
+            since = now
+        self._since = since if more else 0.0
