@@ -30,7 +30,6 @@ FIXED, TOKEN, DECODE = range(3)  # rows of Fleet.terms
 HARM = 0.1  # what a second of each running stream counts against a second of the new request
 _SETTLE = 0.02  # seconds that a request may take to show in a replica's figures, and two steps
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
-_STEP_TOKENS = 2048  # of a step, for a replica that does not tell
 _OUTPUT = 128.0  # output tokens of a request, until some have ended
 _ADAPTER_SECONDS = 0.1  # a load, until one was seen
 
@@ -96,12 +95,12 @@ class Fleet:
         name: str,
         pool: str = "",
         *,
-        step_tokens: int = 0,
+        step_tokens: int,
         adapter_slots: int = 0,
         prefix_caching: bool = True,
     ) -> Replica:
         """A replica that will send frames. It is taken to be as fast as its pool until it has
-        been measured. step_tokens, adapter_slots: 0 is unknown."""
+        been measured. adapter_slots: 0 is unknown."""
         row = next((i for i, known in enumerate(self.rows) if known is None), len(self.rows))
         if row == len(self.rows):
             if row == self._table.shape[1]:
@@ -113,7 +112,7 @@ class Fleet:
             name,
             row,
             pool,
-            step_tokens or _STEP_TOKENS,
+            step_tokens,
             adapter_slots,
             prefix_caching,
             StepModel(Cost.mean(peers)),

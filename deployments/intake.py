@@ -12,7 +12,6 @@ _SETTLED = 0.02  # seconds after which a frame knows of a choice that was sent; 
 _SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
 _AHEAD_SECONDS = 2.0  # of prompts that it has waiting; and at least so many steps
 _AHEAD_STEPS = 2
-_STEP_TOKENS = 2048
 
 
 class Rate:
@@ -37,12 +36,12 @@ class Intake:
     """One replica as the router's queue sees it: its last frame, what was sent since, and how fast
     it works when it has all the work that it can take.
 
-    step_tokens: that it computes in a step at most; 0 is unknown, and learnt from what it does.
+    step_tokens: that it computes in a step at most.
     """
 
-    def __init__(self, step_tokens: int = 0) -> None:
+    def __init__(self, step_tokens: int) -> None:
         self.stats = EngineStats()
-        self._step_tokens = step_tokens or _STEP_TOKENS
+        self._step_tokens = step_tokens
         self._room: int | None = None  # until something changes
         self._booked: dict[int, tuple[float, int]] = {}  # choice -> (when sent, prompt tokens)
         self._booked_tokens = 0
@@ -92,7 +91,6 @@ class Intake:
         seconds = stats.busy_seconds - last.busy_seconds
         if stats.step > last.step and seconds > 0:
             computed = stats.prompt_tokens - last.prompt_tokens
-            self._step_tokens = max(self._step_tokens, computed // (stats.step - last.step))
             if last.waiting_tokens:
                 self._prompts.observe(computed, seconds)
             if last.waiting or 0 < last.rows <= last.running:

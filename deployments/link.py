@@ -24,7 +24,7 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 class Endpoint:
     """What a replica publishes: where it listens, the secret, and what its engine can do.
 
-    step_tokens: of a step, at most. adapter_slots: adapters on the device. 0: not told.
+    step_tokens: of a step, at most. adapter_slots: adapters on the device; 0: not told.
     weights, tokenizer: of models.Identity.
     """
 
@@ -34,7 +34,7 @@ class Endpoint:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    step_tokens: int = 0
+    step_tokens: int
     adapter_slots: int = 0
     prefix_caching: bool = True
     weights: str = ""
@@ -49,7 +49,7 @@ class Endpoint:
             max_model_len=int(metadata["max_model_len"]),
             vocab_size=int(metadata["vocab_size"]),
             eos_token_ids=tuple(int(token) for token in metadata["eos_token_ids"]),
-            step_tokens=int(metadata.get("step_tokens", 0)),
+            step_tokens=int(metadata["step_tokens"]),
             adapter_slots=int(metadata.get("adapter_slots", 0)),
             prefix_caching=bool(metadata.get("prefix_caching", True)),
             weights=str(metadata.get("weights", "")),

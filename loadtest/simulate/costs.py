@@ -79,7 +79,7 @@ def _fleet(count: int) -> Fleet:
     dice, made = Random(2), Fleet()
     for number in range(count):
         name = f"gpu/{number}"
-        made.add(name, "gpu")
+        made.add(name, "gpu", step_tokens=GPU.chunk)
         made.set_available(name, True)
         stats = EngineStats(running=number % 50, waiting_tokens=dice.randrange(2000))
         made.observe(name, stats, 0.0)

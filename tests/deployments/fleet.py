@@ -240,6 +240,7 @@ class Fleet:
                 "max_model_len": 4096,
                 "vocab_size": VOCAB,
                 "eos_token_ids": [2],
+                "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
             }
             for name in names or self.relays

@@ -63,6 +63,7 @@ async def _replica() -> dict[str, Any]:
         "max_model_len": ready.max_model_len,
         "vocab_size": ready.vocab_size,
         "eos_token_ids": list(ready.eos_token_ids),
+        "step_tokens": ready.step_tokens,
     }
 
 

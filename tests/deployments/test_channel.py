@@ -380,7 +380,7 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
         )
         link = Link(
             "r0",
-            Endpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,)),
+            Endpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,), 2048),
             FAST,
             "r",
             dispatcher._fleet,

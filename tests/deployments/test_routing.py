@@ -185,11 +185,11 @@ def test_a_replica_that_left_leaves_nothing():
     made.remove("a")
     assert len(made.index) == 0 and not made.holders["x"]
     assert choose(made) == {None: 100}
-    made.add("b", "gpu")
+    made.add("b", "gpu", step_tokens=512)
     made.set_available("b", True)
     assert route(prompt(1), made, Random(0), 0.0).cached == 0
     for n in range(40):  # and rows are added beyond the first table
-        made.add(f"more{n}", "gpu")
+        made.add(f"more{n}", "gpu", step_tokens=512)
         made.set_available(f"more{n}", True)
     assert len(choose(made)) > 10
 

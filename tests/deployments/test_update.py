@@ -22,9 +22,7 @@ def run(work):
 
 def told(fleet: Fleet, name: str, **more: str) -> dict:
     """What a replica publishes."""
-    relay = fleet.relays[name]
-    endpoint = {"host": "127.0.0.1", "port": relay.port, "secret": relay.secret.hex()}
-    return {**endpoint, "max_model_len": 4096, "vocab_size": 1000, "eos_token_ids": [2], **more}
+    return {**fleet.published(name)[name], **more}
 
 
 def test_who_is_handed_over_is_not_to_blame():
