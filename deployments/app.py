@@ -189,10 +189,12 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a replica can get at most: CPU cores and GPUs of the largest node."""
+    """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
+    other nodes, as far as one can know."""
 
     cores: float
     gpus: float
+    alone: bool = False
 
     @classmethod
     def here(cls) -> "Machine":
@@ -203,9 +205,10 @@ class Machine:
             else []
         )
         if nodes:
-            return cls(
-                max(node.get("CPU", 0) for node in nodes), max(node.get("GPU", 0) for node in nodes)
-            )
+            cores = max(node.get("CPU", 0) for node in nodes)
+            # A node without cores is the head of a cluster whose other nodes come when asked for.
+            alone = len(nodes) == 1 and cores > 0
+            return cls(cores, max(node.get("GPU", 0) for node in nodes), alone)
         return cls(len(os.sched_getaffinity(0)), len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
@@ -269,7 +272,15 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
     outside the arguments, and whatever changes there or in the policy restarts every replica.
     """
     config = as_config(config)
-    resolved = pools(config, Machine.here())
+    machine = Machine.here()
+    resolved = pools(config, machine)
+    open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
+    if "cpu" in resolved and open_cores and not machine.alone:
+        logger.warning(
+            "pools.cpu.num_cpus is %.0f, by the largest machine seen here: a replica fits on no "
+            "node with fewer cores to give, and leaves idle what a larger one has. Name it",
+            resolved["cpu"].num_cpus,
+        )
     router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
     counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
     args = counted.model_dump(exclude_defaults=True)

@@ -112,8 +112,9 @@ class PoolConfig(_Section):
         ge=0,
         le=1024,
         description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
-        "Default: 1 in a gpu pool (the step loop); in a cpu pool the machine's cores shared out "
-        "among the replicas.",
+        "Default: 1 in a gpu pool (the step loop); in a cpu pool the cores of the machine that "
+        "builds the configuration, or of the largest node if Ray runs, shared out among the "
+        "replicas. Name it for a cluster, whose nodes may be others.",
     )
     num_gpus: float | None = Field(
         None,

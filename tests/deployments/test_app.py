@@ -48,6 +48,26 @@ def test_pools_take_what_the_machine_has():
     assert {**one.engine, **pool.engine}["num_threads"] == 3
 
 
+@pytest.mark.parametrize(
+    ("nodes", "cores", "told"),
+    [
+        (None, None, True),  # `manta build`
+        (None, 14.0, False),
+        ([8], None, False),  # `manta serve`
+        ([0], None, True),  # the head of a cluster whose nodes come when they are needed
+        ([0, 16], None, True),
+    ],
+)
+def test_a_guess_of_a_clusters_cores_is_told(nodes, cores, told, monkeypatch, caplog):
+    """A CPU pool sized by the laptop that built the file: its replicas fit on no node, or leave
+    half of each idle, and nobody knows why."""
+    monkeypatch.setattr("ray.is_initialized", lambda: nodes is not None)
+    alive = [{"Alive": True, "Resources": {"CPU": count}} for count in nodes or ()]
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+    serve_config(parse_config({"pools": {"cpu": {"num_cpus": cores}}}, {}))
+    assert ("pools.cpu.num_cpus" in caplog.text) == told
+
+
 def test_the_serve_config_is_one_that_serve_takes_and_builds_the_same(tmp_path):
     """A file that Serve refuses, or whose counts are arguments, so that scaling restarts all."""
     from ray.serve.schema import ServeDeploySchema
