@@ -14,7 +14,10 @@ import pytest
 from loadtest.processes import Instance, instance_at
 from tests.deployments.live import NAME, REPLICAS, Live, live_server
 from tests.deployments.serve_cluster import tiny_model
-from tests.faults import abuse
+from tests.faults.abuse.disconnects import disconnects, freed
+from tests.faults.abuse.overload import overload
+from tests.faults.abuse.report import Report
+from tests.faults.abuse.slow_readers import slow_readers
 from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -135,7 +138,7 @@ def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, t
     until(lambda: idle(live), 20)
 
 
-def told(report: abuse.Report) -> list[str]:
+def told(report: Report) -> list[str]:
     """What is out of its bounds, apart from milliseconds: other tests may share these cores."""
     for row in report.rows:
         print(f"{row['case']}: {row['value']} {row['unit']}")
@@ -146,17 +149,17 @@ def told(report: abuse.Report) -> list[str]:
 def test_f19_clients_that_leave_hold_nothing(live: Live) -> None:
     """Bug: a socket, a task, a ledger entry or a block for each client that hangs up, in haproxy's
     or uvicorn's ways of telling it, which no test in one process has."""
-    report = abuse.Report()
-    asyncio.run(abuse.disconnects(live, report, 300, 30, TENANTS[0]))
-    asyncio.run(abuse.freed(live, report, 20, TENANTS[0]))
+    report = Report()
+    asyncio.run(disconnects(live, report, 300, 30, TENANTS[0]))
+    asyncio.run(freed(live, report, 20, TENANTS[0]))
     assert not told(report)
     assert all(report.value(f"F19/{when}") for when in ("before the body", "in the answer"))
 
 
 def test_f20_readers_of_a_byte_a_second_hold_nobody_up(live: Live) -> None:
     """Bug: one client that hardly reads, and the others' streams wait, behind haproxy's buffers."""
-    report = abuse.Report()
-    asyncio.run(abuse.slow_readers(live, report, 10, 1.2, TENANTS[0], streams=4))
+    report = Report()
+    asyncio.run(slow_readers(live, report, 10, 1.2, TENANTS[0], streams=4))
     assert not told(report)
     assert report.value("F20/p99 beside slow readers, of beside quick ones") < 3
 
@@ -164,8 +167,8 @@ def test_f20_readers_of_a_byte_a_second_hold_nobody_up(live: Live) -> None:
 def test_f22_ten_times_the_load(live: Live) -> None:
     """Bug: an overload in which nobody gets an answer in time, or one key or priority takes all;
     refusals that come as late as answers; a server that is still busy with it when it is over."""
-    report = abuse.Report()
-    asyncio.run(abuse.overload(live, report, 2 * ROWS, 5.0, TENANTS))
+    report = Report()
+    asyncio.run(overload(live, report, 2 * ROWS, 5.0, TENANTS))
     p99 = report.value("F22/refused after, p99")
     assert not told(report)
     assert p99 < 250

@@ -1,0 +1,139 @@
+"""F20: readers that do not read, and the streams beside them."""
+
+import asyncio
+import itertools
+import socket
+import time
+from contextlib import suppress
+
+from tests.deployments.live import Live
+from tests.faults.abuse.report import (
+    BODY,
+    PATH,
+    STEP,
+    Report,
+    ended,
+    leaves_nothing,
+    percentile,
+    resident,
+)
+from tests.faults.clients import post
+
+
+class Gaps:
+    """Streams that are read as they come, and the pauses in them."""
+
+    def __init__(self, live: Live, count: int, header: str) -> None:
+        self._live, self._count, self._header = live, count, header
+
+    async def during(self, seconds: float) -> list[float]:
+        """Sorted, seconds."""
+        end = time.monotonic() + seconds
+        found: list[float] = []
+        tokens = min(100, int(seconds / STEP))
+        body = post(PATH, {**BODY, "max_tokens": tokens, "stream": True}, self._header)
+
+        async def reader() -> None:
+            while time.monotonic() < end:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._live.port)
+                writer.write(body)
+                times: list[float] = []
+                while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+                    assert line, "a stream was cut"
+                    if line.startswith(b"data: "):
+                        times.append(time.monotonic())
+                writer.close()
+                # What came with one another is one arrival.
+                found.extend(b - a for a, b in itertools.pairwise(times) if b - a > 1e-4)
+
+        await asyncio.gather(*(reader() for _ in range(self._count)))
+        return sorted(found)
+
+
+async def slow_readers(
+    live: Live, report: Report, count: int, seconds: float, header: str, *, streams: int = 8
+) -> None:
+    """Gaps of some streams alone, beside readers that take all that comes, and beside as many that
+    take a byte a second: while what they leave piles up, and then."""
+    gaps = Gaps(live, streams, header)
+    # Log-probabilities, so that it is soon more than sockets hold.
+    body = post(PATH, {**BODY, "max_tokens": 6000, "stream": True, "logprobs": 5}, header)
+    loop = asyncio.get_running_loop()
+
+    async def read(number: int, wait: float, amount: int) -> None:
+        """Half of them by haproxy, half as they would by another edge."""
+        ports = [*live.routers.values(), *[live.port] * len(live.routers)]
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            if wait:
+                # As over a network; on loopback a segment is 64 KiB and buffers hold twenty.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
+            with suppress(ConnectionError):
+                await loop.sock_connect(sock, ("127.0.0.1", ports[number % len(ports)]))
+                await loop.sock_sendall(sock, body)
+                while await loop.sock_recv(sock, amount):
+                    await asyncio.sleep(wait)
+
+    async def held() -> float:
+        states = await asyncio.to_thread(live.router_states)
+        return sum(state["held"]["http"] for state in states.values())
+
+    async def watch(began: float, over: asyncio.Event) -> None:
+        while not over.is_set():
+            mib = await asyncio.to_thread(resident, live)
+            line = {"kind": "slow readers", "at_s": round(time.monotonic() - began, 1)}
+            line |= {"streams": await held(), "mib": {k: round(v, 1) for k, v in mib.items()}}
+            report.lines.append(line)
+            await asyncio.sleep(1)
+
+    async def beside(wait: float, amount: int, times: int) -> list[list[float]]:
+        tasks = [asyncio.create_task(read(number, wait, amount)) for number in range(count)]
+        try:
+            return [await gaps.during(seconds) for _ in range(times)]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async with leaves_nothing(live, report, "F20", count + streams):
+        paused = await asyncio.to_thread(counted, live, "paused")
+        alone = await gaps.during(seconds)
+        (quick,) = await beside(0, 65536, 1)
+        await ended(live)
+        over = asyncio.Event()
+        watcher = asyncio.create_task(watch(time.monotonic(), over))
+        first, then = await beside(1.0, 1, 2)
+        over.set()
+        await watcher
+        again = await gaps.during(seconds)
+        paused = await asyncio.to_thread(counted, live, "paused") - paused
+    for name, values in (
+        ("alone", alone),
+        ("beside quick readers", quick),
+        ("beside slow readers, at first", first),
+        ("beside slow readers, then", then),
+        ("alone again", again),
+    ):
+        report.add(f"F20/gap p50 {name}", 1e3 * percentile(values, 0.5), "ms")
+        report.add(f"F20/gap p99 {name}", 1e3 * percentile(values, 0.99), "ms")
+        report.add(f"F20/longest gap {name}", 1e3 * values[-1], "ms")
+    report.add(
+        "F20/p99 beside slow readers, of beside quick ones",
+        percentile(first, 0.99) / percentile(quick, 0.99),
+        "x",
+    )
+    report.add("F20/p99 then, of alone", percentile(then, 0.99) / percentile(alone, 0.99), "x")
+    watched = [line for line in report.lines if line["kind"] == "slow readers"]
+    report.add("F20/slow readers", count, "")
+    report.add("F20/streams at once at most", max(line["streams"] for line in watched), "")
+    report.add("F20/times that one paused", paused, "")
+    last = [line["at_s"] for line in watched if line["streams"] > streams]
+    report.add(
+        "F20/last slow reader cut off after", max(last, default=0.0), "s", most=1.95 * seconds
+    )
+
+
+def counted(live: Live, name: str) -> float:
+    """A metric without labels, of all routers."""
+    return sum(float(state["metrics"][name]) for state in live.router_states().values())
