@@ -1,5 +1,7 @@
 """What a person who starts a load test can do wrong, and what can then fail."""
 
+import difflib
+
 
 class ScenarioError(Exception):
     """The scenario, an option or a file is wrong; nothing was sent. Exit code 2.
@@ -14,3 +16,11 @@ class ScenarioError(Exception):
 
 class RunError(Exception):
     """The run could not be done: no server, a client process that died. Exit code 1."""
+
+
+def hint(word: str, known: list[str]) -> str:
+    """What to add to a message about a word that means nothing."""
+    near = difflib.get_close_matches(word, known, 1, 0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""

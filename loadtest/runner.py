@@ -24,7 +24,8 @@ from loadtest.measure import summarise
 from loadtest.plan import PhasePlan, lay_out
 from loadtest.records import FaultMark, RequestRecord, RunInfo, Summary, read_records
 from loadtest.relay import Relay, open_relays
-from loadtest.scenario import AtOnce, Scenario, parse
+from loadtest.scenario import AtOnce, Scenario
+from loadtest.scenario_file import parse
 from loadtest.wire import clock
 from loadtest.worker import Order
 

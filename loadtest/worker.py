@@ -23,7 +23,7 @@ import msgspec
 from loadtest.client import Client, Progress
 from loadtest.plan import lay_out
 from loadtest.records import RequestRecord
-from loadtest.scenario import parse
+from loadtest.scenario_file import parse
 from loadtest.verify import Answer, Reference, read_references, reference_of
 from loadtest.work import Job
 

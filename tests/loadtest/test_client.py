@@ -12,7 +12,7 @@ from loadtest.client import Client
 from loadtest.measure import service_gaps, summarise
 from loadtest.plan import lay_out
 from loadtest.records import RequestRecord, RunInfo
-from loadtest.scenario import parse
+from loadtest.scenario_file import parse
 from loadtest.verify import reference_of
 from loadtest.wire import clock
 from tests.loadtest.fake_server import FakeServer

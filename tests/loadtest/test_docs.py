@@ -10,7 +10,7 @@ import pytest
 from loadtest import asserts
 from loadtest.plan import lay_out
 from loadtest.records import ERROR_CLASSES
-from loadtest.scenario import parse
+from loadtest.scenario_file import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "loadtest.md").read_text("utf-8")

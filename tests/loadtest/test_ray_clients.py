@@ -11,7 +11,7 @@ import pytest
 from loadtest.measure import percentiles
 from loadtest.ray_clients import compare_clocks, files_of
 from loadtest.runner import Options, Task, run
-from loadtest.scenario import parse
+from loadtest.scenario_file import parse
 from loadtest.wire import clock
 from tests.loadtest.fake_server import FakeServer
 

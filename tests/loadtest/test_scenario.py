@@ -7,7 +7,8 @@ import pytest
 from loadtest import yaml_text
 from loadtest.errors import ScenarioError
 from loadtest.plan import lay_out
-from loadtest.scenario import Closed, parse
+from loadtest.scenario import Closed
+from loadtest.scenario_file import parse
 
 GOOD = """\
 name: mixed
