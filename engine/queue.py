@@ -2,6 +2,7 @@
 
 import time
 from bisect import bisect_left, insort
+from collections.abc import Container
 
 from engine.lora.adapter import Adapter
 from engine.request import Phase, Request
@@ -14,17 +15,25 @@ class Queue:
         self.waiting: list[Request] = []  # in the order of service
         self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
         self.num_tokens = 0
+        self.retry = True  # something has changed since the first in line could not start
+        self.only: Container[Request] | None = None  # if any, nobody else may start
 
     def __len__(self) -> int:
         return len(self.waiting) + sum(map(len, self.parked.values()))
 
-    def put(self, request: Request) -> bool:
-        """A new request, or a preempted one. Returns whether it is the first in line."""
+    def first(self) -> Request | None:
+        """Who may start next."""
+        if self.only is None:
+            return self.waiting[0] if self.waiting else None
+        return next((r for r in self.waiting if r in self.only), None)
+
+    def put(self, request: Request) -> None:
+        """A new request, or a preempted one."""
         request.phase = Phase.WAITING
         request.queued_tokens = len(request.token_ids)
         self.num_tokens += request.queued_tokens
         insort(self.waiting, request)
-        return self.waiting[0] is request
+        self.retry |= self.waiting[0] is request
 
     def take(self, request: Request) -> None:
         """It leaves the line, to start or because it has ended."""
@@ -40,24 +49,23 @@ class Queue:
         request.adapter_us -= time.monotonic_ns() // 1000
         self.parked.setdefault(adapter, []).append(request)
 
-    def unpark(self, adapter: Adapter) -> bool:
-        """Who waits for this adapter lines up again. Returns whether anybody does."""
-        requests = self.parked.pop(adapter, [])
-        for request in requests:
+    def unpark(self, adapter: Adapter) -> None:
+        """Who waits for this adapter lines up again."""
+        for request in self.parked.pop(adapter, []):
             request.phase = Phase.WAITING
             request.adapter_us += time.monotonic_ns() // 1000
             insort(self.waiting, request)
-        return bool(requests)
+            self.retry = True
 
-    def drop_parked(self, request: Request) -> bool:
-        """It has ended. Returns whether it was the last to wait for its adapter."""
+    def drop_parked(self, request: Request) -> None:
+        """It has ended."""
         assert request.adapter is not None
         others = self.parked[request.adapter]
         others.remove(request)
         self.num_tokens -= request.queued_tokens
         if not others:
             del self.parked[request.adapter]
-        return not others
+            self.retry = True
 
     def check_integrity(self) -> None:
         parked = [request for requests in self.parked.values() for request in requests]

@@ -14,11 +14,12 @@ import enum
 import time
 from typing import Any
 
-from engine.batch import TokenLogprobs
+from engine.admission import Footprint
+from engine.batch import NewRow, TokenLogprobs
 from engine.core_config import CoreConfig
 from engine.errors import InvalidRequest
 from engine.lora.adapter import Adapter
-from engine.messages import EngineRequest
+from engine.messages import Delta, EngineRequest
 from engine.prefix_hash import root_hash
 
 
@@ -148,6 +149,31 @@ class Request:
         """Tokens to compute before the next one is sampled. Not while decoding."""
         return self.num_tokens - self.num_computed
 
+    def footprint(self, step: int) -> Footprint:
+        """What it holds when `step` is launched, and will. Legal while it has a row."""
+        if self.phase is Phase.DECODING:
+            now = self.base + step + 1
+        else:
+            now = max(self.num_computed, len(self.token_ids))
+        return Footprint(now, max(now, self.limit - 1), len(self.blocks))
+
+    def new_row(self) -> NewRow:
+        """What the device needs to know of it. Legal while it has a row."""
+        new = NewRow(
+            self.row,
+            self.token_ids.copy(),
+            self.num_prompt,
+            self.params,
+            self.seed,
+            self.choice,
+            sorted(self.stop_ids),
+        )
+        if self.num_virtual:
+            new.virtual_slot, new.num_virtual = self.adapter_slot, self.num_virtual
+        else:
+            new.lora_slot = self.adapter_slot
+        return new
+
     def stops_at(self, token: int) -> bool:
         """The newest token, already appended, ends the request. Below min_tokens none does."""
         return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
@@ -162,6 +188,15 @@ class Request:
             start = max(0, start - self.num_virtual)
             assert start < known, "a chunk's prompt log-probabilities were lost"
             self.prompt_logprobs.extend(items[known - start - 1 :])
+
+    def deliver_first(self, delta: Delta) -> None:
+        """If this is its first delta, it also says how the request began."""
+        if not self.delivered:
+            self.delivered = True
+            delta.cached = self.num_cached
+            delta.queued_us = self.queued_us
+            delta.adapter_us = self.adapter_us
+            delta.prompt_logprobs = self.prompt_logprobs
 
 
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:

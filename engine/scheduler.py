@@ -1,6 +1,7 @@
-"""Scheduler: who computes what in the next step, and what the results of a step mean.
+"""Scheduler: who computes what in the next step, and who has which row and blocks.
 
-Be paranoid about adding lines to `_build` and `update`: they run for every request in every step.
+The latter changes here alone, which is why this file is long: what is about one step only, such as
+what its result means, is in flight.py, and who is next in line in queue.py.
 
 The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
 
@@ -23,7 +24,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from engine.admission import POLICIES, Footprint, Memory, fits_now
-from engine.batch import Batch, NewRow, PrefixCopy, StepResult
+from engine.batch import Batch, PrefixCopy, StepResult
 from engine.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.core_config import CoreConfig
 from engine.decode_group import DecodeGroup
@@ -65,14 +66,12 @@ class Scheduler:
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         self._failed: list[Delta] = []  # requests whose adapter cannot be had
         self._split = config.batching == "split"
-        self._only: Container[Request] | None = None  # see admit_only
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._policy = POLICIES[config.admission]
         self._lag = int(config.async_scheduling)
         self._arrivals = 0
-        self._retry_admission = True  # something was freed since the head of the queue did not fit
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
 
     # ---- in and out ----------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class Scheduler:
         self.requests[request.id] = request
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
-        self._enqueue(request)
+        self.queue.put(request)
 
     def next_arrival(self) -> int:
         self._arrivals += 1
@@ -116,7 +115,7 @@ class Scheduler:
     def take_loaded(self) -> None:
         """Requests whose adapter has come, or will not, line up again."""
         for adapter in self._adapters.poll():
-            self._retry_admission |= self.queue.unpark(adapter)
+            self.queue.unpark(adapter)
 
     def take_failed(self) -> list[Delta]:
         """The ends of requests that `schedule` had to give up; once."""
@@ -145,18 +144,12 @@ class Scheduler:
             for request in {*touched, *running}:
                 self._distrust(request)
         for request in running:
-            if request.phase is Phase.DECODING:
-                self.decoding.leave(request, self.step + 1)
-            elif request.phase is Phase.FILLING:
-                self.filling.remove(request)
-            self._release(request)
-            request.num_computed = 0
-            self._enqueue(request)
+            self._line_up_again(request)
 
     def admit_only(self, requests: Container[Request] | None) -> None:
         """From now on nobody else leaves the queue; None lifts that."""
-        self._only = requests
-        self._retry_admission = True
+        self.queue.only = requests
+        self.queue.retry = True
 
     def shrink(self, num_blocks: int) -> None:
         """Go on with so few blocks, all empty. Legal when nobody runs."""
@@ -262,40 +255,29 @@ class Scheduler:
             self._preempt(victim, draft)
 
     def _preempt(self, victim: Request, draft: Draft) -> None:
-        """Back to the queue without row and blocks; what is cached of them it may find again."""
+        """Take row and blocks from it, and what this step was to do with them."""
         self.counters.preemptions += 1
         draft.preempted = True
         draft.batch.new_blocks = [new for new in draft.batch.new_blocks if new[0] != victim.row]
-        if victim.phase is Phase.DECODING:
-            self.decoding.leave(victim, draft.batch.step)
-        else:
-            self.filling.remove(victim)
-        self._release(victim)
-        victim.num_computed = 0
-        self._enqueue(victim)
+        self._line_up_again(victim)
 
     def _admit(self, draft: Draft) -> None:
         """Waiting requests, in order, while there are tokens, rows and memory for the first."""
         memory = None
-        waiting = self.queue.waiting
-        while waiting and self._free_rows and self._budget(draft) > 0:
-            request = waiting[0]
-            if self._only is not None:
-                request = next((r for r in waiting if r in self._only), request)
-                if request not in self._only:
-                    return
+        queue = self.queue
+        while self._free_rows and self._budget(draft) > 0 and (request := queue.first()):
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
-            if not self._retry_admission and self.running:
+            if not queue.retry and self.running:
                 return
             if self._split and not self._joins(request):
-                self._retry_admission = False  # until anyone has ended
+                queue.retry = False  # until anyone has ended
                 return
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
                 continue
             if memory is None:
                 memory = self._memory()
             if not self._start(request, memory, draft):
-                self._retry_admission = False
+                queue.retry = False
                 return
             self._draft_chunk(request, draft)
 
@@ -362,28 +344,12 @@ class Scheduler:
         memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
         memory.promised += memory.blocks(num_tokens) - len(request.blocks)
         memory.uncomputed += num_tokens - request.num_computed
-        memory.add(self._footprint(request))
-        draft.batch.new_rows.append(self._new_row(request))
+        memory.add(request.footprint(self.step))
+        draft.batch.new_rows.append(request.new_row())
         draft.batch.new_blocks.extend(
             (request.row, index, block) for index, block in enumerate(request.blocks)
         )
         return True
-
-    def _new_row(self, request: Request) -> NewRow:
-        new = NewRow(
-            request.row,
-            request.token_ids.copy(),
-            request.num_prompt,
-            request.params,
-            request.seed,
-            request.choice,
-            sorted(request.stop_ids),
-        )
-        if request.num_virtual:
-            new.virtual_slot, new.num_virtual = request.adapter_slot, request.num_virtual
-        else:
-            new.lora_slot = request.adapter_slot
-        return new
 
     def _copy_prefix(self, request: Request, draft: Draft) -> None:
         """Blocks for the keys of its prefix that the cache does not have; nobody computes them."""
@@ -419,14 +385,7 @@ class Scheduler:
             Footprint(now=len(r.blocks) * size, final=len(r.blocks) * size, held=len(r.blocks))
             for r in self.releases
         ]
-        return leaving + [self._footprint(r) for r in self.running.values()]
-
-    def _footprint(self, request: Request) -> Footprint:
-        if request.phase is Phase.DECODING:
-            now = request.base + self.step + 1
-        else:
-            now = max(request.num_computed, len(request.token_ids))
-        return Footprint(now, max(now, request.limit - 1), len(request.blocks))
+        return leaving + [r.footprint(self.step) for r in self.running.values()]
 
     def _draft(self, request: Request, length: int, draft: Draft) -> None:
         """Put `length` tokens of it into the step; their blocks are there."""
@@ -443,37 +402,16 @@ class Scheduler:
         self.blocks.hash_blocks(request, request.num_computed + length)
 
     def _build(self, draft: Draft) -> Batch:
-        """Write the batch, and move every request to where the next step finds it."""
-        batch, group = draft.batch, self.decoding
-        step = self.step = batch.step
-        chunks = draft.sampling + draft.silent
-        decodes, num_samples = len(group), len(group) + len(draft.sampling)
-        batch.num_decodes = decodes
-        batch.rows = group.rows.copy()
-        batch.starts = [base + step for base in group.bases]
-        batch.lengths = [1] * decodes
-        batch.samples = [True] * num_samples + [False] * len(draft.silent)
-        requests = group.requests.copy()
-        for request, length in chunks:
-            batch.rows.append(request.row)
-            batch.starts.append(request.num_computed)
-            batch.lengths.append(length)
-            requests.append(request)
-        flight = Flight(
-            step,
-            requests,
-            batch.starts,
-            group.ids + [r.id for r, _ in draft.sampling],
-            group.token_lists + [r.token_ids for r, _ in draft.sampling],
-            firsts=[r.slot for r in draft.joined if r.slot >= 0 and not r.delivered],
-            closing=[r.slot for r in group.last_samples(step)],
-            prompt_tokens=draft.chunk_tokens,
-        )
+        """Complete the batch, and move every request to where the next step finds it."""
+        group = self.decoding
+        flight = draft.build(group)
+        step = self.step = flight.step
         for entry in flight.closing:
-            group.leave(requests[entry], step + 1)
-            requests[entry].phase = Phase.CLOSING
-        for entry, (request, length) in enumerate(chunks, start=decodes):
-            samples = entry < num_samples
+            group.leave(flight.requests[entry], step + 1)
+            flight.requests[entry].phase = Phase.CLOSING
+        chunks = draft.sampling + draft.silent
+        for entry, (request, length) in enumerate(chunks, start=draft.batch.num_decodes):
+            samples = entry < len(flight.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
             request.last_step = step
@@ -487,103 +425,50 @@ class Scheduler:
                 else:
                     group.join(request, step + 1)
         self.flights.append(flight)
-        return batch
+        return draft.batch
 
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
         """Take the result of the oldest step in flight: new tokens, and requests that end."""
         flight = self.flights.popleft()
-        tokens, requests = result.tokens, flight.requests
-        assert result.step == flight.step and len(tokens) == len(flight.ids)
+        outcome = flight.accept(result, self._end_tokens)
         self.done_step = flight.step
         self.counters.prompt_tokens += flight.prompt_tokens
-        dropped: list[int] = []  # entries whose token must not be seen
-        if flight.some_ended:
-            dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]
-        failed = {i: why for i, why in result.errors.items() if i not in dropped}
-        for entry in (*dropped, *failed):
-            if entry < len(tokens):
-                flight.token_lists[entry] = []
-
-        for token_list, token in zip(flight.token_lists, tokens, strict=True):
-            token_list.append(token)
-        deltas = [Delta(i, [token]) for i, token in zip(flight.ids, tokens, strict=True)]
-
-        for entry, items in result.prompt_logprobs.items():
-            requests[entry].collect_prompt_logprobs(flight.starts[entry], items)
-        for entry, item in result.logprobs.items():
-            deltas[entry].logprobs = [item]
-        for entry in flight.firsts:
-            if entry not in failed:
-                self._deliver_first(requests[entry], deltas[entry])
-        for entry, why in failed.items():
-            if entry >= len(tokens):  # a chunk that does not sample
-                deltas.append(Delta(requests[entry].id, [], "error", error=why))
-            else:
-                deltas[entry].token_ids = []
-                deltas[entry].logprobs = None
-                deltas[entry].finish, deltas[entry].error = "error", why
-            self._distrust(requests[entry])
-            self._end(requests[entry])
-        if not self._end_tokens.isdisjoint(tokens):
-            self._stop(flight, tokens, deltas)
-        for entry in flight.closing:
-            request = requests[entry]
-            if request.phase is Phase.ENDED:
-                continue
-            if entry < len(tokens):
-                delta = deltas[entry]
-            else:  # max_tokens = 0: no token, only the prompt's log-probabilities
-                delta = Delta(request.id, [])
-                self._deliver_first(request, delta)
-                deltas.append(delta)
-            delta.finish = "length"
+        self.counters.output_tokens += outcome.num_tokens
+        for request in outcome.failed:
+            self._distrust(request)
             self._end(request)
-        for entry in reversed(dropped):
-            if entry < len(tokens):
-                del deltas[entry]
-        self.counters.output_tokens += len(tokens) - sum(
-            entry < len(tokens) for entry in (*dropped, *failed)
-        )
+        for request in outcome.ended:
+            self._end(request)
         if self.releases:
             self._give_back()
-        return deltas
-
-    def _stop(self, flight: Flight, tokens: list[int], deltas: list[Delta]) -> None:
-        """End the requests whose new token is an end token of theirs."""
-        ends = self._end_tokens
-        for entry in [i for i, token in enumerate(tokens) if token in ends]:
-            request = flight.requests[entry]
-            if request.phase is not Phase.ENDED and request.stops_at(tokens[entry]):
-                deltas[entry].finish = "stop"
-                deltas[entry].stop_token = tokens[entry]
-                self._end(request)
-
-    def _deliver_first(self, request: Request, delta: Delta) -> None:
-        if not request.delivered:
-            request.delivered = True
-            delta.cached = request.num_cached
-            delta.queued_us = request.queued_us
-            delta.adapter_us = request.adapter_us
-            delta.prompt_logprobs = request.prompt_logprobs
+        return outcome.deltas
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _enqueue(self, request: Request) -> None:
-        self._retry_admission |= self.queue.put(request)
+    def _line_up_again(self, request: Request) -> None:
+        """Back to the queue without row and blocks; what is cached of them it may find again."""
+        self._leave(request)
+        self._release(request)
+        request.num_computed = 0
+        self.queue.put(request)
 
-    def _end(self, request: Request) -> None:
-        """Take it out of wherever it is. Its row and blocks follow when no step uses them."""
+    def _leave(self, request: Request) -> None:
+        """Take it out of wherever it is; the caller sets the phase."""
         if request.phase is Phase.DECODING:
             self.decoding.leave(request, self.step + 1)
         elif request.phase is Phase.FILLING:
             self.filling.remove(request)
         elif request.phase is Phase.WAITING:
             self.queue.take(request)
-            self._retry_admission = True
+            self.queue.retry = True
         elif request.phase is Phase.PARKED:
-            self._retry_admission |= self.queue.drop_parked(request)
+            self.queue.drop_parked(request)
+
+    def _end(self, request: Request) -> None:
+        """It is gone. Its row and blocks follow when no step uses them."""
+        self._leave(request)
         request.phase = Phase.ENDED
         if self._traced:
             told = (request.num_computed, request.num_cached, request.queued_us)
@@ -625,7 +510,7 @@ class Scheduler:
             self._free_rows.append(release.row)
             if release.adapter_slot >= 0:
                 self._adapters.unpin(release.adapter_slot)
-            self._retry_admission = True
+            self.queue.retry = True
         self.releases = kept
 
     # ---- looking at it -------------------------------------------------------------------------
