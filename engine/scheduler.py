@@ -126,10 +126,9 @@ class Scheduler:
         """Somebody runs or may start: not all who may leave the queue wait for their adapters."""
         if self.running:
             return True
-        waiting, only = self.queue.waiting, self._only
         if self._split and self.queue.parked:
             return False
-        return bool(waiting) if only is None else any(request in only for request in waiting)
+        return self.queue.first() is not None
 
     def requeue(self, *, trusted: bool) -> None:
         """All running requests back to the queue, and the steps in flight forgotten: their results
