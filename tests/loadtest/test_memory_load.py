@@ -1,6 +1,7 @@
 """The random load of loadtest.memory_load: seconds on the CPU, ten minutes on a GPU."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_long_context(tmp_path: Path) -> None:
     core = engine(tmp_path, {}, device="cpu", num_threads=1, max_num_seqs=2, max_model_len=1024)
     line = long_context.measure(core, 1024)
     assert line["tokens"] == 1024 and line["ttft_s"] > 0 and line["out_of_memory"] == 0
+
+
+def test_longer_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpu_checks asks for 131,072 tokens of a model with 32,768 positions and is refused, or gets
+    them and nobody is told that the positions were raised."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 256}))
+    words = f"x --model {tmp_path} --tokens 512 --out {tmp_path}/out --set device=cpu num_threads=1"
+    monkeypatch.setattr(sys, "argv", words.split())
+    long_context.main()
+    result = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert result["rows"][0]["tokens"] == 512
+    for told in (result["config"]["ours"], result["rows"][0]):
+        assert told["positions"] == "256, raised to 512"
 
 
 @pytest.mark.gpu
