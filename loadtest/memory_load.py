@@ -73,8 +73,10 @@ def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineReq
         temperature=0.9 if sampled else 0.0,
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([0, 40]),
+        min_p=rng.choice([0.0, 0.05]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.1]),
         logprobs=rng.choice([None, None, None, 5]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 5]),
         max_tokens=rng.choice([longest // 2, length(longest // 2)]),
         ignore_eos=True,
     )

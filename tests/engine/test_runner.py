@@ -225,6 +225,34 @@ def test_prompt_logprobs_in_chunks_equal_one_pass(runner: ModelRunner) -> None:
     assert [item.token_id for item in result.prompt_logprobs[0]] == prompt(length)[1:12]
 
 
+def test_prompt_logprobs_hold_few_logits(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the logits of a chunk of 8,192 tokens were there at once, 2 GiB of a large vocabulary
+    where 0.9 GiB were planned for all that a step makes; or a seam between slices is lost."""
+    rows: list[int] = []
+    logits = runner.model.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(hidden.shape[0])
+        return logits(hidden)
+
+    monkeypatch.setattr(runner.model, "logits", counted)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    length, found = 40, []
+    for row, most in enumerate((39, 7)):
+        runner._logits_rows = most
+        rows.clear()
+        new = new_row(row, prompt(length), params)
+        found.append(step(runner, (row, 0, length, True), new_rows=(new,)).prompt_logprobs[0])
+        assert max(rows) == most
+    assert [item.token_id for item in found[0]] == prompt(length)[1:]
+    for one, other in zip(*found, strict=True):
+        assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+
+
 def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
     """Warming up writes keys into blocks, or tokens into rows, that requests use later."""
     runner.warm_up(64)

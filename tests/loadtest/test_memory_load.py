@@ -1,6 +1,7 @@
 """The random load of loadtest.memory_load: seconds on the CPU, ten minutes on a GPU."""
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from engine.factory import build
 from engine.session import make_config
 from loadtest import long_context
-from loadtest.memory_load import Report, load
+from loadtest.memory_load import Report, draw, load
 from loadtest.versus_engine import engine_fields
 
 TINY: dict[str, Any] = {
@@ -37,6 +38,15 @@ def test_on_the_cpu(tmp_path: Path, fields: dict[str, Any]) -> None:
     report = load(core, 120, unit="steps")
     assert not report.faults
     assert report.ended > 10 and report.aborted < report.ended and report.output_tokens > 100
+
+
+def test_what_is_drawn() -> None:
+    """Bug: nobody asked for prompt_logprobs or min_p, and the logits of whole prompts, 2 GiB, were
+    never there while memory was short."""
+    rng = random.Random(0)
+    drawn = [draw(rng, number, 256, 128).params for number in range(200)]
+    for name in ("min_p", "top_p", "top_k", "logprobs", "prompt_logprobs", "temperature"):
+        assert len({getattr(params, name) for params in drawn}) > 1, name
 
 
 def test_faults_are_told() -> None:
