@@ -188,7 +188,7 @@ class Fleet:
         replica.booked_tokens += tokens
         replica.booked_sequences += sequences
         if work.adapter:
-            self.popularity.count(work.adapter)
+            self.popularity.count(work.adapter, now)
             if work.adapter not in replica.adapters:
                 replica.sent_adapters[work.adapter] = now
                 slots = replica.adapter_slots or 2**31

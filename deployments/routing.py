@@ -74,7 +74,7 @@ def route(
     has: NDArray[np.bool_] | None = None
     if work.adapter:
         load = fleet.adapter_seconds
-        own = fleet.popularity[work.adapter] + fleet.popularity.one
+        own = fleet.popularity[work.adapter] + fleet.popularity.one(now)
         absent = _COPY * load * (1 + np.minimum(_VICTIM, fleet.victim / own))
         holding = fleet.holders.get(work.adapter)
         if holding:

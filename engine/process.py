@@ -50,6 +50,8 @@ PULSE_SECONDS = 0.5
 # Without work, before the books are checked: that takes 11 ms for the blocks of a large device, and
 # who asks one after the other would wait for it each time.
 QUIET_MS = 500
+# Without work, before the core is asked again: it lets go of adapters that were not used for a day.
+IDLE_MS = 3_600_000
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,7 +127,7 @@ CORES: dict[str, Callable[[EngineConfig, Report], tuple[Core, Ready]]] = {
 
 
 class EngineLoop:
-    """Input, step, one frame out; blocks when there is nothing to do."""
+    """Input, step, one frame out; blocks (for an hour at a time) when there is nothing to do."""
 
     def __init__(
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
@@ -199,7 +201,7 @@ class EngineLoop:
         """
         asked = False
         if block:
-            self._wait_for_input()
+            self._wait_for_input(IDLE_MS)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
         while True:

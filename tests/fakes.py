@@ -1,6 +1,7 @@
 """FakeRunner: a device without a model. Its next token is a hash of the tokens it reads through the
 block table, so a wrong block, a stale row or a lost token changes the text."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -285,10 +286,13 @@ def make_store(
     *,
     disk: Inline | None = None,
     device: Inline | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AdapterStore:
     """Knows these adapters, of one byte each; none is in memory yet."""
     disk, device = disk or Inline(), device or Inline()
-    store = AdapterStore(MemoryLoader(), max_loras, host_bytes, disk=disk, device=device)
+    store = AdapterStore(
+        MemoryLoader(), max_loras, host_bytes, disk=disk, device=device, clock=clock
+    )
     for ticket, name in enumerate(names):
         store.add(AddAdapter(ticket, name, f"1{name if name in VIRTUAL else ''}", load=False))
         disk.release()

@@ -3,8 +3,8 @@
     disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
 What comes from an object store is kept on the disk (disk.py). Disk and host memory (host.py) have
-byte budgets and forget what was used longest ago; of the slots
-(slots.py) the one that is asked for least is given away.
+byte budgets and forget what was used longest ago, host memory also what nobody has used for a day;
+of the slots (slots.py) the one that is asked for least is given away.
 All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
 a load never stalls a step, and only the requests that need that adapter wait. Additions and
 removals of one name are done in their order; those of other names do not wait for them, and none
@@ -41,7 +41,7 @@ class AdapterStore:
     """max_loras: slots; with 0 every adapter is refused.
 
     host_bytes: budget of host memory; adapters that running requests may need
-    again are kept beyond it. disk, device: where reads and uploads run.
+    again are kept beyond it. disk, device: where reads and uploads run. clock: seconds.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class AdapterStore:
         *,
         disk: Executor | None = None,
         device: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._loader = loader
         self._disk = disk or ThreadPoolExecutor(READERS, "adapter-reads")
         self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
@@ -61,7 +63,7 @@ class AdapterStore:
         # Additions and removals of a name; the first of them has begun.
         self._lines: dict[str, deque[Callable[[], None]]] = {}
         self._slots = DeviceSlots(max_loras)
-        self._host = HostMemory(host_bytes)
+        self._host = HostMemory(host_bytes, clock)
         self._wanted: dict[Adapter, None] = {}  # wait for a slot, in the order of asking
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._news: list[Adapter] = []
@@ -181,7 +183,7 @@ class AdapterStore:
         """A request was accepted: bring its adapter into host memory while the request waits, if
         that drives out no other and is not far ahead of its turn."""
         adapter.users += 1
-        self._slots.popularity.count(adapter.info.name)
+        self._slots.popularity.count(adapter.info.name, self._clock())
         room = self._host.has_room and self._reading < READ_AHEAD
         if adapter.error is None and room:
             self._read(adapter)
@@ -192,7 +194,7 @@ class AdapterStore:
         Raises AdapterError if it cannot be had.
         """
         if adapter.error is not None:
-            if time.monotonic() < adapter.failed_at + RETRY_SECONDS:
+            if self._clock() < adapter.failed_at + RETRY_SECONDS:
                 raise adapter.error
             adapter.error = None
         slot = adapter.slot
@@ -246,13 +248,14 @@ class AdapterStore:
         self._wake = wake
 
     def has_news(self) -> bool:
-        return not self._done.empty() or bool(self._news)
+        return not self._done.empty() or bool(self._news) or self._host.has_unused
 
     def poll(self) -> list[Adapter]:
         """Take over what the threads have done. Returns the adapters whose requests should ask
         again."""
         while not self._done.empty():
             self._done.get()()
+        self._host.drop_unused()
         news, self._news = self._news, []
         return news
 
@@ -314,7 +317,7 @@ class AdapterStore:
             if before != now:
                 result = changed(adapter.info.name)
         if isinstance(result, AdapterError):
-            adapter.error, adapter.failed_at = result, time.monotonic()
+            adapter.error, adapter.failed_at = result, self._clock()
             self._wanted.pop(adapter, None)
             self._unpromise(adapter)
             self._news.append(adapter)
@@ -367,7 +370,7 @@ class AdapterStore:
         slot.ready = True
         if error is not None:
             self._slots.take(slot)
-            adapter.error, adapter.failed_at = error, time.monotonic()
+            adapter.error, adapter.failed_at = error, self._clock()
         self._news.append(adapter)
         self._drop_unused(adapter)
         self._host.evict(self._wanted)

@@ -109,7 +109,7 @@ class SimReplica:
         if job.adapter:
             self.wanted[job.adapter] = self.wanted.get(job.adapter, 0) + 1
             if self.popularity is not None:
-                self.popularity.count(job.adapter)
+                self.popularity.count(job.adapter, job.arrival)
 
     def begin(self, now: float) -> float:
         """Start the next step or stretch of equal steps; its end, or the next time something can

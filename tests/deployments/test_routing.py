@@ -150,7 +150,7 @@ def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
     """Each replica loading every adapter in turn."""
     made = fleet(a=stats(adapters=["x", "y"]), b=stats(adapters=["z", "w"]))
     for name in ("w", "w", "w", "y"):
-        made.popularity.count(name)
+        made.popularity.count(name, 0.0)
     made.observe("a", stats(adapters=["x", "y"]), 0.0)
     made.observe("b", stats(adapters=["z", "w"]), 0.0)
     decision = route(Work(100, 64, adapter="x"), made, Random(0), 0.0)

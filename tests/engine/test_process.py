@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from engine import process
 from engine.client import BlockingEngineClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
@@ -211,6 +212,19 @@ def test_one_frame_a_step_and_a_check_when_idle(loop: Loop) -> None:
     loop.send(Control("stats"))
     assert wait_until(lambda: len(loop.sent) > len(steps), 1)
     assert loop.checks == checks  # nothing ran: it stayed idle
+
+
+def test_an_idle_core_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes due by the clock, such as adapters that leave memory, waits for a request."""
+    monkeypatch.setattr(process, "IDLE_MS", 10)
+    loop = Loop()
+    try:
+        assert wait_until(lambda: loop.checks == 1, 2)
+        due = iter([True])
+        monkeypatch.setattr(loop.core, "has_work", lambda: next(due, False))
+        assert wait_until(lambda: loop.core.stats().step == 1, 2)
+    finally:
+        loop.close()
 
 
 def test_the_check_is_in_nobodys_way(loop: Loop) -> None:

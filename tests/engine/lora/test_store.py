@@ -58,6 +58,39 @@ def test_the_slot_that_is_asked_for_least_is_given_away() -> None:
     assert store.resident == ["b", "c"], "a has faded"
 
 
+def test_what_nobody_has_used_for_a_day_costs_nothing() -> None:
+    """Bug: on a quiet server yesterday's favourite keeps its slot, because popularity faded with
+    requests alone, and all that was ever read stays in host memory while there is room."""
+    now = 1e6
+    store = make_store("abcd", max_loras=3, clock=lambda: now)
+    for name in "ab" * 1000:
+        ask_for(store, name)
+    running = store.find("b")
+    store.claim(running)
+    slot = store.pin(running, first=True)
+    now += 86_000
+    store.poll()
+    assert store.host_bytes == 2 and not store.has_news()
+    now += 1000
+    assert store.has_news()  # what makes an idle engine take a step
+    store.poll()
+    assert store.host_bytes == 1 and not store.has_news()
+    for name in "cd":
+        ask_for(store, name)
+    assert set(store.resident) == set("bcd"), "c went, and not a"
+    now += 86_401
+    store.poll()
+    assert store.host_bytes == 1, "of what runs nothing goes, however long it runs"
+    store.unpin(slot)
+    store.release(running, started=True)
+    now += 86_401
+    store.poll()
+    assert store.host_bytes == 0
+    now += 30 * 365 * 86_400  # more than a float can count half-lives
+    ask_for(store, "a")
+    assert store.resident[0] == "a" and store.host_bytes == 1
+
+
 def test_what_is_waited_for_is_not_given_away() -> None:
     """Bug: an adapter that was just loaded for its first request goes again before that starts."""
     store = make_store("abc", max_loras=2)
