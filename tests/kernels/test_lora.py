@@ -119,6 +119,32 @@ def test_add_and_gate(name: str, layer: LoraLinear, dtype: torch.dtype) -> None:
     assert torch.equal(got[base], before[base])
 
 
+@pytest.mark.parametrize(
+    ("count", "num_slots", "rows"), [(300, 1, 32), (300, 2, 32), (700, 2, 64), (2100, 2, 64)]
+)
+def test_large_tiles(count: int, num_slots: int, rows: int) -> None:
+    """Bug: every other step here is so small that its tiles have 16 rows; those of 32 and 64, wide
+    programs and fewer splits, which prompts use, were compared with nothing."""
+    torch.manual_seed(0)
+    layers = [LoraLinear(0, 520, (80, 80)), LoraLinear(2, 264, (272,))]
+    slots = [i % 7 % (num_slots + 1) - 1 for i in range(count)]
+    step = make_step(slots, layers, [{0: 16, 1: 48, 2: 32}, {0: 32, 2: 16}][:num_slots], 48,
+                     DTYPES[0])  # fmt: skip
+    assert step.block_m == rows
+    base = [i for i, slot in enumerate(slots) if slot == -1]
+    for layer in layers:
+        x = torch.randn(count, layer.in_features, dtype=DTYPES[0], device=DEVICE) / 64
+        y = torch.randn(count, sum(layer.outs), dtype=DTYPES[0], device=DEVICE)
+        want = reference.lora_add(y.double().cpu(), x.double().cpu(), layer, widened(step))
+        if len(layer.outs) == 2:
+            gated = lora.lora_gated(y.clone(), x, layer, step, "silu")
+            assert row_error(gated.cpu(), reference.silu_mul(want)) < 2 * BOUND[DTYPES[0]]
+            assert torch.equal(gated[base], activation.silu_mul(y[base]))
+        got = lora.lora_add(y.clone(), x, layer, step)
+        assert row_error(got.cpu(), want) < 2 * BOUND[DTYPES[0]]
+        assert torch.equal(got[base], y[base])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_8_and_256_in_one_batch(dtype: torch.dtype) -> None:
     """The smallest and the largest rank of one step, also on the two parts of one layer: one that
