@@ -313,8 +313,12 @@ class ModelRunner:
                         strict=True,
                     )
                 ]
-                parts = [self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True)]
-                host = _HostLogprobs(self._to_host(targets), *parts, [wanted] * count)
+                logprob, rank, top_ids, top_logprobs = (
+                    self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True)
+                )
+                host = _HostLogprobs(
+                    self._to_host(targets), logprob, rank, top_ids, top_logprobs, [wanted] * count
+                )
                 found.append((entry, host))
             at += length
         return found
