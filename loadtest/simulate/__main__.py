@@ -59,6 +59,8 @@ def main() -> None:
             pictures[f"scaling-{name}"] = scaling.picture(name, runs)
     if args.out:
         config = {"ours": {"seed": routing.SEED}, "peers": {}}
+        if args.what == "routing":
+            config["ours"]["adapter_seeds"] = routing.ADAPTER_SEEDS
         device = "" if args.what == "costs" else "simulated"
         table = [asdict(row) for row in rows]
         result_file.write(args.out, f"simulate-{args.what}", config, table, lines, device)
@@ -81,6 +83,7 @@ def _line(case: str, one: Outcome) -> dict[str, Any]:
     return {
         "case": case,
         "policy": one.policy,
+        "seed": one.seed,
         "requests": len(one.jobs),
         "ttft_p50_s": round(one.ttft(0.5), 4),
         "ttft_p99_s": round(one.ttft(0.99), 4),

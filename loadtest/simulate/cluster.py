@@ -43,6 +43,7 @@ class Outcome:
     pending: int
     loads: int
     stopped: float
+    seed: int
 
     def waits(self) -> list[float]:
         """Seconds to the first token, shortest first; who got none has waited till the end."""
@@ -159,4 +160,5 @@ def run(
         sum(job.first < 0 for job in counted),
         sum(replica.loads for replica in replicas) - loads_before,
         now,
+        seed,
     )

@@ -67,6 +67,13 @@ class TwoChoices(_Counting):
         return one if self.in_flight[one] <= self.in_flight[other] else other
 
 
+class OurSlots(TwoChoices):
+    """The same in front of engines with our slots: what is gained over it is routing's alone."""
+
+    name = "two-choices, our slots"
+    popular = True
+
+
 class PrefixTree(TwoChoices):
     """The longest match in a tree of what was sent where, unless loads are too uneven; a poor match
     goes to the replica with the least in the tree.
