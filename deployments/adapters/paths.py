@@ -76,6 +76,17 @@ class Found:
     stamp: str
 
 
+def still_allowed(path: str, roots: Sequence[str]) -> str:
+    """The same for a path that `allowed_path` or `scan` gave before: its links are followed as they
+    are now. The roots' own names may have links and odd characters. Raises AdapterError."""
+    real = path if is_url(path) else os.path.realpath(path)
+    for root in roots:
+        inside = root if is_url(root) else os.path.realpath(root)
+        if real.startswith(inside.rstrip("/") + "/"):
+            return real
+    raise _not_allowed("a link leads out of the allowed roots, or they are others now")
+
+
 def scan(folder: str) -> dict[str, Found]:
     """The adapters in a watched folder, by name: its subfolders that have a configuration and are
     no links out of it. Reads none of their files. Raises OSError if the folder cannot be read.

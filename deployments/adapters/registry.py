@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from deployments.adapters.book import AdapterRecord, Book, LocalBook, newer
-from deployments.adapters.paths import Found, allowed_path, scan, without_paths
+from deployments.adapters.paths import Found, allowed_path, scan, still_allowed, without_paths
 from engine.errors import AdapterError, MantaError, Overloaded
 from engine.lora.names import not_found
 from engine.lora.peft_config import check_name
@@ -127,6 +127,8 @@ class Adapters:
         if failed is not None and failed[0] > now and failed[1] == record:
             raise failed[2]
         try:
+            if record.source == "folder":  # a link may have come into it since the last look
+                await asyncio.to_thread(still_allowed, record.path, self._roots())
             info = await self._replicas.load(record)
         except AdapterError as error:
             told = AdapterError(without_paths(error.message, record.path, name), code=error.code)
@@ -174,10 +176,12 @@ class Adapters:
             known, declared = self.records.get(name), self._declared().get(name)
             if path:
                 where = await asyncio.to_thread(allowed_path, path, self._roots())
-            elif known is not None:
-                where = known.path
-            else:
+            elif known is None:
                 raise not_found(name)
+            elif known.source == "config":
+                where = known.path
+            else:  # a link may have come into it since
+                where = await asyncio.to_thread(still_allowed, known.path, self._roots())
             if declared is not None and declared.path == where:
                 record = declared
             else:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.cli.adapter import app as command
@@ -14,6 +16,7 @@ from engine.errors import ConfigError
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_adapters import make_folder, run, settings
 from tests.deployments.fleet import Fleet
+from tests.deployments.test_adapters import TRAVERSALS
 
 
 def test_over_http(tmp_path):
@@ -84,6 +87,96 @@ def test_over_http(tmp_path):
             status, _ = await call("POST", "/v1/completions", model="legal", prompt=[5])
             assert status == 404
             assert (await call("PUT", "/v1/adapters"))[0] == 405
+
+    run(case())
+
+
+opened: list[str] | None = None  # the files and folders that this process opens are put here
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if opened is not None and event in ("open", "os.listdir", "os.scandir"):
+        opened.append(str(arguments[0]))
+
+
+def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
+    """D12: a path that leads out of the roots through the route itself: a 500, a path that one
+    layer reads in another way than the one that allowed it, or a look at a file outside."""
+    root = tmp_path / "root"
+    make_folder(root / "good")
+    make_folder(tmp_path / "rootx" / "x")
+    (root / "link").symlink_to(tmp_path / "rootx")
+    outside = [str(root), str(root.parent), f"{root}/link/x", f"{root}x/x", f"{root}/../rootx/x"]
+    sys.addaudithook(_audit)  # for good: there is no way to take one back
+
+    async def case():
+        given = AdapterSettings("m", roots=(str(root), "s3://bucket/models"))
+        async with Fleet(1, loras=2, adapters=given) as fleet:
+            client = Client(build_asgi(fleet.dispatcher))
+
+            async def add(name: str, path: str) -> tuple[int, str]:
+                body = json.dumps({"name": name, "path": path}).encode()
+                reply = await client.request("POST", "/v1/adapters", body)
+                return reply.status, reply.json().get("error", {}).get("code", "")
+
+            assert await add("good", "good") == (200, "")
+            calls = list(fleet.engines["r0"].adapter_calls)
+            monkeypatch.setattr(f"{__name__}.opened", [])
+            for path in [*TRAVERSALS, *outside]:
+                status, code = await add("bad", path)
+                assert (status, code) in (
+                    (400, "invalid_value"),  # none
+                    (400, "invalid_adapter_path"),
+                    (403, "adapter_path_not_allowed"),
+                    (404, "adapter_not_found"),  # a plain name that no root has
+                ), path
+            assert opened == [] and fleet.engines["r0"].adapter_calls == calls
+            assert await add("good", "good") == (200, "")
+            assert f"{root}/good/adapter_config.json" in opened, "the hook sees what is read"
+            assert list(fleet.dispatcher.adapters.records) == ["good"]
+
+    run(case())
+
+
+def test_a_link_that_comes_later(tmp_path):
+    """D12: a folder that was allowed when it was added, or found in the watched one, and is a link
+    to somewhere else when it is read again."""
+    made = [tmp_path / name for name in ("root/a", "watch/b", "watch/c")]
+
+    async def case():
+        for folder in made:
+            make_folder(folder)
+        # The operator's own names may have links, and more letters than a caller's.
+        (tmp_path / "roots (all)").symlink_to(tmp_path / "root")
+        given = settings(tmp_path / "roots (all)", watch=str(tmp_path / "watch"))
+        async with Fleet(1, loras=2, adapters=given) as fleet:
+            await fleet.dispatcher.adapters.start()
+            client = Client(build_asgi(fleet.dispatcher))
+
+            async def post(route: str, **body: object) -> tuple[int, str]:
+                reply = await client.request("POST", route, json.dumps(body).encode())
+                return reply.status, reply.json().get("error", {}).get("code", "")
+
+            async def ask(name: str) -> tuple[int, str]:
+                return await post("/v1/completions", model=name, prompt=[5], max_tokens=1)
+
+            assert await post("/v1/adapters", name="a", path="a") == (200, "")
+            for name in "ab":
+                assert await post("/v1/adapters", name=name) == (200, "")
+            for folder in made:
+                folder.rename(tmp_path / folder.name)
+                folder.symlink_to(tmp_path / folder.name)
+                make_folder(tmp_path / folder.name, r=32)
+            calls = list(fleet.engines["r0"].adapter_calls)
+            for name in "ab":
+                refused = await post("/v1/adapters", name=name)
+                assert refused == (403, "adapter_path_not_allowed"), name
+            assert await ask("c") == (403, "adapter_path_not_allowed"), "nobody had read it before"
+            assert fleet.engines["r0"].adapter_calls == calls
+            (tmp_path / "root" / "a").unlink()
+            (tmp_path / "root" / "a").symlink_to(make_folder(tmp_path / "root" / "new", r=32))
+            assert await post("/v1/adapters", name="a") == (200, "")
+            assert fleet.dispatcher.adapters.records["a"].rank == 32, "a link within the roots"
 
     run(case())
 
