@@ -19,7 +19,7 @@ class ModelCard:
     """One servable model name."""
 
     id: str
-    max_model_len: int  # tokens, prompt and output
+    max_model_len: int  # tokens, prompt and output; an adapter's virtual tokens are taken off
     vocab_size: int  # width of the logits; token ids are below it
     eos_token_ids: tuple[int, ...]
     created: int  # Unix seconds

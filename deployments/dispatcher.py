@@ -114,7 +114,14 @@ class Dispatcher:
         for name, record in self.adapters.records.items():
             root = record.key if record.revision else name
             created = record.version // 10**9 or card.created
-            self._models[name] = replace(card, id=name, root=root, parent=card.id, created=created)
+            self._models[name] = replace(
+                card,
+                id=name,
+                max_model_len=max(0, card.max_model_len - record.virtual_tokens),
+                root=root,
+                parent=card.id,
+                created=created,
+            )
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer

@@ -20,7 +20,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: grows whenever the name changes its meaning: nanoseconds of the time of the change.
     source: "config", "folder" (the watched one) or "api". stamp: of the files in the watched
         folder, which tells that they were replaced.
-    kind, rank, num_bytes, targets: as AdapterInfo, once they were read.
+    kind, rank, num_bytes, targets, virtual_tokens: as AdapterInfo, once they were read.
     removed: it was taken away by hand though configuration or folder still have it.
     """
 
@@ -34,6 +34,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     num_bytes: int = 0
     targets: list[str] = []
+    virtual_tokens: int = 0
     removed: bool = False
 
     @property

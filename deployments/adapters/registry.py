@@ -326,6 +326,7 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
         rank=info.rank,
         num_bytes=info.num_bytes,
         targets=info.targets,
+        virtual_tokens=info.virtual_tokens,
     )
     return pinned
 

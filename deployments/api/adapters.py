@@ -71,4 +71,5 @@ def _shown(record: AdapterRecord) -> dict[str, Any]:
         "rank": record.rank or None,
         "bytes": record.num_bytes or None,
         "targets": record.targets,
+        "virtual_tokens": record.virtual_tokens,
     }

@@ -15,6 +15,7 @@ from deployments.api.auth import check_key
 from deployments.api.call import (
     Call,
     chat_call,
+    check_context,
     completion_call,
     encode_texts,
     find_model,
@@ -156,6 +157,8 @@ class Api:
             exchange.ignored += call.ignored
             if call.card.parent is not None:
                 call.adapter = await self._pin(call.card.id, deadline)
+                call.card = self.backend.models().get(call.card.id, call.card)
+            check_context(call, body, chat=chat)
             call.key, call.deadline = key, deadline
             call.owner = owner_of(exchange, self.options) or ""
             call.timing = exchange.values(b"x-return-timing") == [b"1"]

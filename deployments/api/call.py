@@ -177,8 +177,6 @@ async def chat_call(body: dict[str, Any], backend: Backend, options: ApiOptions)
     if not ids:
         raise invalid("the messages render to an empty prompt", "messages")
     call.prompts = [ids]
-    newer = body.get("max_completion_tokens") is not None
-    _check_context(call, "messages", "max_completion_tokens" if newer else "max_tokens")
     return call
 
 
@@ -234,7 +232,6 @@ async def completion_call(body: dict[str, Any], backend: Backend, options: ApiOp
         call.params = msgspec.structs.replace(call.params, prompt_logprobs=call.params.logprobs)
     special = take_bool(body, "add_special_tokens", True)
     await _fill_prompts(call, body.get("prompt"), special, options.max_prompts)
-    _check_context(call, "prompt", "max_tokens")
     return call
 
 
@@ -344,13 +341,17 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
     return bool(usage), ["stream_options"] if others else []
 
 
-def _check_context(call: Call, prompt: str, output_name: str) -> None:
-    """Raises ApiError 400 context_length_exceeded, about the prompt if that alone is too long."""
+def check_context(call: Call, body: dict[str, Any], *, chat: bool) -> None:
+    """When the card is known to be the adapter's: it tells how much its virtual tokens leave.
+    Raises ApiError 400 context_length_exceeded, about the prompt if that alone is too long."""
     limit, wanted = call.card.max_model_len, call.params.max_tokens
+    newer = chat and body.get("max_completion_tokens") is not None
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
-            too_much_output = len(ids) < limit and wanted is not None
-            raise _too_long(len(ids), wanted, limit, output_name if too_much_output else prompt)
+            param = "messages" if chat else "prompt"
+            if len(ids) < limit and wanted is not None:
+                param = "max_completion_tokens" if newer else "max_tokens"
+            raise _too_long(len(ids), wanted, limit, param)
 
 
 def _too_long(length: int, wanted: int | None, limit: int, param: str) -> ApiError:

@@ -141,7 +141,9 @@ class LocalEngine:
         self._timer = None
         if not self.alive or self.stuck:
             return
-        if any(self.lethal in request.token_ids for request in self.core._requests.values()):
+        if self.lethal >= 0 and any(
+            self.lethal in request.token_ids for request in self.core._requests.values()
+        ):
             self.patience -= 1
             if self.patience < 0:
                 self.crash()
@@ -175,6 +177,7 @@ class Fleet:
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
+        self._ready: dict[str, Ready] = {}
         self._count = count
         self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
         self._options = options
@@ -216,7 +219,7 @@ class Fleet:
         config = EngineConfig(
             model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras
         )
-        await relay.start(config, "127.0.0.1")
+        self._ready[name] = await relay.start(config, "127.0.0.1")
         self.relays[name] = relay
         return relay
 
@@ -237,8 +240,8 @@ class Fleet:
                 "host": "127.0.0.1",
                 "port": self.relays[name].port,
                 "secret": self.relays[name].secret.hex(),
-                "max_model_len": 4096,
-                "vocab_size": VOCAB,
+                "max_model_len": self._ready[name].max_model_len,
+                "vocab_size": self._ready[name].vocab_size,
                 "eos_token_ids": [2],
                 "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
