@@ -177,6 +177,12 @@ REPLICA_METRICS = (
         lambda s: 1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0,
     ),
     ReplicaMetric(
+        "kv_cache_reserved_perc",
+        "gauge",
+        "The same if each running request gets as long as it may: over 1 they may not all fit.",
+        lambda s: s.reserved_blocks / s.total_blocks if s.total_blocks else 0.0,
+    ),
+    ReplicaMetric(
         "num_preemptions_total",
         "counter",
         "Requests thrown out of the batch.",

@@ -289,6 +289,7 @@ class EngineCore:
             waiting_tokens=scheduler.num_waiting_tokens,
             free_blocks=scheduler.blocks.num_free,
             total_blocks=scheduler.blocks.num_blocks,
+            reserved_blocks=scheduler.reserved_blocks,
             block_size=scheduler.blocks.block_size,
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,

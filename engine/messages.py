@@ -149,6 +149,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     out_of_memory: int = 0  # steps that the device had no memory for, since start
     rows: int = 0  # requests that can run at once; 0: not told
     routers: int = 0  # that share the replica; the relay knows
+    reserved_blocks: int = 0  # at their full length, of all that run; shared ones of each
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

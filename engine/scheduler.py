@@ -59,6 +59,7 @@ class Scheduler:
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.queue = Queue()
         self.running: dict[int, Request] = {}  # by id; those that have a row
+        self.reserved_blocks = 0  # of these, if each gets as long as it may
         self.filling: list[Request] = []  # phase FILLING
         self.decoding = DecodeGroup(config.block_size)
         self.flights: deque[Flight] = deque()
@@ -330,6 +331,7 @@ class Scheduler:
         request.phase = Phase.FILLING
         self.filling.append(request)
         self.running[request.id] = request
+        self.reserved_blocks += self._most_blocks(request)
         if request.num_cached < 0:
             found = min(request.num_computed, request.num_prompt) - request.num_virtual
             request.num_cached = max(0, found)
@@ -385,6 +387,10 @@ class Scheduler:
             for r in self.releases
         ]
         return leaving + [r.footprint(self.step) for r in self.running.values()]
+
+    def _most_blocks(self, request: Request) -> int:
+        """At its end. The key of its last token is never computed."""
+        return -(-max(request.num_prompt, request.limit - 1) // self.config.block_size)
 
     def _draft(self, request: Request, length: int, draft: Draft) -> None:
         """Put `length` tokens of it into the step; their blocks are there."""
@@ -491,6 +497,7 @@ class Scheduler:
         """Give back its row and blocks, now or when the steps that use them are done."""
         self.blocks.hash_blocks(request, request.num_computed)
         del self.running[request.id]
+        self.reserved_blocks -= self._most_blocks(request)
         self.releases.append(
             Release(request.last_step, request.row, request.blocks, request.adapter_slot)
         )
@@ -546,6 +553,7 @@ class Scheduler:
         assert phases[Phase.WAITING] + phases[Phase.PARKED] == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
+        assert self.reserved_blocks == sum(map(self._most_blocks, self.running.values()))
         pins = Counter(r.adapter_slot for r in self.running.values())
         pins.update(r.adapter_slot for r in self.releases)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)

@@ -112,6 +112,7 @@ def test_standard_names_are_there() -> None:
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
+        "kv_cache_reserved_perc",
         "prefix_cache_hits_total",
         "prefix_cache_queries_total",
         "num_preemptions_total",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deployments.metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
 from engine.busy import BusyTime
 from engine.core import EngineCore
@@ -217,6 +218,33 @@ def test_abort_frees_within_one_step() -> None:
     assert not core.has_work()
     assert core.stats().free_blocks == core.config.num_blocks
     core.check_integrity()
+
+
+def test_what_is_reserved_and_what_is_used() -> None:
+    """Q16. Bug: a shorter max_tokens lets no more requests in where length is reserved; or what is
+    reserved is told as what is used, and nobody sees that max_tokens is what holds others up."""
+    seen = {}
+    for max_tokens in (33, 9):
+        core, _ = make_core(num_blocks=48, admission="reserved", max_num_batched_tokens=256)
+        for id in range(32):
+            core.add(make_request(id, 16, max_tokens=max_tokens, ignore_eos=True))
+        while not core.scheduler.running:
+            core.step()
+        stats = core.stats()
+        assert stats.reserved_blocks == stats.running * (15 + max_tokens) // 4 == 48
+        assert stats.total_blocks - stats.free_blocks < 48
+        told = {one.name: one.read(stats) for one in REPLICA_METRICS}
+        assert told["kv_cache_usage_perc"] < told["kv_cache_reserved_perc"] == 1
+        seen[max_tokens] = stats.running
+        run(core)
+        assert core.stats().reserved_blocks == 0
+    assert seen == {33: 4, 9: 8}, "48 and 24 tokens each, of 192"
+    core, _ = make_core(num_blocks=48)
+    for id in range(8):
+        core.add(make_request(id, 8, max_tokens=33, ignore_eos=True))
+    core.step()
+    assert core.stats().reserved_blocks == 8 * 10, "an optimistic policy lets in more than may fit"
+    run(core)
 
 
 def test_a_reset_cache_is_not_read() -> None:
