@@ -37,8 +37,8 @@ class AdapterError(MantaError):
     code: adapter_not_found (no such name, or no such folder), adapter_invalid (its files are broken
         or ask for what is not supported), adapter_incompatible (made for another model, or larger
         than the slots), adapter_changed (its files are not those that were added: add it again),
-        storage_full (no room for a copy from an object store), invalid_model_name, or
-        adapters_disabled (max_loras is 0).
+        storage_full (no room for a copy from an object store), store_unavailable (that store does
+        not answer), invalid_model_name, or adapters_disabled (max_loras is 0).
     """
 
     code = "adapter_invalid"

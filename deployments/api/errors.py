@@ -41,11 +41,14 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "invalid_model_name": (400, INVALID),
     "adapters_disabled": (400, INVALID),
     "storage_full": (503, OVERLOADED),
+    "store_unavailable": (503, OVERLOADED),
     "rate_limit_exceeded": (429, RATE_LIMIT),
     "deadline_exceeded": (408, INVALID),
     "slow_reader": (408, INVALID),
     "cancelled": (499, INVALID),
 }
+# How long a replica remembers that it could not read an adapter: engine.lora.store.RETRY_SECONDS.
+_BACKEND_SECONDS = {"storage_full": 10.0, "store_unavailable": 10.0}
 _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
     (InvalidRequest, (400, INVALID)),
     (Overloaded, (503, OVERLOADED)),
@@ -111,7 +114,9 @@ def from_backend(error: MantaError) -> ApiError:
     )
     headers: Headers = ()
     if status in (429, 503):
-        seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
+        seconds = _BACKEND_SECONDS.get(error.code, 1.0)
+        if isinstance(error, Overloaded):
+            seconds = error.retry_after
         headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
     elif isinstance(error, RequestFailed):
         headers = NO_RETRY

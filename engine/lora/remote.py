@@ -26,7 +26,8 @@ def fetched(path: str, entry: Entry, *, weights: bool) -> Iterator[str]:
     closes it afterwards. Yields a stamp that changes when they do.
 
     path: a URL that fsspec knows. Raises AdapterError, after MAX_SECONDS at the latest;
-    storage_full if there is no room for a copy, adapter_incompatible if it is too large for any.
+    storage_full if there is no room for a copy, adapter_incompatible if it is too large for any,
+    store_unavailable if the store fails or does not answer.
     """
     copy: Future[str] = Future()
 
@@ -45,7 +46,8 @@ def fetched(path: str, entry: Entry, *, weights: bool) -> Iterator[str]:
         copy.add_done_callback(lambda _: entry.close())
         raise AdapterError(
             f"{path}: the object store has not delivered the adapter within {MAX_SECONDS:g} s; see "
-            "whether it can be reached from here, or copy the files to a local folder and add that"
+            "whether it can be reached from here, or copy the files to a local folder and add that",
+            code="store_unavailable",
         ) from None
     except BaseException:
         entry.close()
@@ -78,14 +80,16 @@ def _copy(path: str, entry: Entry, *, weights: bool) -> str:
             store.get_file(f"{root}/{name}", str(entry.folder / name))
     except FileNotFoundError:
         raise AdapterError(f"{path}: {name} is missing", code="adapter_not_found") from None
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = str(error) or type(error).__name__  # fsspec's own timeout says nothing
-        raise AdapterError(
-            f"{path}: {name}: {reason}", code="storage_full" if full else None
-        ) from None
     except AdapterError as error:
         raise AdapterError(f"{path}: {error.message}", code=error.code) from None
+    except Exception as error:  # not every store's are OSErrors
+        reason = str(error) or type(error).__name__  # fsspec's own timeout says nothing
+        code: str | None = "store_unavailable"
+        if isinstance(error, PermissionError):
+            code = None
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            code = "storage_full"
+        raise AdapterError(f"{path}: {name}: {reason}", code=code) from None
     return state.hexdigest()
 
 

@@ -1,10 +1,12 @@
-"""Rows 28 to 30: adapters whose files are broken, of another base, too large or not numbers. The
-engine's own reader reads them, and HTTP tells it; only the model behind it counts instead of
-thinking."""
+"""Rows 28 to 30: adapters whose files are broken, of another base, too large, not numbers or out of
+reach. The engine's own reader reads them, and HTTP tells it; only the model behind it counts
+instead of thinking."""
 
 import asyncio
+import errno
 import json
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ import torch
 
 from deployments.api.app import build_asgi
 from engine import fake
+from engine.lora import remote
 from engine.lora.adapter import Described, Loaded
+from engine.lora.disk import DiskCache
 from engine.lora.fake import FakeLoader
-from engine.lora.peft_config import WEIGHTS_FILE, stamp
+from engine.lora.loader import AdapterLoader
+from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, stamp
 from engine.lora.weights import LoraLayout, LoraReader
-from tests.deployments.api.asgi import Client
+from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_adapters import settings
 from tests.deployments.fake_backend import tiny_tokenizer
-from tests.deployments.fleet import Fleet
+from tests.deployments.fleet import Fleet, until
 from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import edit_tensors, save_adapter
 
@@ -154,3 +159,137 @@ def test_broken_while_in_use(made: tuple[LoraReader, Path], tmp_path: Path, name
         assert await call("/v1/adapters", name="a") == (200, added), "it is whole again"
 
     with_server(tmp_path, case)
+
+
+class Clock:
+    """What the modules that remember failures take for `time`; `late` seconds can be added."""
+
+    late = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("deployments.adapters.registry", "deployments.adapters.replica"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    monkeypatch.setattr("engine.lora.store.time", clock)
+    return clock
+
+
+@pytest.mark.usefixtures("real_reader")
+def test_a_failure_is_forgotten(
+    made: tuple[LoraReader, Path], tmp_path: Path, clock: Clock
+) -> None:
+    """F27: an adapter that was mended and stays broken, or is read again for each request: to the
+    router that asks first, to an engine that reads its weights, to one that hears of it."""
+    good = made[1] / "good"
+    shutil.copytree(good, tmp_path / "a")
+
+    async def case() -> None:
+        given = settings(tmp_path, paths={"a": str(tmp_path / "a")})
+        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+            client = Client(build_asgi(fleet.dispatcher))
+
+            async def status() -> int:
+                body = {"model": "a", "prompt": [5, 6], "max_tokens": 4}
+                return (await client.post("/v1/completions", body)).status
+
+            async def move_to(replica: str) -> None:
+                await fleet.add(replica)
+                fleet.publish(replica)
+                await until(lambda: list(fleet.dispatcher.state().replicas) == [replica])
+
+            for replica, file in (("", WEIGHTS_FILE), ("r1", WEIGHTS_FILE), ("r2", CONFIG_FILE)):
+                (tmp_path / "a" / file).write_bytes(b"{")
+                if replica:
+                    await move_to(replica)
+                assert await status() == 422
+                shutil.copy(good / file, tmp_path / "a" / file)
+                assert await status() == 422, "it was read again at once"
+                clock.late += 30
+                assert await status() == 200, replica
+
+    asyncio.run(asyncio.wait_for(case(), 20))
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "code"),
+    [
+        ("get_file", OSError(errno.ENOSPC, "No space left on device"), "storage_full"),
+        ("info", ConnectionRefusedError("Connect call failed"), "store_unavailable"),
+        ("get_file", RuntimeError("as of botocore: no OSError"), "store_unavailable"),
+        ("get_file", None, "store_unavailable"),  # it does not answer
+    ],
+)
+def test_an_object_store_that_cannot_be_had(
+    made: tuple[LoraReader, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    method: str,
+    fault: Exception | None,
+    code: str,
+) -> None:
+    """F26: a client that is told that its request was wrong, or a 500, when the disk is full or the
+    store does not answer; or requests without the adapter that fail or wait with it."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        store.pipe(f"/f26/a/{name}", (made[1] / "good" / name).read_bytes())
+
+    class Loader(AdapterLoader):
+        def __init__(self, seconds: float) -> None:
+            device: Any = None
+            super().__init__((made[0], device), disk=DiskCache(str(tmp_path)))
+
+        def upload(self, weights: Any, slot: int) -> None:
+            """There is no device."""
+
+    monkeypatch.setattr(fake, "FakeLoader", Loader)
+    whole = getattr(type(store), method)
+    broken = True
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if broken and fault is None:
+            time.sleep(1)
+        if broken and fault is not None:
+            raise fault
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(type(store), method, call)
+    if fault is None:
+        monkeypatch.setattr(remote, "MAX_SECONDS", 0.2)
+
+    async def case() -> None:
+        nonlocal broken
+        given = settings(tmp_path, paths={"a": "memory://f26/a"})
+        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
+            client = Client(build_asgi(fleet.dispatcher))
+
+            async def ask(model: str) -> Reply:
+                body = {"model": model, "prompt": [5, 6], "max_tokens": 4}
+                return await client.post("/v1/completions", body)
+
+            waiting = [asyncio.create_task(ask(name)) for name in ("a", "m:a")]
+            assert (await ask("m")).status == 200
+            told = [*await asyncio.gather(*waiting), await ask("a")]
+            told.append(await client.post("/v1/adapters", {"name": "a"}))
+            for reply in told:
+                error = reply.json()["error"]
+                assert (reply.status, error["code"]) == (503, code), error
+                assert reply.header("retry-after") == "10"
+                assert error["type"] == "overloaded_error"
+            assert (await ask("m")).status == 200
+            broken = False
+            clock.late += 10
+            assert (await ask("a")).status == 200
+            broken = True
+            assert (await ask("a")).status == 200, "the store is not needed any more"
+
+    asyncio.run(asyncio.wait_for(case(), 20))
