@@ -4,8 +4,11 @@ over 40 adapters that come, go, change and break meanwhile; and where the traffi
 
 import itertools
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import LLM, SamplingParams
-from tests.deployments.live import NAME, Live, live_server, settled
+from tests.deployments.live import NAME, ROOT, Live, live_server, settled
 
 pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -30,6 +33,7 @@ SECONDS = 500  # most that the changes may take
 TOKENS = 4
 SLOTS = 8
 RANK = 4
+REPLACED, LATE = 19, 39  # in the watched folder: its files change; it comes while requests run
 PROMPTS = ("The sea is", "Once upon a time")
 FAULTS = ("cut", "noise", "nan")
 STATUS = {
@@ -93,12 +97,12 @@ def roots(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path
     root = tmp_path_factory.mktemp("adapters")
     for number in range(ADAPTERS):
         make_adapter(root / "made" / f"{number}-0", number, default_model)
-        if number % 4 == 0:
+        if number % 4 == 0 or number == REPLACED:
             make_adapter(root / "made" / f"{number}-1", 1000 + number, default_model)
     live, watch = root / "live", root / "watch"
     live.mkdir()
     watch.mkdir()
-    for number in range(ADAPTERS):
+    for number in set(range(ADAPTERS)) - {LATE}:
         place = watch if number % 10 == 9 else live
         shutil.copytree(root / "made" / f"{number}-0", place / name_of(number))
     return root
@@ -151,6 +155,19 @@ def complete(live: Live, model: str, prompt: int) -> tuple[int, Any]:
     return call(live, "POST", "/v1/completions", body)
 
 
+def command(live: Live, *arguments: str, code: int = 0) -> str:
+    """What `manta adapter` says, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deployments.cli.main", "adapter", *arguments, "--url", live.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
 def engines(live: Live) -> set[int]:
     return {stats["engine_pid"] for stats in live.replica_stats().values()}
 
@@ -178,7 +195,7 @@ class World:
         self.untouched = {10, 20, 30}
         self._states: dict[int, list[tuple[float, set[Any]]]] = defaultdict(list)
         for number in range(ADAPTERS):
-            known = number % 10 in (0, 9)
+            known = number % 10 in (0, 9) and number != LATE
             self._set(number, {0} if known else {"model_not_found"})
 
     def _set(self, number: int, outcomes: set[Any]) -> None:
@@ -203,13 +220,19 @@ class World:
     def post(self, number: int, **body: str) -> tuple[int, Any]:
         return call(self.live, "POST", "/v1/adapters", {"name": name_of(number), **body})
 
-    def add(self, number: int) -> None:
-        def work() -> None:
-            status, answer = self.post(number, path=str(self.folder(number)))
+    def _put(self, number: int, kind: str, **body: str) -> None:
+        """The first of each kind by the command, the others over HTTP."""
+        if self.done[kind]:
+            status, answer = self.post(number, **body)
             assert status == 200 and answer["rank"] == RANK, answer
+        else:
+            said = command(self.live, "add", name_of(number), *body.values())
+            assert said.split()[:3] == [name_of(number), "rank", str(RANK)], said
+        self.done[kind] += 1
 
-        self.change(number, {0}, work)
-        self.done["added"] += 1
+    def add(self, number: int) -> None:
+        folder = str(self.folder(number))
+        self.change(number, {0}, lambda: self._put(number, "added", path=folder))
 
     def replace(self, number: int) -> None:
         """Other files in the same folder, one after the other as a copy does, then added again."""
@@ -217,19 +240,61 @@ class World:
         def work() -> None:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copy(self.roots / "made" / f"{number}-1" / file, self.folder(number) / file)
-            status, answer = self.post(number)
-            assert status == 200, answer
+            self._put(number, "replaced")
 
         # Whoever needs the old ones in between cannot have them: told, not served something else.
         self._set(number, self.now(number) | {1, "adapter_changed", "adapter_invalid"})
         work()
         self._set(number, {1})
-        self.done["replaced"] += 1
+
+    def replace_watched(self, number: int) -> None:
+        """Other weights in the watched folder, and nobody says so."""
+        name, file = name_of(number), "adapter_model.safetensors"
+        folder = self.roots / "watch" / name
+        status, _ = complete(self.live, name, 0)
+        before = call(self.live, "GET", f"/v1/adapters/{name}")[1]["revision"]
+        assert status == 200 and before
+
+        def work() -> None:
+            shutil.copy(self.roots / "made" / f"{number}-1" / file, folder / ".new")
+            os.replace(folder / ".new", folder / file)
+            settled(lambda: all(one.get("revision") != before for one in self.told(name)))
+
+        self._set(number, {0, 1, "adapter_changed"})
+        work()
+        self._set(number, {1})
+        self.done["watched, replaced"] += 1
+
+    def come(self, number: int) -> None:
+        """A new one in the watched folder, under a hidden name until it is whole."""
+
+        def work() -> None:
+            hidden, name = self.roots / "watch" / f".{number}", name_of(number)
+            shutil.copytree(self.roots / "made" / f"{number}-0", hidden)
+            hidden.rename(hidden.with_name(name))
+            settled(lambda: all("id" in one for one in self.told(name)))
+
+        self.change(number, {0}, work)
+        self.done["watched, new"] += 1
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        """What each router says of an adapter."""
+        found = []
+        for port in self.live.routers.values():
+            url = f"http://127.0.0.1:{port}/v1/adapters"
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                data = json.loads(answer.read())["data"]
+            found.append(next((one for one in data if one["id"] == name), {}))
+        return found
 
     def remove(self, number: int) -> None:
         def work() -> None:
-            status, answer = call(self.live, "DELETE", f"/v1/adapters/{name_of(number)}")
-            assert status == 200 and answer["deleted"], answer
+            if self.done["removed"]:
+                status, answer = call(self.live, "DELETE", f"/v1/adapters/{name_of(number)}")
+                assert status == 200 and answer["deleted"], answer
+            else:
+                said = command(self.live, "remove", name_of(number))
+                assert said == f"{name_of(number)} is removed\n", said
 
         self.change(number, {"model_not_found", "adapter_not_found"}, work)
         self.done["removed"] += 1
@@ -263,6 +328,8 @@ def changes(world: World, look: Callable[[int, int], None]) -> None:
     events: list[tuple[int, Callable[[int], None]]] = [(number, world.add) for number in by_hand]
     events += [(number, world.replace) for number in by_hand if number % 4 == 0]
     events += [(number, world.remove) for number in by_hand if number % 8 == 1]
+    events.insert(10, (LATE, world.come))
+    events.insert(20, (REPLACED, world.replace_watched))
     in_use = [number for number in by_hand if number % 8 == 3]
     for numbers in (in_use, sorted(world.untouched)):
         for number, how in zip(numbers, FAULTS, strict=False):
@@ -335,7 +402,9 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     record_property("changes", dict(world.done))
     assert not wrong, wrong[:5]
     assert in_time, "the changes took too long"
-    assert world.done == {"added": 32, "replaced": 8, "removed": 4, **dict.fromkeys(FAULTS, 2)}
+    watched = {"watched, new": 1, "watched, replaced": 1}
+    by_hand = {"added": 32, "replaced": 8, "removed": 4, **dict.fromkeys(FAULTS, 2)}
+    assert world.done == by_hand | watched
     assert seen.total() >= REQUESTS + world.done.total() and seen[0] + seen[1] > REQUESTS / 2, seen
     assert seen[1] >= world.done["replaced"], seen
     assert seen["model_not_found"] + seen["adapter_not_found"] >= world.done["removed"], seen
@@ -347,6 +416,9 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     listed = {one["id"] for one in call(live, "GET", "/v1/adapters")[1]["data"]}
     known = {name_of(n) for n in range(ADAPTERS) if "model_not_found" not in world.now(n)}
     assert listed == known
+    assert {line.split()[0] for line in command(live, "list").splitlines()} == known
+    said = command(live, "remove", "nobody", code=1)
+    assert "no adapter is called 'nobody'" in said and "Traceback" not in said
     for stats in live.replica_stats().values():
         assert set(stats["adapters"]) <= known, "a removed adapter keeps its slot"
     models = call(live, "GET", "/v1/models")[1]["data"]
