@@ -14,6 +14,12 @@ from torch import Tensor
 
 
 @triton.jit
+def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Offsets of keys in their blocks."""
+    return ((head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
+
+
+@triton.jit
 def _walk(
     query,
     k_cache,
@@ -34,17 +40,26 @@ def _walk(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
-    page = tl.load(table + (begin + keys) // BLOCK_SIZE, mask=begin + keys < end, other=0)
+    # The loop waits for its own instructions more than for the tensor cores: what is the same for
+    # each tile stays out of it. Where tiles start with a block that is all but the block ids.
+    WHOLE: tl.constexpr = KEYS % BLOCK_SIZE == 0
+    in_block = _in_block(begin + keys, dims, head, HEAD_DIM, BLOCK_SIZE)
+    ids = table + (begin + keys) // BLOCK_SIZE
+    # They are read a tile ahead of the keys, which the compiler reads ahead in turn.
+    page = tl.load(ids, mask=begin + keys < end, other=0)
     for start in range(begin, end, KEYS):
         position = start + keys
-        offset = page.to(tl.int64) * PAGE + (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-        where = offset[:, None] + dims[None, :]
-        ahead = position + KEYS
-        page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        where = (page.to(tl.int64) * PAGE)[:, None] + in_block
+        if WHOLE:
+            ids += KEYS // BLOCK_SIZE
+        else:
+            in_block = _in_block(position + KEYS, dims, head, HEAD_DIM, BLOCK_SIZE)
+            ids = table + (position + KEYS) // BLOCK_SIZE
+        page = tl.load(ids, mask=position + KEYS < end, other=0)
         if MASKED:
             mask = (position < end)[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
@@ -59,7 +74,9 @@ def _walk(
         new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)
         weight = tl.exp2(score * scale_log2 - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        denominator = denominator * shrink + tl.sum(weight, axis=1)
+        # In parts that no two threads share: they are added up once, behind the loop.
+        part = tl.sum(tl.reshape(weight, [weight.shape[0], KEYS // 8, 8]), axis=1)
+        denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
         if MASKED or HEAD_DIM < DIMS:
             value = tl.load(v_cache + where, mask=mask, other=0.0)
@@ -147,7 +164,7 @@ def _prefill_kernel(
         full = full * 0  # one loop, hence the same machine code for a key whoever else sees it
     end = tl.minimum(first_position + QUERIES, length)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([ROWS], tl.float32)
+    denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     top, denominator, acc = _walk(
         query, k_cache, v_cache, table, head, 0, full, row_position, top, denominator, acc,
@@ -157,7 +174,7 @@ def _prefill_kernel(
         query, k_cache, v_cache, table, head, full, end, row_position, top, denominator, acc,
         scale_log2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS, MASKED=True,
     )  # fmt: skip
-    acc = acc / denominator[:, None]
+    acc = acc / tl.sum(denominator, axis=1)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 

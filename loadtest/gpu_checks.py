@@ -11,7 +11,8 @@ tell about kernels and engine, and, with --model (a folder with a config.json), 
 model.
 
 Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
-nothing. Where there are several devices each runs a part of its own. --seconds ends it all in time,
+nothing. Where there are several devices each runs parts of its own, --at-once of them side by side:
+most need few GB. Those that need a device for themselves come last. --seconds ends it all in time,
 and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1
 unless all has run and passed.
 """
@@ -35,6 +36,7 @@ from loadtest.result_file import Line, RawLines, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
 SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
+ALONE = "tests/engine/test_out_of_memory.py"  # takes all memory that there is
 GPU = "gpu and not long"
 LONG = ("32768", "131072")  # tokens
 # Of each part. References are small models on the CPU: with a thread for each of 64 cores they take
@@ -46,7 +48,7 @@ _PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
 class Part(NamedTuple):
     name: str
     command: list[str]
-    alone: bool = True  # on the device; else beside others of its kind
+    alone: bool = False  # on its device
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[Part]:
@@ -56,7 +58,7 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
     others: dict[str, list[str]] = {}  # by folder: a process takes seconds to start
     for file in marked:
-        if file not in FIRST:
+        if file not in (*FIRST, ALONE):
             others.setdefault(str(Path(file).parent), []).append(file)
     # These run on the device where there is one, so that they bear no mark.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
@@ -65,11 +67,15 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
     found = [Part(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
-    found += [Part(f"{file} ({mark})", [*pytest, "-m", mark, file], alone=False) for file in plain]
+    # Four processes each: their references are in Python.
+    found += [Part(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain]
     found += [Part(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
+    if ALONE in marked:
+        found.append(Part(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
     if model:
         command = [sys.executable, "-m", "loadtest.long_context", "--model", model]
-        found.append(Part("long contexts", [*command, "--name", name, "--tokens", *LONG]))
+        command += ["--name", name, "--tokens", *LONG]
+        found.append(Part("long contexts", command, alone=True))
     return found
 
 
@@ -150,6 +156,9 @@ def main() -> None:
     parser.add_argument("--model", help="folder with config.json, for the long contexts")
     parser.add_argument("--name", default="model", help="label of their cases")
     parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="parts beside each other on a device"
+    )
     parser.add_argument("--seconds", type=float, default=570, help="for all of it")
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument("pytest", nargs="*", help="after --: for every run of pytest")
@@ -163,17 +172,6 @@ def main() -> None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
     sys.exit(check(args, until, devices))
-
-
-def groups_of(todo: Sequence[Part]) -> list[list[Part]]:
-    """What a device runs at a time, in order."""
-    groups: list[list[Part]] = []
-    for part in todo:
-        if groups and not part.alone and not groups[-1][0].alone:
-            groups[-1].append(part)
-        else:
-            groups.append([part])
-    return groups
 
 
 def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int:
@@ -194,28 +192,29 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
                     if "why" in line:
                         print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
 
-        free: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for device in devices:
-            free.put(device)
-
-        def run_group(group: list[Part]) -> None:
-            device = free.get()
-            try:
-                most = max(1, min(8, (os.cpu_count() or 2) // 2))
-                with ThreadPoolExecutor(min(most, len(group))) as pool:
-                    for lines in pool.map(lambda part: run(part, until, device), group):
-                        keep(lines)
-            finally:
+        def run_all(todo: Sequence[Part], places: Sequence[str]) -> None:
+            free: queue.SimpleQueue[str] = queue.SimpleQueue()
+            for device in places:
                 free.put(device)
+
+            def run_one(part: Part) -> None:
+                device = free.get()
+                try:
+                    keep(run(part, until, device))
+                finally:
+                    free.put(device)
+
+            with ThreadPoolExecutor(len(places)) as pool:
+                for _ in pool.map(run_one, todo):
+                    pass  # raises what a part raised
 
         todo = [
             part
             for part in parts(Path(), args.model, args.name, args.pytest)
             if part.name not in there
         ]
-        with ThreadPoolExecutor(len(devices)) as pool:
-            for _ in pool.map(run_group, groups_of(todo)):
-                pass  # raises what a part raised
+        run_all([part for part in todo if not part.alone], [*devices] * args.at_once)
+        run_all([part for part in todo if part.alone], devices)
         rows = rows_of(raw.all)
         parts_run = {
             line["part"]: line["outcome"] for line in raw.all if line["case"] == line["part"]
