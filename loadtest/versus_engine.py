@@ -8,7 +8,8 @@ whether blocks of one token are as fast as blocks of sixteen:
     python -m loadtest.versus_engine --model LLAMA --name llama-8b --change deterministic=true
     python -m loadtest.versus_engine --model LLAMA --name llama-8b --change block_size=1
 
-A model is a folder and needs a config.json only: weights are random on both sides. Greedy, end
+vLLM has to be installed in the environment of this interpreter. A model is a folder and needs a
+config.json only: weights are random on both sides. Greedy, end
 tokens ignored, prefix cache off on both. Each run is a process of its own (both engines want the
 whole device), sides alternate, and the best run of each side counts. Every run's raw line is kept
 beside the table as soon as it is there: --resume takes up the day's lines in --out and does only
@@ -32,7 +33,9 @@ from loadtest.result_file import commit as commit  # others ask for it here
 MAX_MODEL_LEN = 9216
 MAX_NUM_SEQS = 1024
 MEMORY_FRACTION = 0.85
-
+# What is run where --workloads does not say, by label: what docs/performance.md has a column for.
+ALL = ["single", "uniform", "dialogue", "prefill"]
+TABLE = {"qwen3-0.6b": ALL[:3]}  # of a small model's prompts nothing is wanted
 
 PLAIN = "manta-as-it-is"  # without the change
 
@@ -190,23 +193,28 @@ def compare(
 ) -> None:
     """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is.
 
-    models: label -> folder. Writes <out>/versus-engine-<date>.json (the table) and .jsonl (the raw
-    lines); with a change, change-<change>-<date>.
+    models: label -> folder. names: of the workloads; none: those of the TABLE. Writes
+    <out>/versus-engine-<date>.json (the table) and .jsonl (the raw lines); with a change,
+    change-<change>-<date>.
     """
     other = PLAIN if change else "vllm"
     sides = ("manta", other)
     name = "versus-engine" if not change else f"change-{'-'.join(change)}".replace("=", "-")
 
+    wanted = {label: names or TABLE.get(label, ALL) for label in models}
+
     def keep(lines: list[Line]) -> list[Line]:
-        others = [line for line in lines if line["model"] not in models]
-        return others + whole_runs([line for line in lines if line["model"] in models], names)
+        kept = [line for line in lines if line["model"] not in models]
+        for label in models:
+            kept += whole_runs([line for line in lines if line["model"] == label], wanted[label])
+        return kept
 
     raw = RawLines(out, name, keep if resume else None)
     there = {_of(line) for line in raw.all}
     for label, folder in models.items():
         for run, side in ((run, side) for run in range(runs) for side in sides):
             if (label, run, side) not in there:
-                for line in _run_side(side, folder, names, change):
+                for line in _run_side(side, folder, wanted[label], change):
                     raw.keep({"model": label, "run": run, **line})
     labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
     rows = [row for label in labels for row in _rows(label, raw.all, other)]
@@ -251,7 +259,9 @@ def main() -> None:
     parser.add_argument(
         "--name", nargs="+", default=["model"], help="a label of the cases for each"
     )
-    parser.add_argument("--workloads", nargs="+", default=["single", "uniform", "dialogue"])
+    parser.add_argument(
+        "--workloads", nargs="+", default=[], help="default: those of the docs' table"
+    )
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
@@ -260,10 +270,11 @@ def main() -> None:
     )
     parser.add_argument("--side", choices=["manta", PLAIN, "vllm"], help="run one side only, here")
     args = parser.parse_args()
+    names = args.workloads or ALL
     if args.side in ("manta", PLAIN):
-        run_manta(args.model[0], args.workloads, engine_fields(args.change), args.side)
+        run_manta(args.model[0], names, engine_fields(args.change), args.side)
     elif args.side == "vllm":
-        run_vllm(args.model[0], args.workloads)
+        run_vllm(args.model[0], names)
     elif len(args.name) != len(args.model):
         parser.error(f"--name: {len(args.name)} labels for {len(args.model)} models")
     else:

@@ -1,6 +1,7 @@
 """The comparison of engines can be cut off and taken up again."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,33 @@ def test_models_in_calls_of_their_own(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row["case"] for row in json.loads(table.read_text())["rows"]] == [
         "small/single", "small/ready", "large/single", "large/uniform", "large/ready"
     ]  # fmt: skip
+
+
+def test_the_command_of_the_docs_prints_their_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the documented command left out prefill, which the table has and something is wanted
+    of; also if it is taken up again."""
+
+    def fake(side: str, model: str, names: list[str], change: list[str]) -> Iterator[Line]:
+        for line in lines_of(0, side, 3.0, names):
+            yield {key: value for key, value in line.items() if key not in ("model", "run")}
+
+    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    docs = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    command = re.search(r"python -m (loadtest.versus_engine --model LLAMA QWEN .*)", docs)
+    assert command
+    for words in (command[1].split(), [*command[1].split(), "--resume"]):
+        monkeypatch.setattr("sys.argv", [*words, "--out", str(tmp_path)])
+        versus_engine.main()
+    (table,) = tmp_path.glob("*.json")
+    columns = re.search(r"\| tokens/s \(ratio to vLLM\) \| (.*) \|", docs)
+    assert columns
+    cases = [row["case"] for row in json.loads(table.read_text())["rows"]]
+    assert cases[:5] == [f"llama-8b/{name}" for name in columns[1].split(" | ")]
+    assert cases[5:] == [
+        f"qwen3-0.6b/{name}" for name in ("single", "uniform", "dialogue", "ready")
+    ]
 
 
 def test_the_command_pairs_labels_and_models(
