@@ -113,7 +113,7 @@ def test_parts_that_need_a_device_have_it_alone(
     ran = {row["case"]: row for row in json.loads(table.read_text())["rows"] if "began" in row}
     assert ran.keys() == alone.keys()
     assert {row["device"] for row in ran.values()} == set(devices)
-    met = {name: 1 for name in ran}
+    met = dict.fromkeys(ran, 1)
     for one, other in itertools.permutations(ran, 2):
         if ran[one]["device"] == ran[other]["device"]:
             met[one] += ran[other]["began"] <= ran[one]["began"] < ran[other]["ended"]
