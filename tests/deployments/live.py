@@ -64,11 +64,15 @@ class Live:
         """What each engine replica says of itself, by process id."""
         return self._ask("replicas")
 
-    def _ask(self, what: str) -> dict[int, dict[str, Any]]:
+    def endpoints(self) -> dict[int, dict[str, Any]]:
+        """What a router of the test's own needs to connect to the replicas, by port."""
+        return self._ask("endpoints", "port")
+
+    def _ask(self, what: str, key: str = "pid") -> dict[int, dict[str, Any]]:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
-        return {one["pid"]: one for one in json.loads(self.process.stdout.readline())}
+        return {one[key]: one for one in json.loads(self.process.stdout.readline())}
 
     def find_routers(self) -> None:
         """Which process serves which of haproxy's servers."""
@@ -272,7 +276,8 @@ def live_server(model: Path, *, fake: bool = False, **settings: Any) -> Iterator
 
 def main(settings: str, fake: str = "") -> None:
     """Hold a cluster until stdin ends, which it does with the test's process. Each line of stdin
-    asks for the states of the "routers" or the "replicas": a line of JSON."""
+    asks for the states of the "routers" or the "replicas", or the replicas' "endpoints": a line of
+    JSON."""
     from ray import serve
 
     from deployments.app import assemble, cluster_environment
@@ -288,9 +293,11 @@ def main(settings: str, fake: str = "") -> None:
         with ray_and_serve() as cluster:
             application = assemble(config, fake_engine if fake else None)
             serve.run(application, name=NAME, route_prefix="/")
+            replicas = serve.get_deployment_handle("engine-cpu", NAME)
             methods = {
                 "routers": (serve.get_app_handle(NAME).state, ROUTERS),
-                "replicas": (serve.get_deployment_handle("engine-cpu", NAME).stats, REPLICAS),
+                "replicas": (replicas.stats, REPLICAS),
+                "endpoints": (replicas.record_replica_metadata, REPLICAS),
             }
             print(json.dumps({"port": cluster.port, "folder": str(folder)}), file=answers)
             for line in sys.stdin:
@@ -307,7 +314,7 @@ def _each(method: Any, count: int) -> list[dict[str, Any]]:
         assert time.monotonic() < deadline, f"only {len(found)} of {count} answer"
         for call in [method.remote() for _ in range(count)]:
             state = call.result(timeout_s=10)
-            found[state["pid"]] = state
+            found[state.get("pid") or state["port"]] = state
     return list(found.values())
 
 
