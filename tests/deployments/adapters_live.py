@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines"]
     part = Part("adapters-live", [*command, "-m", "long", str(FILE)])
-    lines = run(part, time.monotonic() + args.seconds)
+    lines = run(part, time.monotonic() + args.seconds, "")
     config = {"engine": ENGINE, "adapters": ADAPTERS, "clients": CLIENTS, "replicas": 2}
     rows = rows_of(lines)
     write(args.out, "adapters-live", {"ours": config}, rows, lines)
