@@ -177,7 +177,7 @@ class Fleet:
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
-        self._ready: dict[str, Ready] = {}
+        self._ready: Ready  # of the last one: they are alike
         self._count = count
         self._limits = limits or DispatchLimits(wait_seconds=2.0, channel=FAST)
         self._options = options
@@ -219,7 +219,7 @@ class Fleet:
         config = EngineConfig(
             model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras
         )
-        self._ready[name] = await relay.start(config, "127.0.0.1")
+        self._ready = await relay.start(config, "127.0.0.1")
         self.relays[name] = relay
         return relay
 
@@ -240,8 +240,8 @@ class Fleet:
                 "host": "127.0.0.1",
                 "port": self.relays[name].port,
                 "secret": self.relays[name].secret.hex(),
-                "max_model_len": self._ready[name].max_model_len,
-                "vocab_size": self._ready[name].vocab_size,
+                "max_model_len": self._ready.max_model_len,
+                "vocab_size": self._ready.vocab_size,
                 "eos_token_ids": [2],
                 "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
