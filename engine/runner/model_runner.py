@@ -333,15 +333,7 @@ class ModelRunner:
         """Run the largest step on the padding row, with everything that can be asked of sampling:
         compiles kernels, shows the peak of memory."""
         pad = self.rows.pad_row
-        max_len = self.rows.tokens.shape[1] - 1
-        batch = Batch(step=-1)
-        while num_tokens > 0:
-            length = min(num_tokens, max_len)
-            batch.rows.append(pad)
-            batch.starts.append(0)
-            batch.lengths.append(length)
-            batch.samples.append(True)
-            num_tokens -= length
+        batch = self.largest_step(num_tokens)
         step = self.inputs.assemble(batch)
         if self.lora is not None and self._cuda:
             self._warm_up_adapters(batch)
@@ -356,6 +348,20 @@ class ModelRunner:
         self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST)
         decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
         self.forward(self.inputs.assemble(decode))
+
+    def largest_step(self, num_tokens: int) -> Batch:
+        """Of prompts as long as they can be: this many tokens, or as many as all rows can bring."""
+        pad = self.rows.pad_row
+        max_len = self.rows.tokens.shape[1] - 1
+        batch = Batch(step=-1)
+        while num_tokens > 0 and len(batch.rows) < pad:
+            length = min(num_tokens, max_len)
+            batch.rows.append(pad)
+            batch.starts.append(0)
+            batch.lengths.append(length)
+            batch.samples.append(True)
+            num_tokens -= length
+        return batch
 
     def _warm_up_adapters(self, largest: Batch) -> None:
         """Small steps compile what the largest does not need."""

@@ -260,6 +260,15 @@ def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
     assert not any(cache[1:].any() for layer in runner.kv.layers for cache in layer)
 
 
+def test_the_largest_step_is_one_that_can_be(runner: ModelRunner) -> None:
+    """Bug: with few rows that are short the warm-up ran more prompts than there are rows, and an
+    engine on CUDA did not start: a step of 8,192 tokens with 8 rows of 128."""
+    for num_tokens in (1, MAX_LEN, 3 * MAX_LEN - 5, 10_000):
+        batch = runner.largest_step(num_tokens)
+        assert len(batch.rows) <= NUM_ROWS and max(batch.lengths) <= MAX_LEN
+        assert batch.num_tokens == min(num_tokens, NUM_ROWS * MAX_LEN)
+
+
 def test_graph_sizes_cover_every_batch() -> None:
     """A batch larger than the largest graph runs eagerly, ten times slower."""
     for most in (1, 2, 3, 4, 7, 8, 9, 255, 256, 257, 300, 1000, 1024):

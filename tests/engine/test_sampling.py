@@ -47,14 +47,14 @@ def run(
 def naive_kept(x: Tensor, params: SamplingParams) -> list[int]:
     """The ids that min_p, top_k and top_p keep, by sorting, in float64."""
     scaled = x.double() / params.temperature
-    order = torch.sort(x, descending=True, stable=True).indices.tolist()
+    order = torch.sort(x, descending=True, stable=True).indices
     p = torch.softmax(scaled, 0)
-    order = [i for i in order if p[i] >= params.min_p * p.max() and x[i] > -math.inf]
+    order = order[(p[order] >= params.min_p * p.max()) & (x[order] > -math.inf)]
     order = order[: params.top_k or None]
     mass = p[order] / p[order].sum()
     if params.top_p < 1:
         order = order[: int((mass.cumsum(0) < params.top_p).sum()) + 1]
-    return sorted(order)
+    return sorted(order.tolist())
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:
