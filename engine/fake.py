@@ -48,6 +48,9 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter_seconds: an adapter takes as long to reach the device.
     fail_start, fail_step, exit_step, hang_step: raise at start, raise at that step, exit without a
         word, or never end it.
+    lethal: a prompt with this token ends the process, in the step that would give its token number
+        lethal_at of the answer (from 0), or a later one, and not before it has given lethal_after
+        tokens here.
     lost_at_signal: SIGUSR1 takes the device away: the step after it raises.
     """
 
@@ -65,6 +68,9 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_step: int = -1
     exit_step: int = -1
     hang_step: int = -1
+    lethal: int = -1
+    lethal_at: int = 0
+    lethal_after: int = 0
     lost_at_signal: bool = False
 
     @classmethod
@@ -104,6 +110,8 @@ class FakeCore:
         self._slots: dict[int, int] = {}  # by request that has one
         self._blocked: set[int] = set()  # requests that wait for their adapters
         self.lost = False  # the device
+        self.end_process: Callable[[int], object] = os._exit
+        self._lethal: dict[int, int] = {}  # requests that end it -> tokens when they came
         self._busy = BusyTime()
 
     def ready(self) -> Ready:
@@ -132,6 +140,20 @@ class FakeCore:
                 return
             self._requests[request.id] = request
             self._new.add(request.id)
+            if self._options.lethal in request.token_ids[: request.num_prompt_tokens]:
+                self._lethal[request.id] = len(request.token_ids)
+
+    def _kills(self) -> bool:
+        """A request does, in this step."""
+        options = self._options
+        for id, begun in self._lethal.items():
+            request = self._requests.get(id)
+            if request is not None:
+                given = len(request.token_ids) - begun
+                position = len(request.token_ids) - request.num_prompt_tokens
+                if position >= options.lethal_at and given >= options.lethal_after:
+                    return True
+        return False
 
     def _claim(self, request: EngineRequest) -> None:
         if request.adapter:
@@ -188,6 +210,8 @@ class FakeCore:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if stats.step == options.exit_step:
             os._exit(3)
+        if self._kills():
+            self.end_process(3)
         if stats.step == options.hang_step:
             time.sleep(3600)
         if options.step_seconds:
