@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import msgspec
 
+from deployments.blame import Turn
 from engine.messages import (
     Abort,
     AdapterAnswer,
@@ -73,13 +74,14 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     links: of the prompt's chain (prefix_index.py), joined; the replica passes them on to its other
     routers. adapter_path, adapter_version: of the record of request.adapter, which is
     "name@revision"; version 0: it has begun, and goes on with that revision though there may be a
-    newer one.
+    newer one. turn: when to start it (quarantine.py).
     """
 
     request: EngineRequest
     links: bytes = b""
     adapter_path: str = ""
     adapter_version: int = 0
+    turn: Turn = ""
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):

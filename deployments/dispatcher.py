@@ -23,14 +23,14 @@ from deployments.decision import Work
 from deployments.explain import Stories, log_story
 from deployments.fleet import Fleet
 from deployments.gate import Gate, GateLimits
-from deployments.ledger import PROOF, Choice, Entry
+from deployments.ledger import Choice, Entry
 from deployments.link import Endpoint, Link
 from deployments.metrics import RouterMetrics, render
 from deployments.models import Identity
 from deployments.prefix_index import chain, pack
 from deployments.routing import route
 from engine.errors import MantaError, Overloaded, RequestFailed
-from engine.messages import Abort, AdapterAnswer, Failed
+from engine.messages import Abort, AdapterAnswer, Delta, Failed
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
@@ -314,6 +314,7 @@ class Dispatcher:
         for choice in choices:
             choice.place = replica
             choice.weights = link.endpoint.weights
+            choice.blame.passed &= not choice.given
             choice.begun = len(choice.emitted)
             link.choices[choice.id] = choice
             link.intake.book(choice.id, tokens, entry.placed)
@@ -323,6 +324,7 @@ class Dispatcher:
                     links=pack(work.links),
                     adapter_path=request.adapter_path,
                     adapter_version=0 if entry.begun else request.adapter_version,
+                    turn=choice.blame.turn,
                 )
             )
 
@@ -400,7 +402,7 @@ class Dispatcher:
             return
         if isinstance(message, Failed):
             assert link.connection is not None
-            link.crashed = message.code != "engine_killed"
+            link.failed = message
             link.connection.close(f"{message.code}: {message.message}")
             return
         now = time.monotonic()
@@ -422,10 +424,25 @@ class Dispatcher:
                     choice.entry.story.moves(link.replica, "it is to stop", now)
                     self._place([choice])
                     continue
+                if choice.passes(delta, link.endpoint.max_model_len):
+                    self._passes(link, choice, delta, now)
+                    continue
             if delta.finish == "error" and self._stale.takes(choice, delta):
                 continue
             choice.entry.take(choice, delta, now)
         self._gate.news(link)
+
+    def _passes(self, link: Link, choice: Choice, delta: Delta, now: float) -> None:
+        """It has been tried, and goes on when the others have been, too. It stays where it is: what
+        was computed is there, and with n > 1 the other choices."""
+        delta.finish = ""
+        choice.entry.take(choice, delta, now)
+        choice.begun = len(choice.emitted)
+        choice.place = ""
+        choice.blame.passes()
+        choice.entry.story.moves(link.replica, "its engine lives", now)
+        if not choice.entry.paused:
+            self._place([choice], [link] if link.available else None)
 
     def _place_waiting(self) -> None:
         waiting = [choice for choice, _ in self._waiting.values()]
@@ -446,18 +463,20 @@ class Dispatcher:
         self._closing.discard(link)
         level = logging.WARNING if lost or not link.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", link.replica, reason, len(lost))
+        moving: dict[Entry, list[Choice]] = {}
         for choice in lost:
             if choice.done:
                 continue  # its entry failed with another choice of this loop
-            given = len(choice.emitted) - choice.begun
-            choice.losses = 0 if given else choice.losses + 1
-            # Tokens clear it of a death from outside, not of an engine's own: a poison may be slow.
-            choice.doubts += given < PROOF or link.crashed
-            # Half of the doubts may be about others that moved together with it.
-            allowed = self._limits.losses
-            if choice.losses > allowed or choice.doubts > 2 * allowed + 1:
-                message = f"lost {choice.doubts} replicas soon after it had come to them"
-                choice.entry.fail(RequestFailed(message))
+            blame = choice.blame
+            why = blame.lost(choice.id, choice.given, link.failed, self._limits.losses)
+            if why:
+                logger.warning(
+                    "given up at %s: %s",
+                    link.replica,
+                    why,
+                    extra={"request_id": choice.entry.request.request_id},
+                )
+                choice.entry.fail(RequestFailed(why))
                 continue
             self.metrics.migrations.add()
             choice.entry.migrations += 1
@@ -469,13 +488,18 @@ class Dispatcher:
                 reason,
                 extra={"request_id": choice.entry.request.request_id},
             )
-            if choice.losses:
+            if blame.losses:
                 # It may be the cause: let those that are not go first, to be ahead of its next
                 # death; and let all news of replicas that died at once arrive.
                 self._wait([choice])
                 asyncio.get_running_loop().call_later(_SUSPECT_PAUSE, self._place_suspect, choice)
             else:
-                self._place([choice])
+                moving.setdefault(choice.entry, []).append(choice)
+        for choices in moving.values():
+            # Together: a poison with n > 1 must not be tried at two replicas.
+            left = [choice for choice in choices if not choice.done]
+            if left:
+                self._place(left)
 
     def _place_suspect(self, choice: Choice) -> None:
         if self._stop_waiting(choice):

@@ -14,12 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from deployments.backend import GenerationRequest, Timing
+from deployments.blame import Blame
 from deployments.explain import Story
 from deployments.metrics import RouterMetrics
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
-
-PROOF = 8  # tokens from one replica that clear a request of its death, if that came from outside
 
 # What is kept of a stream that nobody reads: then it pauses.
 UNREAD_BYTES = 2**20
@@ -31,23 +30,19 @@ class Choice:
     """One choice in flight.
 
     emitted: output token ids so far. place: the replica that has it, "" while none has.
-    begun: how many there were when it was placed there. losses: replicas lost in a row before a
-    token came from them; a request that kills its replicas is given up by this. doubts: replicas
-    lost before they had given PROOF tokens, or whose engine failed by itself, which tells of one
-    that kills after some tokens.
+    begun: how many there were when it was placed there. blame: for replicas that were lost.
     weights: of the replica that it went to last; what was emitted can only go on with the same.
     """
 
     __slots__ = (
         "begun",
+        "blame",
         "done",
-        "doubts",
         "emitted",
         "entry",
         "id",
         "index",
         "last",
-        "losses",
         "place",
         "weights",
     )
@@ -59,19 +54,28 @@ class Choice:
         self.emitted: list[int] = []
         self.place = ""
         self.weights = ""
-        self.losses = 0
         self.begun = 0
-        self.doubts = 0
+        self.blame = Blame()
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
 
+    @property
+    def given(self) -> int:
+        """Tokens that its replica has given."""
+        return len(self.emitted) - self.begun
+
     def as_request(self) -> EngineRequest:
-        """The message that starts it, or resumes it after what was emitted."""
+        """The message that starts it, or resumes it after what was emitted; a suspect, for the
+        tokens of its trial."""
         request = self.entry.request
         params = request.params
         if self.last and params.prompt_logprobs is not None:
             # They came with the first delta; asking again would only switch the prefix cache off.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
+        limit = len(self.emitted) + self.blame.tokens
+        if self.blame.tokens and (params.max_tokens is None or limit < params.max_tokens):
+            least = min(params.min_tokens, limit)
+            params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
         return EngineRequest(
             id=self.id,
             token_ids=request.token_ids + self.emitted,
@@ -83,6 +87,18 @@ class Choice:
             adapter=request.adapter,
             priority=request.priority,
             request_id=request.request_id,
+        )
+
+    def passes(self, delta: Delta, context: int) -> bool:
+        """This end is that of its trial only. context: of its replica's model, in tokens."""
+        total = len(self.emitted) + len(delta.token_ids)
+        tokens, request = self.blame.tokens, self.entry.request
+        limit = request.params.max_tokens
+        return (
+            delta.finish == "length"
+            and 0 < tokens == total - self.begun
+            and (limit is None or total < limit)
+            and len(request.token_ids) + total < context
         )
 
 
@@ -131,6 +147,11 @@ class Entry:
     def begun(self) -> bool:
         """Tokens have come for any choice."""
         return any(choice.emitted for choice in self.choices)
+
+    @property
+    def paused(self) -> bool:
+        """Nobody reads it: its choices are at no replica."""
+        return self._paused is not None
 
     async def next(self) -> list[tuple[int, Delta]]:
         while not self._items:

@@ -13,7 +13,7 @@ from deployments.fleet import Fleet
 from deployments.intake import Intake
 from deployments.ledger import Choice
 from deployments.prefix_index import unpack
-from engine.messages import EngineStats, StepFrame
+from engine.messages import EngineStats, Failed, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -79,7 +79,7 @@ class Link:
         self.stats = EngineStats()
         self.intake = Intake(endpoint.step_tokens)
         self.choices: dict[int, Choice] = {}
-        self.crashed = False  # its engine failed by itself: a request may be the cause
+        self.failed: Failed | None = None  # its engine, and what the replica says of that
         self.retired = False  # Serve no longer counts it: send nothing new
         self._limits = limits
         self._router = router
@@ -168,6 +168,7 @@ class Link:
 
     def _opened(self, connection: RouterEnd) -> None:
         self.connection = connection
+        self.failed = None
         if not self.retired:
             self._fleet.set_available(self.replica, True)
         self._on_open(self)

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from deployments.adapters.replica import Held, ReplicaAdapters
 from deployments.channel import AdapterVersion, ChannelLimits, FromRouter, ReplicaEnd
+from deployments.quarantine import Quarantine
 from deployments.steps import Cost, StepModel
 from deployments.watch import StallLimits, Watch
 from engine.client import EngineClient
@@ -91,6 +94,7 @@ class Relay:
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
+        self._quarantine = Quarantine(self._begin)
         self._server: asyncio.Server | None = None
         self._strangers: set[ReplicaEnd] = set()
         self._routers: dict[int, ReplicaEnd] = {}
@@ -140,9 +144,10 @@ class Relay:
         for router in list(self._routers.values()):
             if router.live and self.failed is None:
                 ids = sorted(router.live)
-                self._tell(self._engine.abort, self._adapters.take_back(router, ids))
+                self._tell(self._engine.abort, self._take_back(router, ids))
                 router.live.clear()
                 router.send(StepFrame(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids]))
+        self._quarantine.advance()
 
     def refuse_new(self) -> None:
         """Routers send nothing new from now on; what runs goes on."""
@@ -181,6 +186,12 @@ class Relay:
     # -- from the engine
 
     def on_frame(self, frame: StepFrame) -> None:
+        self._share_out(frame)
+        if self._quarantine.suspect is not None:
+            self._quarantine.advance()
+
+    def _share_out(self, frame: StepFrame) -> None:
+        """To each router what is its own."""
         stats, now = frame.stats, self._loop.time()
         self.steps.observe_frames(self.stats, stats)
         if self._draining:
@@ -230,9 +241,14 @@ class Relay:
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
+        suspect = self._quarantine.suspect
         for router in list(self._routers.values()):
             router.live.clear()
-            router.send(self.failed)
+            trial: list[int] | None = None if suspect is None else []
+            if suspect is not None and suspect.connection is router:
+                trial = [suspect.request.id & _ROUTER_MASK]
+            router.send(msgspec.structs.replace(self.failed, trial=trial))
+        self._quarantine.advance()
 
     # -- from the routers
 
@@ -263,7 +279,8 @@ class Relay:
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
-            self._tell(self._engine.abort, self._adapters.take_back(connection, ids))
+            self._tell(self._engine.abort, self._take_back(connection, ids))
+            self._quarantine.advance()
             return
         if isinstance(message, AddAdapter | AdapterVersion):
             self._adapters.order(connection, message)
@@ -288,11 +305,19 @@ class Relay:
             if other is not connection and len(other.heard) < _MAX_HEARD:
                 other.heard += message.links[:_MAX_HEARD]
         connection.live.add(id)
-        if message.adapter_path:
-            held = Held(connection, request, message.adapter_path, message.adapter_version)
+        held = Held(connection, request, message.adapter_path, message.adapter_version)
+        self._quarantine.submit(held, message.turn)
+
+    def _begin(self, held: Held) -> None:
+        if held.path:
             self._adapters.submit(held)
         else:
-            self._start(request)
+            self._start(held.request)
+
+    def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
+        """These are not wanted any more. Returns those that the engine has."""
+        self._quarantine.take_back(connection, ids)
+        return self._adapters.take_back(connection, ids)
 
     def _start(self, request: EngineRequest) -> None:
         self._tell(self._engine.submit, request)
@@ -302,6 +327,7 @@ class Relay:
         text = f"{error.code}: {error.message}"
         delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
         connection.send(StepFrame(self.stats, [delta]))
+        self._quarantine.advance()
 
     def _closed(self, connection: ReplicaEnd, reason: str) -> None:
         self._strangers.discard(connection)
@@ -315,6 +341,7 @@ class Relay:
         if connection.live and self.failed is None:
             self._tell(self._engine.abort, list(connection.live))
             connection.live.clear()
+            self._quarantine.advance()
 
     def _tell(self, call: Callable[[T], None], argument: T) -> None:
         try:

@@ -189,11 +189,16 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The engine could not start or cannot go on: "code: message with the way out"."""
+    """The engine could not start or cannot go on: "code: message with the way out".
+
+    trial: the suspects that it was trying, of the router that is told; put in by the relay. None:
+    it was trying nobody's.
+    """
 
     code: str
     message: str
     param: str | None = None
+    trial: list[int] | None = None
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):

@@ -44,11 +44,12 @@ def text(begin: int, count: int) -> list[int]:
     return [FIRST + position % (VOCAB - FIRST) for position in range(begin, begin + count)]
 
 
-class LocalEngine:
-    """engine.fake's core, stepped by the event loop: EngineClient without a process.
+class Ended(Exception):
+    """The engine's process would have."""
 
-    lethal: an engine that is given this token dies, after as many steps as `patience`.
-    """
+
+class LocalEngine:
+    """engine.fake's core, stepped by the event loop: EngineClient without a process."""
 
     pid = 0
     pace = 0.002  # seconds a step
@@ -59,8 +60,6 @@ class LocalEngine:
         self.requests: list[EngineRequest] = []
         self.alive = False
         self.stuck = False
-        self.lethal = -1
-        self.patience = 0
         self.pulse = Pulse()
         self._pulses = 0
         self.adapter_calls: list[tuple[str, str]] = []
@@ -72,6 +71,7 @@ class LocalEngine:
 
     async def start(self, config: EngineConfig) -> Ready:
         self.core, ready = fake.build(config)
+        self.core.end_process = self._end
         loop = asyncio.get_running_loop()
         self.core.on_loaded(lambda: loop.call_soon_threadsafe(self._wake))
         self.alive = True
@@ -141,18 +141,18 @@ class LocalEngine:
         self._timer = None
         if not self.alive or self.stuck:
             return
-        if self.lethal >= 0 and any(
-            self.lethal in request.token_ids for request in self.core._requests.values()
-        ):
-            self.patience -= 1
-            if self.patience < 0:
-                self.crash()
-                return
-        self._send(self.core.step())
+        try:
+            self._send(self.core.step())
+        except Ended:
+            self.crash()
+            return
         for answer in self.core.answers():
             self._asked.pop(answer.ticket).set_result(answer)
         if self.core.has_work():
             self._wake()
+
+    def _end(self, status: int) -> None:
+        raise Ended
 
     def _send(self, deltas: list[Delta]) -> None:
         frame = StepFrame(self.core.stats(), deltas)

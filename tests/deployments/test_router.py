@@ -11,9 +11,9 @@ import pytest
 from deployments.backend import GenerationRequest
 from deployments.channel import ChannelLimits
 from deployments.dispatcher import DispatchLimits
-from deployments.ledger import PROOF, Entry
+from deployments.ledger import Entry
 from deployments.metrics import RouterMetrics
-from engine.errors import MantaError, Overloaded, RequestFailed
+from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text, until
@@ -188,44 +188,6 @@ def test_abort_frees_the_replica_and_ends_the_stream():
             assert fleet.dispatcher.state().in_flight == 0
             assert not fleet.dispatcher._links["r0"].choices
             assert fleet.dispatcher.metrics.finished.values[("abort",)] == 2
-
-    run(case())
-
-
-def test_a_request_that_kills_its_replicas_is_given_up_and_the_others_go_on():
-    """One poisonous request that takes down replica after replica, and everybody else's with it."""
-
-    async def case():
-        limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
-        async with Fleet(3, limits=limits) as fleet:
-            for engine in fleet.engines.values():
-                engine.lethal = 999
-            others = [fleet.generate() for _ in range(6)]
-            await until(lambda: all(entry.choices[0].emitted for entry in others))
-            poison = fleet.generate(prompt=[*PROMPT[1:], 999])
-            with pytest.raises(RequestFailed):
-                await poison.next()
-            assert sum(engine.alive for engine in fleet.engines.values()) == 1
-            assert [await read(entry) for entry in others] == [WHOLE] * 6
-
-    run(case())
-
-
-@pytest.mark.parametrize("patience", [2, PROOF + 4])
-def test_a_request_that_kills_after_some_tokens_each_time_is_given_up_too(patience: int):
-    """F7. A poison that shows only in decoding: each new replica gives some tokens and dies, so
-    that it never seems to be the cause, and takes the whole fleet down, again and again."""
-
-    async def case():
-        limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
-        async with Fleet(6, limits=limits) as fleet:
-            for engine in fleet.engines.values():
-                engine.lethal, engine.patience = 999, patience
-            poison = fleet.generate(prompt=[*PROMPT[1:], 999])
-            with pytest.raises(RequestFailed):
-                await read(poison)
-            assert sum(engine.alive for engine in fleet.engines.values()) == 2
-            assert await read(fleet.generate()) == WHOLE
 
     run(case())
 

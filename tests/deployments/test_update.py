@@ -39,7 +39,8 @@ def test_who_is_handed_over_is_not_to_blame():
                 await fleet.relays[name].drain(0.0)
             choices = [entry.choices[0] for entry in entries]
             assert {choice.place for choice in choices} == {"r2"}
-            assert {(choice.losses, choice.doubts) for choice in choices} == {(0, 0)}
+            blames = [choice.blame for choice in choices]
+            assert {(one.losses, one.doubts, one.turn) for one in blames} == {(0, 0, "")}
             assert max(entry.migrations for entry in entries) >= 1
             assert await asyncio.gather(*map(read, entries)) == [{0: text(len(PROMPT), 3)}] * 12
 
@@ -77,7 +78,7 @@ def test_what_comes_after_the_farewell_is_given_back():
             read_all = asyncio.gather(*map(read, entries))
             assert await read_all == [{0: text(len(PROMPT), 50)}] * 8
             assert not fleet.engines["r0"].requests
-            assert {entry.choices[0].losses for entry in entries} == {0}
+            assert {entry.choices[0].blame.losses for entry in entries} == {0}
 
     run(case())
 

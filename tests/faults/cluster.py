@@ -21,7 +21,10 @@ from tests.faults.clients import Said, ask
 
 NAME = "broken"  # of the application and of the model
 # Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU.
-FAKE = "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,lost_at_signal=true"
+FAKE = (
+    "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,lost_at_signal=true,"
+    "lethal=249,lethal_at=5"
+)
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:

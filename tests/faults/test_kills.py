@@ -158,6 +158,41 @@ def test_f5_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
+def test_f7_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
+    """Bug: a request whose engine process ends without a word goes from replica to replica until
+    none is left; or its neighbours, which were at the same deaths, fail with it."""
+
+    async def poison() -> tuple[int, str, str]:
+        """Not streamed, so that the answer has a status. How it ended."""
+        body = {"model": NAME, "prompt": [40, 249], "max_tokens": 80}
+        reader, writer = await asyncio.open_connection("127.0.0.1", broken.port)
+        writer.write(post(f"{broken.prefix}/v1/completions", body))
+        head, _, said = (await reader.read()).decode().partition("\r\n\r\n")
+        writer.close()
+        return int(head.split()[1]), head.lower(), said
+
+    async def case() -> None:
+        await broken.settled()
+        before = {one["engine_pid"] for one in (await broken.states())["replicas"]}
+        ends: list[tuple[int, str, str]] = []
+
+        async def fault() -> None:
+            await asyncio.sleep(0.5)
+            ends.append(await poison())
+
+        said = await same_under(broken, asked, fault)
+        status, head, body = ends[0]
+        assert status == 500 and "x-should-retry: false" in head and "engine_error" in body
+        gap, moves = max(one.gap for one in said), sum(one.migrations for one in said)
+        await broken.settled()
+        after = {one["engine_pid"] for one in (await broken.states())["replicas"]}
+        assert len(before - after) == 2, "engines that it killed"
+        assert moves >= 2 and gap < MAX_GAP
+        print(f"a poison: 2 processes gone, {moves} moves, longest gap {gap:.2f} s")
+
+    run(case())
+
+
 def test_f9_a_device_is_lost(broken: Broken, asked: Asked) -> None:
     """Bug: an engine whose device is gone lives on, or ends without its replica being replaced, or
     its requests fail with it; they are blamed for what was not their fault."""

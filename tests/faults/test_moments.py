@@ -11,7 +11,7 @@ from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text
 TOKENS = 24
 
 
-@pytest.mark.parametrize("how", ["engine", "connection"])
+@pytest.mark.parametrize("how", ["engine", "engine itself", "connection"])
 def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
     """Bug: the loss between two particular messages (nothing sent yet, the last token, the end
     already seen) repeats, drops or never ends something."""
@@ -27,6 +27,8 @@ def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
                 place = first.place
                 if how == "engine":
                     fleet.engines[place].die()
+                elif how == "engine itself":  # both are tried, the end may fall into that
+                    fleet.engines[place].crash()
                 else:
                     for router in list(fleet.relays[place]._routers.values()):
                         router.close("test")

@@ -1,0 +1,86 @@
+"""Blame: is this choice what its engines die of?
+
+Who kills an engine from outside has no quarrel with the requests there. An engine that died by
+itself may have died of one of them, so all of them are suspects, and each is tried: it is placed
+again to give a few tokens, as the only suspect of its replica (quarantine.py). If the engine dies
+meanwhile it is given up, at its second death, and nobody else is blamed. Who passes goes on when
+the trials at its replica are over, so that no death in between is of its making.
+
+    an engine's own death, nobody on trial   who was in it is tried; at its third death given up
+    one was on trial                         that one is given up; who had given nothing is tried
+    a death from outside                     nobody, unless it goes on like that: losses, doubts
+"""
+
+from typing import Literal
+
+from engine.messages import Failed
+
+Turn = Literal["", "alone", "after"]
+
+TRIAL = 3  # tokens: an engine may have computed two more than it has told when it died
+LONG_TRIAL = 64  # the most for who has passed once: it may be slow
+DEATHS = 3  # of engines, nobody on trial: also if no trial shows it
+PROOF = 8  # tokens from one replica that clear a choice of its death, if that came from outside
+
+
+class Blame:
+    """What one choice has been at.
+
+    deaths: of engines by themselves, with nobody on trial. tokens: that it has to give in its next
+    trial, 0 is no suspect. passed: its trial, and nothing has come of it since. losses: replicas
+    lost from outside in a row before a token came from them. doubts: those before PROOF tokens.
+    """
+
+    __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
+
+    def __init__(self) -> None:
+        self.deaths = self.tokens = self.losses = self.doubts = 0
+        self.passed = False
+
+    @property
+    def turn(self) -> Turn:
+        """When its next replica may start it: now, alone among suspects, or after the trials."""
+        return "alone" if self.tokens else "after" if self.passed else ""
+
+    def passes(self) -> None:
+        """It has given its tokens."""
+        self.tokens = 0
+        self.passed = True
+
+    def lost(self, id: int, given: int, failed: Failed | None, allowed: int) -> str:
+        """Its replica is lost, which had given so many tokens of it. Why it has to be given up,
+        "" if it goes on.
+
+        id: its number there. failed: what the replica said. allowed: `losses`.
+        """
+        if failed is not None:
+            if self._waited(id, given, failed.trial):
+                return ""
+            if failed.code != "engine_killed":
+                return self._died(id, given, failed.trial)
+        self.losses = 0 if given else self.losses + 1
+        self.doubts += given < PROOF
+        # Half of the doubts may be about others that moved together with it.
+        if self.losses > allowed or self.doubts > 2 * allowed + 1:
+            return f"{self.doubts} replicas were lost soon after this request had come to them"
+        return ""
+
+    def _waited(self, id: int, given: int, trial: list[int] | None) -> bool:
+        """It was there, but not in the engine."""
+        if self.tokens:
+            return id not in (trial or ())
+        return self.passed and not given and trial is not None
+
+    def _died(self, id: int, given: int, trial: list[int] | None) -> str:
+        """The engine has, by itself, and it was in it."""
+        self.losses = 0
+        if trial is not None:
+            if id in trial:
+                return "the engine died again when it ran this request"
+            if given:
+                return ""
+        self.deaths += 1
+        self.tokens = TRIAL if self.deaths == 1 else min(given + TRIAL, LONG_TRIAL)
+        if self.deaths >= DEATHS:
+            return f"{self.deaths} engines died while they ran this request"
+        return ""

@@ -1,0 +1,56 @@
+"""Quarantine: the suspects at one replica, of all its routers, one after the other (blame.py). Who
+is no suspect does not wait for them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from deployments.adapters.replica import Held
+from deployments.blame import Turn
+from deployments.channel import ReplicaEnd
+
+
+class Quarantine:
+    """start(request) gives it to the engine.
+
+    suspect: the one on trial. Its router has limited it to a few tokens, so its end is the trial's.
+    """
+
+    def __init__(self, start: Callable[[Held], None]) -> None:
+        self.suspect: Held | None = None
+        self._start = start
+        self._suspects: deque[Held] = deque()
+        self._passed: deque[Held] = deque()  # they go on when no suspect is left
+
+    def submit(self, held: Held, turn: Turn) -> None:
+        """Start it when it is its turn."""
+        if turn == "alone":
+            self._suspects.append(held)
+            self.advance()
+        elif turn == "after" and self.suspect is not None:
+            self._passed.append(held)
+        else:
+            self._start(held)
+
+    def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
+        """These are not wanted any more: who waits has never been here."""
+        unwanted = set(ids)
+        for waiting in (self._suspects, self._passed):
+            for held in [one for one in waiting if one.request.id in unwanted]:
+                waiting.remove(held)
+                connection.live.discard(held.request.id)
+
+    def advance(self) -> None:
+        """Something has ended: perhaps it is somebody's turn."""
+        if self.suspect is not None and self.suspect.wanted:
+            return
+        self.suspect = None
+        while self._suspects:
+            held = self._suspects.popleft()
+            if held.wanted:
+                self.suspect = held
+                self._start(held)
+                return
+        while self._passed:
+            held = self._passed.popleft()
+            if held.wanted:
+                self._start(held)
