@@ -2,13 +2,14 @@
 
 Who kills an engine from outside has no quarrel with the requests there. An engine that died by
 itself may have died of one of them, so all of them are suspects, and each is tried: it is placed
-again to give a few tokens, as the only suspect of its replica (quarantine.py). If the engine dies
-meanwhile it is given up, at its second death, and nobody else is blamed. Who passes goes on when
-the trials at its replica are over, so that no death in between is of its making.
+again to give a few tokens, as the only suspect of its replica (quarantine.py). Who passes goes on
+when the trials there are over, so that no death in between is of its making. The one that is on
+trial when an engine dies is given up, at its second death; nobody else is blamed for that but who
+had given nothing yet, nor for the first any more.
 
-    an engine's own death, nobody on trial   who was in it is tried; at its third death given up
-    one was on trial                         that one is given up; who had given nothing is tried
-    a death from outside                     nobody, unless it goes on like that: losses, doubts
+    engine's own death, nobody on trial   who was in it is tried; at the third of these, given up
+    engine's own death, one on trial      it is given up; who was in it and had given nothing: tried
+    a death from outside                  nobody, unless it goes on like that: losses, doubts
 """
 
 from typing import Literal
@@ -19,22 +20,29 @@ Turn = Literal["", "alone", "after"]
 
 TRIAL = 3  # tokens: an engine may have computed two more than it has told when it died
 LONG_TRIAL = 64  # the most for who has passed once: it may be slow
-DEATHS = 3  # of engines, nobody on trial: also if no trial shows it
+DEATHS = 3  # that nobody explains: given up, also if no trial shows it
 PROOF = 8  # tokens from one replica that clear a choice of its death, if that came from outside
+
+
+def by_itself(failed: Failed) -> bool:
+    """Nobody has killed that engine."""
+    return failed.code != "engine_killed"
 
 
 class Blame:
     """What one choice has been at.
 
-    deaths: of engines by themselves, with nobody on trial. tokens: that it has to give in its next
-    trial, 0 is no suspect. passed: its trial, and nothing has come of it since. losses: replicas
-    lost from outside in a row before a token came from them. doubts: those before PROOF tokens.
+    deaths: replicas whose engines died by themselves, nobody knows of what. tokens: that it has to
+    give in its next trial, 0 is no suspect. passed: its trial, and nothing has come of it since.
+    losses: replicas lost from outside in a row before a token came from them. doubts: those lost
+    before PROOF tokens.
     """
 
     __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
 
     def __init__(self) -> None:
-        self.deaths = self.tokens = self.losses = self.doubts = 0
+        self.deaths: list[str] = []
+        self.tokens = self.losses = self.doubts = 0
         self.passed = False
 
     @property
@@ -47,7 +55,12 @@ class Blame:
         self.tokens = 0
         self.passed = True
 
-    def lost(self, id: int, given: int, failed: Failed | None, allowed: int) -> str:
+    def acquit(self, deaths: list[str]) -> None:
+        """It is known what these replicas' engines died of. Who waits for its trial is tried all
+        the same: there may have been two of the kind."""
+        self.deaths = [death for death in self.deaths if death not in deaths]
+
+    def lost(self, replica: str, id: int, given: int, failed: Failed | None, allowed: int) -> str:
         """Its replica is lost, which had given so many tokens of it. Why it has to be given up,
         "" if it goes on.
 
@@ -56,8 +69,8 @@ class Blame:
         if failed is not None:
             if self._waited(id, given, failed.trial):
                 return ""
-            if failed.code != "engine_killed":
-                return self._died(id, given, failed.trial)
+            if by_itself(failed):
+                return self._died(replica, id, given, failed)
         self.losses = 0 if given else self.losses + 1
         self.doubts += given < PROOF
         # Half of the doubts may be about others that moved together with it.
@@ -71,16 +84,16 @@ class Blame:
             return id not in (trial or ())
         return self.passed and not given and trial is not None
 
-    def _died(self, id: int, given: int, trial: list[int] | None) -> str:
+    def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
         """The engine has, by itself, and it was in it."""
         self.losses = 0
-        if trial is not None:
-            if id in trial:
+        if failed.trial is not None:
+            if id in failed.trial:
                 return "the engine died again when it ran this request"
             if given:
                 return ""
-        self.deaths += 1
-        self.tokens = TRIAL if self.deaths == 1 else min(given + TRIAL, LONG_TRIAL)
-        if self.deaths >= DEATHS:
-            return f"{self.deaths} engines died while they ran this request"
+        self.deaths = [*(death for death in self.deaths if death not in failed.deaths), replica]
+        if len(self.deaths) >= DEATHS:
+            return f"{len(self.deaths)} engines died while they ran this request"
+        self.tokens = TRIAL if len(self.deaths) == 1 else min(given + TRIAL, LONG_TRIAL)
         return ""

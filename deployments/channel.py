@@ -74,7 +74,8 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     links: of the prompt's chain (prefix_index.py), joined; the replica passes them on to its other
     routers. adapter_path, adapter_version: of the record of request.adapter, which is
     "name@revision"; version 0: it has begun, and goes on with that revision though there may be a
-    newer one. turn: when to start it (quarantine.py).
+    newer one. turn: when to start it, deaths: what it is suspected of
+    (quarantine.py).
     """
 
     request: EngineRequest
@@ -82,6 +83,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     adapter_path: str = ""
     adapter_version: int = 0
     turn: Turn = ""
+    deaths: list[str] = []
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):

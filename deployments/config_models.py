@@ -202,8 +202,9 @@ class RouterConfig(_Section):
         1,
         ge=0,
         le=100,
-        description="Replicas that a request may lose without one new token before it fails: it "
-        "may be the cause.",
+        description="Replicas that a request may lose, killed from outside, without one new token "
+        "before it fails: it may be the cause. What engines die of by themselves is given up at "
+        "the second.",
     )
     heartbeat_seconds: float = Field(
         0.5, gt=0, le=60, description="Between signs of life on a channel; costs nothing."

@@ -18,6 +18,7 @@ from deployments.adapters.stale import StaleAdapters
 from deployments.admission import AdmissionLimits
 from deployments.autoscaling import Rates
 from deployments.backend import BackendState, GenerationRequest, ModelCard
+from deployments.blame import by_itself
 from deployments.channel import ChannelLimits, FromReplica, Submit
 from deployments.decision import Work
 from deployments.explain import Stories, log_story
@@ -41,8 +42,8 @@ _SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas tha
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
     """wait_seconds: how long a request waits for a replica at most. in_flight: requests. waiting:
-    choices, while no replica is ready. losses: replicas that a request may lose without getting a
-    token from any, before it is taken to be the cause. admission: while replicas are ready.
+    choices, while no replica is ready. losses: replicas, killed from outside, that a request may
+    lose in a row without a token from any. admission: while replicas are ready.
     reader_seconds: how long a stream is kept that paused because nobody reads it."""
 
     wait_seconds: float = 30.0
@@ -325,6 +326,7 @@ class Dispatcher:
                     adapter_path=request.adapter_path,
                     adapter_version=0 if entry.begun else request.adapter_version,
                     turn=choice.blame.turn,
+                    deaths=choice.blame.deaths,
                 )
             )
 
@@ -468,7 +470,9 @@ class Dispatcher:
             if choice.done:
                 continue  # its entry failed with another choice of this loop
             blame = choice.blame
-            why = blame.lost(choice.id, choice.given, link.failed, self._limits.losses)
+            why = blame.lost(
+                link.replica, choice.id, choice.given, link.failed, self._limits.losses
+            )
             if why:
                 logger.warning(
                     "given up at %s: %s",
@@ -495,6 +499,9 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(_SUSPECT_PAUSE, self._place_suspect, choice)
             else:
                 moving.setdefault(choice.entry, []).append(choice)
+        if link.failed is not None and by_itself(link.failed):
+            for choice in (one for entry in self._entries for one in entry.choices):
+                choice.blame.acquit(link.failed.deaths)
         for choices in moving.values():
             # Together: a poison with n > 1 must not be tried at two replicas.
             left = [choice for choice in choices if not choice.done]

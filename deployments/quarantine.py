@@ -13,18 +13,20 @@ class Quarantine:
     """start(request) gives it to the engine.
 
     suspect: the one on trial. Its router has limited it to a few tokens, so its end is the trial's.
+    deaths: what it is suspected of.
     """
 
     def __init__(self, start: Callable[[Held], None]) -> None:
         self.suspect: Held | None = None
+        self.deaths: list[str] = []
         self._start = start
-        self._suspects: deque[Held] = deque()
+        self._suspects: deque[tuple[Held, list[str]]] = deque()
         self._passed: deque[Held] = deque()  # they go on when no suspect is left
 
-    def submit(self, held: Held, turn: Turn) -> None:
+    def submit(self, held: Held, turn: Turn, deaths: list[str]) -> None:
         """Start it when it is its turn."""
         if turn == "alone":
-            self._suspects.append(held)
+            self._suspects.append((held, deaths))
             self.advance()
         elif turn == "after" and self.suspect is not None:
             self._passed.append(held)
@@ -33,11 +35,12 @@ class Quarantine:
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
         """These are not wanted any more: who waits has never been here."""
-        unwanted = set(ids)
-        for waiting in (self._suspects, self._passed):
-            for held in [one for one in waiting if one.request.id in unwanted]:
-                waiting.remove(held)
-                connection.live.discard(held.request.id)
+        waiting = {held.request.id for held in (*(one for one, _ in self._suspects), *self._passed)}
+        unwanted = waiting.intersection(ids)
+        if unwanted:
+            connection.live -= unwanted
+            self._suspects = deque(one for one in self._suspects if one[0].wanted)
+            self._passed = deque(held for held in self._passed if held.wanted)
 
     def advance(self) -> None:
         """Something has ended: perhaps it is somebody's turn."""
@@ -45,9 +48,9 @@ class Quarantine:
             return
         self.suspect = None
         while self._suspects:
-            held = self._suspects.popleft()
+            held, deaths = self._suspects.popleft()
             if held.wanted:
-                self.suspect = held
+                self.suspect, self.deaths = held, deaths
                 self._start(held)
                 return
         while self._passed:

@@ -242,12 +242,13 @@ class Relay:
         if self._server is not None:
             self._server.close()
         suspect = self._quarantine.suspect
+        deaths = [] if suspect is None else self._quarantine.deaths
         for router in list(self._routers.values()):
             router.live.clear()
             trial: list[int] | None = None if suspect is None else []
             if suspect is not None and suspect.connection is router:
                 trial = [suspect.request.id & _ROUTER_MASK]
-            router.send(msgspec.structs.replace(self.failed, trial=trial))
+            router.send(msgspec.structs.replace(self.failed, trial=trial, deaths=deaths))
         self._quarantine.advance()
 
     # -- from the routers
@@ -306,7 +307,7 @@ class Relay:
                 other.heard += message.links[:_MAX_HEARD]
         connection.live.add(id)
         held = Held(connection, request, message.adapter_path, message.adapter_version)
-        self._quarantine.submit(held, message.turn)
+        self._quarantine.submit(held, message.turn, message.deaths)
 
     def _begin(self, held: Held) -> None:
         if held.path:

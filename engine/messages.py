@@ -191,14 +191,15 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
     """The engine could not start or cannot go on: "code: message with the way out".
 
-    trial: the suspects that it was trying, of the router that is told; put in by the relay. None:
-    it was trying nobody's.
+    Put in by the relay: trial, the suspect that it was trying, if that is of the router that is
+    told; None if it was trying nobody. deaths: what that one was suspected of, replicas.
     """
 
     code: str
     message: str
     param: str | None = None
     trial: list[int] | None = None
+    deaths: list[str] = []
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):

@@ -57,47 +57,54 @@ OWN = Failed("engine_dead", "")
 
 
 def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
-    """A bystander that is blamed although the culprit is known, or was not in the engine at all."""
+    """A bystander that is blamed although the culprit is known, or was not in the engine at all; or
+    that stays suspected, until it has been at too many deaths."""
     suspect, waiting, passed, bystander, new = (Blame() for _ in range(5))
     for blame in (suspect, waiting, passed):
-        assert not blame.lost(1, 20, OWN, 1)
-        assert (blame.turn, blame.tokens) == ("alone", TRIAL)
+        assert not blame.lost("r0", 1, 20, OWN, 1)
+        assert (blame.turn, blame.tokens, blame.deaths) == ("alone", TRIAL, ["r0"])
     passed.passes()
     assert passed.turn == "after"
-    told = Failed("engine_dead", "", trial=[1])
-    assert suspect.lost(1, 0, told, 1)
-    assert not waiting.lost(2, 0, told, 1) and waiting.deaths == 1 and waiting.turn == "alone"
-    assert not passed.lost(3, 0, told, 1) and passed.deaths == 1 and passed.turn == "after"
-    assert not bystander.lost(4, 5, told, 1) and not bystander.turn
-    assert not new.lost(5, 0, told, 1) and new.turn == "alone"  # it may as well have been this one
+    told = Failed("engine_dead", "", trial=[1], deaths=["r0"])
+    assert suspect.lost("r1", 1, 0, told, 1)
+    assert not waiting.lost("r1", 2, 0, told, 1) and waiting.turn == "alone"
+    assert not passed.lost("r1", 3, 0, told, 1) and passed.turn == "after"
+    assert not bystander.lost("r1", 4, 5, told, 1) and not bystander.turn
+    assert not new.lost("r1", 5, 0, told, 1) and new.turn == "alone"  # it may as well be this one
+    for blame in (waiting, passed, new):
+        blame.acquit(["r0"])
+    assert (waiting.deaths, passed.deaths, new.deaths) == ([], [], ["r1"])
+    assert waiting.lost("r2", 2, 0, Failed("engine_dead", "", trial=[2]), 1)  # there were two
 
 
 def test_a_death_of_which_no_trial_tells():
     """A poison that is slower than the trials, which kills engines for ever."""
-    blame = Blame()
-    for given, tokens in ((100, TRIAL), (10, 10 + TRIAL)):
-        assert not blame.lost(1, given, OWN, 1)
-        assert blame.tokens == tokens
-        blame.passes()
-    assert blame.lost(1, 100, OWN, 1)
     slow = Blame()
-    slow.lost(1, 1000, OWN, 1), slow.lost(2, 1000, Failed("engine_dead", "", trial=[2]), 1)
-    assert slow.deaths == 1
-    slow.passes()
-    slow.lost(1, 1000, OWN, 1)
-    assert slow.tokens == LONG_TRIAL
+    for replica, given, tokens in (("r0", 100, TRIAL), ("r1", 10, 10 + TRIAL)):
+        assert not slow.lost(replica, 1, given, OWN, 1)
+        assert slow.tokens == tokens
+        slow.passes()
+    assert slow.lost("r2", 1, 100, OWN, 1)
+    bystander = Blame()
+    for replica in ("r0", "r1"):
+        assert not bystander.lost(replica, 1, 1000, OWN, 1)
+        bystander.passes()
+    bystander.acquit(["r0"])
+    assert bystander.deaths == ["r1"]
+    assert not bystander.lost("r2", 1, 1000, OWN, 1)
+    assert bystander.tokens == LONG_TRIAL
 
 
 @pytest.mark.parametrize("failed", [None, Failed("engine_killed", "")])
 def test_deaths_from_outside_are_nobodys_fault_unless_they_go_on(failed):
     """Twenty kills that fail a stream; a request that makes the kernel kill engines for ever."""
     blame = Blame()
-    assert not any(blame.lost(1, PROOF, failed, 1) for _ in range(100))
+    assert not any(blame.lost("r0", 1, PROOF, failed, 1) for _ in range(100))
     assert not blame.turn
-    assert not blame.lost(1, 0, failed, 1)
-    assert blame.lost(1, 0, failed, 1)
+    assert not blame.lost("r0", 1, 0, failed, 1)
+    assert blame.lost("r0", 1, 0, failed, 1)
     blame = Blame()
-    assert [bool(blame.lost(1, 2, failed, 1)) for _ in range(4)] == [False] * 3 + [True]
+    assert [bool(blame.lost("r0", 1, 2, failed, 1)) for _ in range(4)] == [False] * 3 + [True]
 
 
 # -- requests that kill
@@ -145,6 +152,28 @@ def test_who_passed_does_not_kill_while_others_are_tried():
             await given_up(poison)
             await whole(others)
             assert deaths(fleet) == 3
+
+    run(case())
+
+
+def test_one_poison_after_the_other_fails_no_bystander():
+    """A person who tries again and again: each time streams are at one more death, until they are
+    given up for the third."""
+
+    async def case():
+        async with Fleet(3, limits=LIMITS, options=LETHAL) as fleet:
+            others = [fleet.generate(max_tokens=3000) for _ in range(12)]
+            for number in range(4):
+                await until(lambda: all(entry.begun for entry in others))
+                await given_up(fleet.generate(prompt=POISON))
+                assert deaths(fleet) == 2 * number + 2
+                for name in (f"a{number}", f"b{number}"):
+                    await fleet.add(name)
+                alive = [name for name, engine in fleet.engines.items() if engine.alive]
+                fleet.publish(*alive)
+                await until(lambda: len(fleet.dispatcher.state().replicas) == 3)
+            assert await asyncio.gather(*map(read, others)) == [{0: text(len(PROMPT), 3000)}] * 12
+            assert max(entry.migrations for entry in others) > 3
 
     run(case())
 
