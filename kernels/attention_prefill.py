@@ -47,8 +47,12 @@ def _walk(
     # The loop waits for its own instructions more than for the tensor cores: what is the same for
     # each tile stays out of it. Where tiles start with a block that is all but the block ids.
     WHOLE: tl.constexpr = KEYS % BLOCK_SIZE == 0
-    in_block = _in_block(begin + keys, dims, head, HEAD_DIM, BLOCK_SIZE)
-    ids = table + (begin + keys) // BLOCK_SIZE
+    if WHOLE:
+        in_block = _in_block(keys, dims, head, HEAD_DIM, BLOCK_SIZE)
+        ids = table + begin // BLOCK_SIZE + keys // BLOCK_SIZE
+    else:
+        in_block = _in_block(begin + keys, dims, head, HEAD_DIM, BLOCK_SIZE)
+        ids = table + (begin + keys) // BLOCK_SIZE
     # They are read a tile ahead of the keys, which the compiler reads ahead in turn.
     page = tl.load(ids, mask=begin + keys < end, other=0)
     for start in range(begin, end, KEYS):

@@ -193,8 +193,8 @@ def test_a_real_shortage_on_the_device(tmp_path: Path) -> None:
     wanted = say()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # One product of a full step makes 8192 x 2 x 8192 x 2 bytes: as much as is left.
-    hog = torch.empty(free - 2**28, dtype=torch.uint8, device="cuda")
+    # One product of a full step makes 8192 x 2 x 8192 x 2 bytes: four times as much as is left.
+    hog = torch.empty(free - 2**26, dtype=torch.uint8, device="cuda")
     assert say() == wanted
     assert 1 <= core.stats().out_of_memory < 20
     del hog
