@@ -14,15 +14,17 @@ what the endpoint could deliver at most.
 its own folder. A load of which any request failed ends the comparison. --ray-llm-path is put before
 PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same age as its vLLM.
 
-Each line is kept as soon as it is there. All of it takes longer than one command may run in some
-places, and a server that is cut off there stays: no side is begun that is not expected to be over
---seconds after the start, and --resume takes up the day's lines in --out and runs only the sides
-that are not whole. The exit code is 3 while something is left to do. Nothing is begun while
-something else has the port or the device's memory: its answers would count for the wrong side.
+Each line is kept as soon as it is there. All of it takes up to 12 minutes, longer than one command
+may run in some places, and a server that is cut off there stays: with --seconds no side is begun
+that is not expected to be over so long after the start, and --resume takes up the day's lines in
+--out and runs only the sides that are not whole. The exit code is 3 while something is left to do.
+Nothing is begun while something else has the port or the device's memory: its answers would count
+for the wrong side.
 """
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -51,6 +53,7 @@ PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 240
 # Of llama-8b on an H200, from the start to the end of a side, with some to spare.
 EXPECTED = {"offline": 110, "manta": 140, "vllm": 190, "ray-serve-llm": 300}
+QUEUE_SECONDS = 120  # of Manta's routers: neither peer refuses anything, so neither does it
 PORT = 8000
 URL = f"http://127.0.0.1:{PORT}"
 
@@ -65,7 +68,7 @@ engine:
   memory_fraction: {memory_fraction}
   prefix_caching: false
 limits:
-  queue_seconds: 120
+  queue_seconds: {queue_seconds}
 replicas: 1
 router:
   replicas: 4
@@ -173,6 +176,7 @@ def command_of(side: str, model: str, folder: Path) -> list[str]:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,
+        "queue_seconds": QUEUE_SECONDS,
         "port": PORT,
     }
     if side == "manta":
@@ -358,7 +362,12 @@ def compare(args: argparse.Namespace) -> int:
     ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
     common = {"prefix_caching": False, "replicas": 1}
     config: dict[str, Any] = {
-        "ours": {**common, "routers": 4, "versions": ran.get("manta")},
+        "ours": {
+            **common,
+            "routers": 4,
+            "queue_seconds": QUEUE_SECONDS,
+            "versions": ran.get("manta"),
+        },
         "peers": {side: {**common, "versions": ran.get(side)} for side in args.peers},
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
@@ -412,7 +421,7 @@ def main() -> None:
     parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
     parser.add_argument("--out", type=Path, default=Path("loadtest/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
-    parser.add_argument("--seconds", type=float, default=560.0, help="to be over after these")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to be over after these")
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve())
