@@ -20,16 +20,17 @@ from tests.deployments.serve_cluster import Cluster
 from tests.faults.clients import Said, ask
 
 NAME = "broken"  # of the application and of the model
-# Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU.
+# Every token is one that the tiny tokenizer can write; as fast as a small model on a GPU. Adapters
+# take so long that they can be caught at it.
 FAKE = (
     "fake:vocab_size=250,max_model_len=4096,step_seconds=0.02,lost_at_signal=true,"
-    "lethal=249,lethal_at=5"
+    "adapter_seconds=1.0,lethal=249,lethal_at=5"
 )
 
 
 def counting(settings: ReplicaSettings) -> EngineConfig:
     """What replicas run instead of a model."""
-    return EngineConfig(model=FAKE)
+    return EngineConfig(model=FAKE, max_loras=settings.engine.get("max_loras", 0))
 
 
 @dataclass

@@ -60,7 +60,7 @@ def bodies(stop: str) -> list[dict[str, Any]]:
     return [
         greedy,
         {**greedy, "stop": [stop]},
-        {**greedy, "temperature": 0.9, "seed": 5, "n": 2},
+        {**greedy, "temperature": 0.9, "seed": 5, "n": 4},
         {**greedy, "logprobs": True, "top_logprobs": 2},
         {"messages": LONG, "max_tokens": 12, "temperature": 0.9, "seed": 1},
     ]
@@ -94,7 +94,7 @@ def test_f1_f2_f3_same_text_from_another_replica(
     asyncio.run(case())
 
 
-@pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])
+@pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 4}])
 def test_f3_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
     """Bug: the other replica goes on with the base model, or with keys of the base model from its
     prefix cache."""
