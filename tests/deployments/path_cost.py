@@ -6,25 +6,35 @@ Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only
 Microseconds of CPU a chunk, for each process on the path, and the router's as a ratio to a null
 path in the same run: uvicorn with an application that sends bytes which are there. The engine side
 is relay and engine process without `core`, what the counting itself takes. CPU time and not time by
-the clock, because client, routers and engine share the cores here: routers share nothing but the
-replica, so that `scale` = 2 x (cost with one router) / (cost with two) is what two of them carry on
-cores of their own.
+the clock, because client, routers and engine share the cores here.
+
+What two routers carry, of what one does: they share nothing but the replica, so it is 2 x (cost
+with one) / (cost with two), each with as many streams. `stream scale` says it of chunks at a step
+of 20 ms; `tokens a chunk` is 1.0 unless a router was late and put some together. `scale` says it of
+requests to an engine that answers at once with one token: what a router with a core to itself does
+for a second of its time alone, and while the other, on the core of all the rest, has as much to do.
+That two do twice as much by the clock cannot be seen on two cores: they need one each, and the rest
+a third.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STEP = 0.02  # seconds: a small model on a GPU
 TOKENS = 4000  # of a stream; no stream ends while it is measured
+SHORT = 1  # of an answer that is there at once: a chunk holds no more, however late it is
 MODEL = "fake:vocab_size=250,max_model_len=8192"
 
 
@@ -46,14 +56,14 @@ async def _serve(app: Any) -> int:
     return int(listener.getsockname()[1])
 
 
-async def _replica() -> dict[str, Any]:
+async def _replica(step: float) -> dict[str, Any]:
     from deployments.channel import ChannelLimits
     from deployments.relay import Relay
     from deployments.watch import StallLimits
     from engine.config import EngineConfig
 
     relay = Relay(ChannelLimits(), StallLimits())
-    config = EngineConfig(model=f"{MODEL},step_seconds={STEP}")
+    config = EngineConfig(model=f"{MODEL},step_seconds={step}")
     ready = await relay.start(config, "127.0.0.1")
     return {
         "engine_pid": relay.engine_pid,
@@ -69,6 +79,7 @@ async def _replica() -> dict[str, Any]:
 
 async def _router(replica: dict[str, Any]) -> dict[str, Any]:
     from deployments.api.app import build_asgi
+    from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
     from deployments.dispatcher import Dispatcher, DispatchLimits
     from tests.deployments.fake_backend import tiny_tokenizer
@@ -78,7 +89,8 @@ async def _router(replica: dict[str, Any]) -> dict[str, Any]:
     dispatcher.set_replicas({"r0": replica})
     while not dispatcher.ready():
         await asyncio.sleep(0.01)
-    return {"port": await _serve(build_asgi(dispatcher))}
+    options = ApiOptions(metrics=dispatcher.prometheus)
+    return {"port": await _serve(build_asgi(dispatcher, options))}
 
 
 async def _null() -> dict[str, Any]:
@@ -117,7 +129,7 @@ async def _play(role: str, argument: str) -> None:
 
 
 @contextmanager
-def process(role: str, argument: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
     """One of ROLES in a process of its own; what it says of itself, and its pid."""
     command = [sys.executable, "-m", "tests.deployments.path_cost", "--role", role]
     if argument is not None:
@@ -148,9 +160,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 class _Stream(asyncio.Protocol):
-    def __init__(self, request: bytes) -> None:
-        self.chunks = 0
-        self._request = request
+    """again: ask once more whenever the answer is whole."""
+
+    def __init__(self, request: bytes, again: bool) -> None:
+        self.chunks = self.answers = 0
+        self._request, self._again = request, again
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -158,15 +172,46 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.chunks += data.count(b"data: {")
+        if self._again and data.endswith(b"0\r\n\r\n"):
+            self.answers += 1
+            self.transport.write(self._request)
 
 
-async def _chunks(ports: list[int], streams: int, seconds: float, pids: list[int]) -> list[float]:
-    """Seconds of CPU a chunk of each of these processes, while so many streams run."""
+@dataclass
+class Spent:
+    """cpu: seconds of each process. tokens: that routers have handed out."""
+
+    cpu: list[float]
+    seconds: float
+    chunks: int
+    answers: int
+    tokens: float
+
+
+def _tokens(ports: list[int]) -> float:
+    total = 0.0
+    for port in ports:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("manta_generation_tokens_total"):
+                    total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+async def _spent(
+    ports: list[int],
+    streams: int,
+    seconds: float,
+    pids: list[int],
+    tokens: int = TOKENS,
+    routers: bool = True,
+) -> Spent:
+    """While so many streams of so many tokens run; short ones again and again."""
     body = json.dumps(
         {
             "model": "m",
             "messages": [{"role": "user", "content": "the answer"}],
-            "max_tokens": TOKENS,
+            "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,
         }
@@ -174,24 +219,52 @@ async def _chunks(ports: list[int], streams: int, seconds: float, pids: list[int
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
     request = (head + b"Content-Type: application/json\r\n\r\n") % len(body) + body
     loop = asyncio.get_running_loop()
+    again = tokens < TOKENS
     open_ = [
-        (await loop.create_connection(lambda: _Stream(request), "127.0.0.1", port))[1]
+        (await loop.create_connection(lambda: _Stream(request, again), "127.0.0.1", port))[1]
         for number in range(streams)
         for port in [ports[number % len(ports)]]
     ]
     began = time.monotonic()
-    while not all(stream.chunks > 3 for stream in open_):
+    while not all(stream.chunks > 3 for stream in open_):  # of one answer or of several
         assert time.monotonic() < began + 20, "not all streams have begun"
         await asyncio.sleep(0.05)
-    before = [cpu_seconds(pid) for pid in pids]
-    count = sum(stream.chunks for stream in open_)
+
+    async def now() -> list[float]:
+        told = await asyncio.to_thread(_tokens, ports) if routers else 0.0
+        chunks, answers = (sum(getattr(s, name) for s in open_) for name in ("chunks", "answers"))
+        return [time.monotonic(), chunks, answers, told, *map(cpu_seconds, pids)]
+
+    before = await now()
     await asyncio.sleep(seconds)
-    count = sum(stream.chunks for stream in open_) - count
-    spent = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
+    took, chunks, answers, told, *cpu = (
+        after - was for after, was in zip(await now(), before, strict=True)
+    )
     for stream in open_:
         stream.transport.abort()
-    # The null path's chunk is one send of two events.
-    return [one / count for one in spent]
+    return Spent(cpu, took, int(chunks), int(answers), told)
+
+
+@contextmanager
+def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
+    """The routers have a core to themselves; the others and this process have the rest."""
+    cores = os.sched_getaffinity(0)
+    first = {min(cores)}
+
+    def pin(pid: int, to: set[int]) -> None:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # a thread that has ended
+                os.sched_setaffinity(int(task.name), to)
+
+    for pid in routers:
+        pin(pid, first)
+    for pid in (*others, os.getpid()):
+        pin(pid, cores - first or cores)
+    try:
+        yield
+    finally:
+        for pid in (*routers, *others, os.getpid()):
+            pin(pid, cores)
 
 
 def core_cost(streams: int, steps: int = 200) -> float:
@@ -219,41 +292,85 @@ def measure(
     good: Callable[[dict[str, float]], bool] = lambda _: False,
 ) -> dict[str, float]:
     """Microseconds of CPU a chunk by process, `ratio` and `engine ratio` to the null path, and
-    `scale`; the best of so many rounds, each of which runs everything. Other work on the machine
-    only ever adds to them, so that the rounds end when the result is `good`, but not before two."""
+    `stream scale`; the best of so many rounds, each of which runs everything. Other work on the
+    machine only ever adds to them, so that the rounds end when the result is `good`, but not before
+    two."""
     best: dict[str, float] = {}
     result: dict[str, float] = {}
     with ExitStack() as stack:
-        replica = stack.enter_context(process("replica"))
+        replica = stack.enter_context(process("replica", STEP))
         routers = [stack.enter_context(process("router", replica)) for _ in range(2)]
         null = stack.enter_context(process("null"))
 
-        def run(ports: list[int], pids: list[int], count: int = streams) -> list[float]:
-            costs = asyncio.run(_chunks(ports, count, seconds, pids))
+        def run(ports: list[int], pids: list[int], count: int = streams, **more: Any) -> Spent:
+            spent = asyncio.run(_spent(ports, count, seconds, pids, **more))
             time.sleep(0.3)  # until the aborted streams are gone
-            return costs
+            return spent
 
         for number in range(rounds):
-            (nothing,) = run([null["port"]], [null["pid"]])
+            nothing = run([null["port"]], [null["pid"]], routers=False)
             pids = [routers[0]["pid"], replica["pid"], replica["engine_pid"]]
-            router, relay, engine = run([routers[0]["port"]], pids)
+            one = run([routers[0]["port"]], pids)
+            router, relay, engine = (cpu / one.chunks for cpu in one.cpu)
             ports, pids = [r["port"] for r in routers], [r["pid"] for r in routers]
+            two = run(ports, pids, 2 * streams)
             found = {
-                "null": 2 * nothing,
+                # The null path's chunk is one send of two events.
+                "null": 2 * nothing.cpu[0] / nothing.chunks,
                 "router": router,
-                "router, of two": sum(run(ports, pids, 2 * streams)),
+                "router, of two": sum(two.cpu) / two.chunks,
                 "relay": relay,
                 "engine process": engine,
                 "core": core_cost(streams),
             }
+            late = max(spent.tokens / spent.chunks for spent in (one, two))
             for name, cost in found.items():
                 best[name] = min(best.get(name, 1.0), cost)
             engine_side = best["relay"] + best["engine process"] - best["core"]
+            fewest = min(late, result.get("tokens a chunk", late))
             result = {name: round(cost * 1e6, 1) for name, cost in best.items()}
             result["engine side"] = round(engine_side * 1e6, 1)
             result["ratio"] = round(best["router"] / best["null"], 2)
             result["engine ratio"] = round(engine_side / best["null"], 2)
-            result["scale"] = round(2 * best["router"] / best["router, of two"], 2)
+            result["stream scale"] = round(2 * best["router"] / best["router, of two"], 2)
+            result["tokens a chunk"] = round(fewest, 2)
+            if number and good(result):
+                break
+    return result
+
+
+def carried(
+    streams: int,
+    seconds: float,
+    rounds: int,
+    good: Callable[[dict[str, float]], bool] = lambda _: False,
+) -> dict[str, float]:
+    """Of a router that has a core to itself and so many connections: requests for each second of
+    its CPU (`alone`), the same while another has as many (`beside one`), and twice the one to the
+    other (`scale`). `busy`: what it used of its core. The most of so many rounds counts."""
+    best = [0.0, 0.0]
+    result: dict[str, float] = {}
+    with ExitStack() as stack:
+        replica = stack.enter_context(process("replica", 0.0))
+        first, second = (stack.enter_context(process("router", replica)) for _ in range(2))
+        others = [replica["pid"], replica["engine_pid"], second["pid"]]
+        stack.enter_context(pinned([first["pid"]], others))
+
+        async def beside(loaded: list[dict[str, Any]]) -> Spent:
+            """What the first spends, while all of these have the same load."""
+            work = [_spent([one["port"]], streams, seconds, [one["pid"]], SHORT) for one in loaded]
+            return (await asyncio.gather(*work))[0]
+
+        for number in range(rounds):
+            told = []
+            for count in (1, 2):
+                told.append(asyncio.run(beside([first, second][:count])))
+                best[count - 1] = max(best[count - 1], told[-1].answers / told[-1].cpu[0])
+                time.sleep(0.3)
+            result = {"scale": round(2 * best[1] / best[0], 2)}
+            result |= {"alone": round(best[0]), "beside one": round(best[1])}
+            for name, one in zip(("", ", beside one"), told, strict=True):
+                result["busy" + name] = round(one.cpu[0] / one.seconds, 2)
             if number and good(result):
                 break
     return result
@@ -273,9 +390,12 @@ def main() -> None:
         uvloop.install()
         asyncio.run(_play(options.role, options.argument))
         return
-    for name, value in measure(options.streams, options.seconds, options.rounds).items():
-        unit = "" if name.endswith(("ratio", "scale")) else " us of CPU a chunk"
-        print(f"{name:15} {value:6}{unit}")
+    found = measure(options.streams, options.seconds, options.rounds)
+    for name, value in found.items():
+        bare = name.endswith(("ratio", "scale", "chunk"))
+        print(f"{name:17} {value:6}{'' if bare else ' us of CPU a chunk'}")
+    for name, value in carried(32, options.seconds, options.rounds).items():
+        print(f"{name:17} {value:6}{' us of CPU' if name.startswith('router') else ''}")
 
 
 if __name__ == "__main__":

@@ -2,21 +2,36 @@
 
 import pytest
 
-from tests.deployments.path_cost import measure
+from tests.deployments.path_cost import carried, measure
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(180)]
 
 
 def good(found: dict[str, float]) -> bool:
-    return found["ratio"] < 3.0 and found["engine ratio"] < 1.0 and found["scale"] >= 1.8
+    return (
+        found["ratio"] < 2.2
+        and found["engine ratio"] < 0.65
+        and found["stream scale"] >= 1.8
+        and found["tokens a chunk"] < 1.1
+    )
 
 
-@pytest.mark.timed
-@pytest.mark.timeout(120)
 def test_the_path_costs_no_more_than_a_few_null_paths(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a task, a copy or an object for each token somewhere between engine and socket, or
     something that two routers wait for or do for each other. The null path is uvicorn sending bytes
     that are there; measured, with others at work on the same cores: router 1.7 to 2.1 times that,
-    engine side 0.5 to 0.6 times, two routers carry 1.9 to 2.1 times what one does."""
-    found = measure(streams=128, seconds=0.7, rounds=6, good=good)
+    engine side 0.4 to 0.6 times, two routers 1.9 to 2.1 times what one carries."""
+    found = measure(streams=128, seconds=0.7, rounds=8, good=good)
     with capsys.disabled():
         print(f"\nus of CPU a chunk: {found}")
     assert good(found)
+
+
+def test_two_routers_carry_twice_the_requests_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: something for each request that a router does for the other's. The engine answers at
+    once; 2,300 to 2,450 requests for a second of a router's CPU alone, 2,200 to 2,350 beside the
+    other."""
+    found = carried(32, 1.0, 8, lambda found: found["scale"] >= 1.8)
+    with capsys.disabled():
+        print(f"\nshort requests: {found}")
+    assert found["scale"] >= 1.8
