@@ -4,9 +4,11 @@ replicas, requests through the HTTP endpoint.
     python -m tests.deployments.autoscaling_live [--model fake|default|FOLDER] [--out FILE]
 
 A GPU pool of 0 to 3 replicas (on the CPU; Ray is told of GPUs) and a CPU pool of 0 or 1 on nodes of
-their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more;
-then that of half of one; then nothing; then one request. Every text is compared with that of the
-quiet beginning. Writes what came of it as JSON: phases, counts of replicas and nodes, decisions.
+their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more,
+which comes as Serve's controller is killed (F14); then that of half of one; then nothing; then one
+request. Every text is compared with that of the quiet beginning. Writes what came of it as JSON:
+phases, counts of replicas and nodes, decisions, and how long after the kill the first one came that
+asks for a GPU.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from deployments.app import as_config, assemble, deploy, prepare_engine, serve_c
 from deployments.autoscaling import scaling_decisions
 from deployments.replica import ReplicaSettings
 from engine.config import EngineConfig
+from loadtest.processes import instance_at
 from tests.deployments.fake_nodes import autoscaling_ray
 from tests.deployments.serve_cluster import free_port, tiny_model
 from tests.faults.clients import Said, ask
@@ -113,6 +116,7 @@ class Live:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     wanted: list[Said] = field(default_factory=list)
+    killed_s: float = 0.0  # when the controller was
 
     def now(self) -> float:
         return round(time.monotonic() - self.began, 2)
@@ -133,6 +137,19 @@ class Live:
         if self.wanted and not said.error and said.outcome != self.wanted[number % PROMPTS].outcome:
             request.error = f"{said.texts} instead of {self.wanted[number % PROMPTS].texts}"
         return request
+
+    async def kill_controller(self) -> None:
+        instance = await asyncio.to_thread(instance_at, f"http://127.0.0.1:{self.port}")
+        (victim,) = await asyncio.to_thread(instance.find, "controller")
+        self.killed_s = self.now()
+        assert victim.send(signal.SIGKILL)
+
+    @property
+    def resumed_s(self) -> float | None:
+        """Seconds from the kill to the first decision for a GPU."""
+        later = (one for one in self.decisions if one["at_s"] > self.killed_s)
+        took = (round(one["at_s"] - self.killed_s, 2) for one in later if one["targets"]["gpu"])
+        return next(took, None) if self.killed_s else None
 
     async def learn(self) -> float:
         """The right answers; requests a second, one after the other, of the only replica."""
@@ -206,6 +223,7 @@ async def scenario(live: Live, fake: bool) -> None:
         # Replicas of a model share this machine's cores: each that comes makes the others slower,
         # and three may need the CPU pool's help.
         async with live.load("heavy", (2.3 if fake else 1.5) * gpu):
+            await live.kill_controller()
             await live.until(
                 lambda s: s.gpu == 3 and not (fake and s.cpu), 2 * quick, "3 GPUs, no CPU"
             )
@@ -240,6 +258,7 @@ def report(live: Live, error: str) -> dict[str, Any]:
         "most_gpu_replicas": max((one.gpu for one in live.seen), default=0),
         "seen": [asdict(one) for one in live.seen],
         "decisions": live.decisions,
+        "controller": {"killed_s": live.killed_s, "first_gpu_after_s": live.resumed_s},
     }
 
 
