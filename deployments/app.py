@@ -391,6 +391,9 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\n option http-buffer-request",
         # How long a router that is to stop stays reachable; haproxy hears of it within a second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        # Where haproxy sends what no router can take. Serve's default is 8500 in all clusters, and
+        # two on one machine would answer for each other.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),

@@ -44,7 +44,7 @@ def needed() -> dict[str, str]:
     return {
         name: value
         for name, value in wanted.items()
-        if not value.startswith("folder") and not name.endswith("S_PORT")
+        if not value.startswith("folder") and not name.endswith("_PORT")
     }
 
 
