@@ -43,7 +43,7 @@ class AdmissionLimits:
     """queue_seconds: work that may wait, at the measured rate. queue_tokens: the same, whatever the
     rate. age_seconds: of waiting that outweigh one step of priority."""
 
-    queue_seconds: float = 4.0
+    queue_seconds: float = 1.5
     queue_tokens: int = 1_000_000
     age_seconds: float = 5.0
 

@@ -148,7 +148,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 in_flight=config.limits.in_flight,
                 waiting=config.limits.waiting,
                 admission=AdmissionLimits(
-                    queue_seconds=config.limits.queue_seconds,
+                    queue_seconds=config.queue_seconds(),
                     queue_tokens=config.limits.queue_tokens,
                     age_seconds=config.limits.age_seconds,
                 ),

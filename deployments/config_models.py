@@ -296,14 +296,15 @@ class LimitsConfig(_Section):
         le=1_000_000,
         description="Choices a router that may wait while no replica is ready.",
     )
-    queue_seconds: float = Field(
-        4.0,
+    queue_seconds: float | None = Field(
+        None,
         gt=0,
         le=3600,
         description="Work a router that may wait for room at the replicas, in seconds at the "
         "rate at which they were seen to work; beyond, 503 overloaded with the time until there "
-        "is room. 4 s: after an overload, new requests are served as usual within 5. A burst that "
-        "fits into the free rows may wait four times as long.",
+        "is room. Default: 0.75 of `scaling.ttft`, so that what is let in has its first token "
+        "within twice that (p99), with the answers that it waits for. A burst that fits into the "
+        "free rows may wait four times as long.",
     )
     queue_tokens: int = Field(
         1_000_000,
@@ -427,6 +428,10 @@ class MantaConfig(_Section):
         """EngineConfig's fields for a pool, model and revision included."""
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **self.engine, **pool.engine}
+
+    def queue_seconds(self) -> float:
+        """`limits.queue_seconds`, or what follows from the promise."""
+        return self.limits.queue_seconds or 0.75 * self.scaling.ttft
 
     def name(self) -> str:
         """What requests call the model."""

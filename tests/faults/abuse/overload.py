@@ -15,7 +15,7 @@ from tests.faults.abuse.report import BODY, STEP, Report, leaves_nothing, percen
 from tests.faults.clients import Said, ask
 
 TTFT = 2.0  # seconds, as promised: scaling.ttft
-WAIT = 8.0  # the same in an overload: twice limits.queue_seconds
+WAIT = 2 * TTFT  # the same in an overload
 SENT = (0.8, 0.2)  # by each key
 PRIORITIES = (0, 2)  # half of it each; the higher number is the less urgent
 
@@ -167,7 +167,9 @@ async def overload(
     ratio = let_in[0] / max(let_in[1], 1e-3)
     report.add("F22/let in, urgent of others", ratio, "x", least=1.0)
     share = sum(item.key for item in served) / len(served)
-    report.add("F22/served, share of the key that sends a fifth", share, "share", least=0.35)
+    # In a short one what came before it counts: the queue is too short to put all in order.
+    least = 0.35 if seconds > 30 else 0.25
+    report.add("F22/served, share of the key that sends a fifth", share, "share", least=least)
     slow = [item for item in asked["after"] if item.said.status != 200 or item.first > TTFT]
     back = max((item.at for item in slow), default=end["10 times"]) - end["10 times"]
     report.add("F22/as usual after", back, "s", most=5)
