@@ -6,6 +6,7 @@
 #   FAST=1                     `make test` leaves out the slow tests
 #   LONG=1                     `make test` has those too that take minutes
 #   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
+#   QUICK=1                    `make faults` runs each kind of fault once
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 PIP_ARGS ?=
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt tests/openai-1.txt | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format hooks constraints clean
+.PHONY: help venv demo test faults lint format hooks constraints clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -52,6 +53,16 @@ else
 	@$(pair) -m '$(where) and not serve and not timed'
 	@echo "== What starts Ray or looks at costs"
 	@$(pytest) -m '$(where) and (serve or timed)'
+endif
+
+faults: $(STAMP) ## docs/reliability.md in full: kills, abuse, draining; half an hour
+	@$(BIN)/python -m deployments.models default >/dev/null
+ifdef QUICK
+	@$(pytest) -m '$(where)' tests/faults
+else
+	@bad=; for what in soak abuse drain; do \
+	  echo "== $$what"; $(BIN)/python -m tests.faults.$$what || bad="$$bad $$what"; \
+	done; test -z "$$bad" || { echo "error: not within their bounds:$$bad" >&2; exit 1; }
 endif
 
 lint: $(STAMP) ## ruff, mypy and import-linter
