@@ -34,8 +34,8 @@ class Blame:
 
     deaths: replicas whose engines died by themselves, nobody knows of what. tokens: that it has to
     give in its next trial, 0 is no suspect. passed: its trial, and nothing has come of it since.
-    losses: replicas lost from outside in a row before a token came from them. doubts: those lost
-    before PROOF tokens.
+    losses: replicas lost from outside in a row before a token came from them, silent ones not
+    counted. doubts: those lost before PROOF tokens.
     """
 
     __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
@@ -60,18 +60,30 @@ class Blame:
         the same: there may have been two of the kind."""
         self.deaths = [death for death in self.deaths if death not in deaths]
 
-    def lost(self, replica: str, id: int, given: int, failed: Failed | None, allowed: int) -> str:
+    def lost(
+        self,
+        replica: str,
+        id: int,
+        given: int,
+        failed: Failed | None,
+        allowed: int,
+        silent: bool = False,
+    ) -> str:
         """Its replica is lost, which had given so many tokens of it. Why it has to be given up,
         "" if it goes on.
 
-        id: its number there. failed: what the replica said. allowed: `losses`.
+        id: its number there. failed: what the replica said. allowed: `losses`. silent: nothing was
+        heard of it any more; its process may well live.
         """
         if failed is not None:
             if self._waited(id, given, failed.trial):
                 return ""
             if by_itself(failed):
                 return self._died(replica, id, given, failed)
-        self.losses = 0 if given else self.losses + 1
+        if given:
+            self.losses = 0
+        elif not silent:  # which is a machine's or the network's doing
+            self.losses += 1
         self.doubts += given < PROOF
         # Half of the doubts may be about others that moved together with it.
         if self.losses > allowed or self.doubts > 2 * allowed + 1:

@@ -138,6 +138,7 @@ class Connection(asyncio.Protocol):
         on_close: Callable[[Any, str], None],
     ) -> None:
         self.open = False  # both sides have proved the secret
+        self.silent = False  # it was closed because nothing came
         self.peer = ""
         self._secret = secret
         self._limits = limits
@@ -254,6 +255,7 @@ class Connection(asyncio.Protocol):
         self._missed = 0 if self._heard else self._missed + 1
         self._heard = False
         if self._missed * limits.heartbeat >= limits.timeout:
+            self.silent = not self._reason
             self.close(f"silent for {self._missed * limits.heartbeat:.3g} s")
             return
         if self._loop.time() - self._sent >= limits.heartbeat * 0.9:

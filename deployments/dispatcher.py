@@ -471,7 +471,12 @@ class Dispatcher:
                 continue  # its entry failed with another choice of this loop
             blame = choice.blame
             why = blame.lost(
-                link.replica, choice.id, choice.given, link.failed, self._limits.losses
+                link.replica,
+                choice.id,
+                choice.given,
+                link.failed,
+                self._limits.losses,
+                link.silent,
             )
             if why:
                 logger.warning(

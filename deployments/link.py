@@ -80,6 +80,7 @@ class Link:
         self.intake = Intake(endpoint.step_tokens)
         self.choices: dict[int, Choice] = {}
         self.failed: Failed | None = None  # its engine, and what the replica says of that
+        self.silent = False  # nothing was heard of it, though its process may well live
         self.retired = False  # Serve no longer counts it: send nothing new
         self._limits = limits
         self._router = router
@@ -175,6 +176,7 @@ class Link:
 
     def _closed(self, connection: RouterEnd, reason: str) -> None:
         was_open = connection is self.connection
+        self.silent = connection.silent
         self.connection = None
         self.intake.lost()
         if not self.retired:

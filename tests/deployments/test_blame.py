@@ -307,7 +307,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
             model = f"fake:{LETHAL},step_seconds=0.02{KINDS[kind][0]}"
             for number in range(3):
                 relay = fleet.relays[f"r{number}"] = Relay(FAST, StallLimits())
-                await relay.start(EngineConfig(model=model), "127.0.0.1")
+                fleet._ready = await relay.start(EngineConfig(model=model), "127.0.0.1")
             fleet.publish("r0")
             await until(lambda: fleet.connected() == 1)
             others = [fleet.generate(max_tokens=TOKENS) for _ in range(50)]

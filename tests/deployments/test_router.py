@@ -211,6 +211,36 @@ def test_replicas_that_die_at_once_are_not_blamed_on_the_requests():
     run(case())
 
 
+@pytest.mark.parametrize("times", [3, 4])
+def test_silence_is_no_death_to_blame_a_request_for(times: int):
+    """F22 on a busy machine: replicas that stood still for some seconds, in turns, and 500 for each
+    request that had waited at two of them. Four times is enough, whatever the cause."""
+
+    async def case():
+        limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)
+        async with Fleet(2, limits=limits) as fleet:
+            for engine in fleet.engines.values():
+                engine.stuck = True
+            entry = fleet.generate()
+            choice, links = entry.choices[0], fleet.dispatcher._links
+            for _ in range(times):
+                await until(lambda: choice.done or choice.id in links[choice.place].choices)
+                connection = links[choice.place].connection
+                connection._missed, connection._heard = 99, False
+                connection._tick()
+                await until(lambda c=connection: not c.open)
+            for engine in fleet.engines.values():
+                engine.stuck = False
+                engine._wake()
+            if times == 3:
+                assert await read(entry) == WHOLE
+            else:
+                with pytest.raises(MantaError, match="4 replicas"):
+                    await read(entry)
+
+    run(case())
+
+
 def test_what_came_before_a_failure_is_handed_out_first():
     """Tokens that were generated and paid for but swallowed by the exception behind them."""
 
