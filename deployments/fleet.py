@@ -153,7 +153,7 @@ class Fleet:
         """The figures of a frame. now: seconds of any clock that the other calls use too."""
         replica = self.replicas[name]
         last = replica.stats
-        replica.steps.observe_frames(last, stats)
+        replica.steps.observe_frame(stats)
         if stats.total_blocks != last.total_blocks:
             self.index.capacity += _share(stats) - _share(last)
         asked = stats.prefix_queries - last.prefix_queries

@@ -193,7 +193,7 @@ class Relay:
     def _share_out(self, frame: StepFrame) -> None:
         """To each router what is its own."""
         stats, now = frame.stats, self._loop.time()
-        self.steps.observe_frames(self.stats, stats)
+        self.steps.observe_frame(stats)
         if self._draining:
             stats.draining = True
         stats.routers = len(self._routers)

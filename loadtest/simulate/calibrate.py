@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from deployments.steps import Cost, StepModel
+from deployments.steps import STRETCH, Cost, StepModel
 from engine.messages import EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
 from loadtest import result_file
@@ -46,8 +46,7 @@ LOADS = {  # by device; about half of what the replica that it is meant for can 
     "cuda": Load(20.0, 400, (100, 400, 1000, 2000), (50, 200), 256, 2048),  # 8B
 }
 _WARM = 0.2  # of the requests, before the two runs: kernels are compiled
-_STRETCH = 0.2  # seconds over which predicted and real times are compared
-_PASSES = 10  # over the frames; each starts from the last solution
+_PASSES = 100  # over the stretches, so that the prior weighs next to nothing
 
 
 @dataclass(slots=True)
@@ -113,7 +112,7 @@ def compare(
     """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
     was (peer). Lines: its stretches and requests."""
     cost = fit(first)
-    stretches = intervals(second, _STRETCH)
+    stretches = intervals(second, STRETCH)
     predicted = [one.predicted(cost) for one in stretches]
     errors = sorted(
         abs(guess - one.seconds) / one.seconds
@@ -171,7 +170,7 @@ def compare(
 
 def fit(observed: Observed) -> Cost:
     model = StepModel(Cost.mean([]), fade=1.0)
-    for one in intervals(observed, 0.0) * _PASSES:
+    for one in intervals(observed, STRETCH) * _PASSES:
         model.observe(one.steps, one.outputs, one.prompts, one.seconds)
     return model.cost
 

@@ -253,16 +253,42 @@ def test_a_step_model_hears_of_busy_seconds():
     that costs nothing; idle time, a first frame or a new engine's counts taken for steps."""
     model = StepModel(Cost.mean([]))
     last = EngineStats(step=9, output_tokens=7, busy_seconds=3.0)
-    model.observe_frames(EngineStats(), last)
-    model.observe_frames(last, last)
+    model.observe_frame(last)
+    model.observe_frame(last)
     assert not model.measured and model.cost == Cost.mean([])
-    for _ in range(40):
+    for _ in range(80):
         now = EngineStats(last.step + 2, output_tokens=last.output_tokens + 8)
         now.busy_seconds = last.busy_seconds + 0.04
-        model.observe_frames(last, now)
+        model.observe_frame(now)
         last = now
-    model.observe_frames(last, EngineStats(step=3, busy_seconds=0.1))
-    assert model.measured and abs(model.cost.base + 4 * model.cost.sequence - 0.02) < 0.002
+    learnt = model.cost
+    assert model.measured and abs(learnt.base + 4 * learnt.sequence - 0.02) < 0.002
+    model.observe_frame(EngineStats(step=3, busy_seconds=0.1))
+    model.observe_frame(EngineStats(step=4, busy_seconds=0.1))
+    assert model.cost == learnt
+
+
+def test_a_step_model_whose_frames_have_the_seconds_of_the_step_after():
+    """On a GPU: the launch of a long prompt is waited for with the step before it, so that its
+    tokens looked free and a router sent prompts to whoever had the fewest sequences."""
+    cost, dice = Cost(0.0045, 5e-5, 2e-5), Random(1)
+    model = StepModel(Cost.mean([]))
+    frame, ahead = EngineStats(step=1), 0.0
+    for step in range(2, 3000):
+        outputs = dice.randrange(5, 25)
+        prompts = dice.choice([100, 400, 1000, 2000]) if dice.random() < 0.1 else 0
+        took = cost.base + outputs * cost.sequence + prompts * cost.token
+        frame = EngineStats(
+            step,
+            output_tokens=frame.output_tokens + outputs,
+            prompt_tokens=frame.prompt_tokens + prompts,
+            busy_seconds=frame.busy_seconds + ahead,
+        )
+        ahead = took  # seen in the next frame
+        model.observe_frame(frame)
+    found = model.cost
+    assert abs(found.token - cost.token) < 0.25 * cost.token
+    assert abs(found.base + 15 * found.sequence - 0.00525) < 0.1 * 0.00525
 
 
 # -- always
