@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.lora.disk import DiskCache
 from engine.lora.fake import FakeLoader
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, stamp
+from engine.lora.store import AdapterStore
 from engine.lora.weights import LoraLayout, LoraReader
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_adapters import settings
@@ -178,7 +180,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in ("deployments.adapters.registry", "deployments.adapters.replica"):
         monkeypatch.setattr(f"{module}.time", clock)
-    monkeypatch.setattr("engine.lora.store.time", clock)
+    monkeypatch.setattr(fake, "AdapterStore", partial(AdapterStore, clock=clock.monotonic))
     return clock
 
 
