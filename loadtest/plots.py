@@ -30,6 +30,7 @@ MADE_BY = {
     "kernels": "`python -m loadtest.kernel_bench`: each kernel against the device and libraries",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
     "memory-load": "`python -m loadtest.memory_load`: more requests than memory, for minutes",
+    "sampling-speed": "`python -m loadtest.sampling_speed`: sampling of each kind beside greedy",
     "seeds": "`python -m loadtest.seeds`: the seeds' workloads, each with one feature switched off",
     "scale-out": "`python -m loadtest.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m loadtest.simulate`: routing and scaling policies in a simulated fleet",
