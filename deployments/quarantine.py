@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterable
 from deployments.adapters.replica import Held
 from deployments.blame import Turn
 from deployments.channel import ReplicaEnd
+from engine.messages import EngineRequest
 
 
 class Quarantine:
     """start(request) gives it to the engine.
 
     suspect: the one on trial. Its router has limited it to a few tokens, so its end is the trial's.
-    deaths: what it is suspected of.
+    deaths: what it is suspected of. given: the engine has it; its adapter may be on its way before,
+    and an engine that is gone takes nothing.
     """
 
     def __init__(self, start: Callable[[Held], None]) -> None:
         self.suspect: Held | None = None
         self.deaths: list[str] = []
+        self.given = False
         self._start = start
-        self._suspects: deque[tuple[Held, list[str]]] = deque()
+        self._suspects: list[tuple[Held, list[str]]] = []
         self._passed: deque[Held] = deque()  # they go on when no suspect is left
 
     def submit(self, held: Held, turn: Turn, deaths: list[str]) -> None:
@@ -39,16 +42,19 @@ class Quarantine:
         unwanted = waiting.intersection(ids)
         if unwanted:
             connection.live -= unwanted
-            self._suspects = deque(one for one in self._suspects if one[0].wanted)
+            self._suspects = [one for one in self._suspects if one[0].wanted]
             self._passed = deque(held for held in self._passed if held.wanted)
 
     def advance(self) -> None:
         """Something has ended: perhaps it is somebody's turn."""
         if self.suspect is not None and self.suspect.wanted:
             return
-        self.suspect = None
+        self.suspect, self.given = None, False
         while self._suspects:
-            held, deaths = self._suspects.popleft()
+            # In the engine's order: one that all others overtake there would hold up the rest.
+            first = min(self._suspects, key=lambda one: _order(one[0].request))
+            self._suspects.remove(first)
+            held, deaths = first
             if held.wanted:
                 self.suspect, self.deaths = held, deaths
                 self._start(held)
@@ -57,3 +63,8 @@ class Quarantine:
             held = self._passed.popleft()
             if held.wanted:
                 self._start(held)
+
+
+def _order(request: EngineRequest) -> tuple[int, bool]:
+    """Those that are alike stay in theirs."""
+    return request.priority, len(request.token_ids) == request.num_prompt_tokens

@@ -241,7 +241,8 @@ class Relay:
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
-        suspect = self._quarantine.suspect
+        # Whom the engine did not have it did not die of.
+        suspect = self._quarantine.suspect if self._quarantine.given else None
         deaths = [] if suspect is None else self._quarantine.deaths
         for router in list(self._routers.values()):
             router.live.clear()
@@ -321,7 +322,10 @@ class Relay:
         return self._adapters.take_back(connection, ids)
 
     def _start(self, request: EngineRequest) -> None:
-        self._tell(self._engine.submit, request)
+        told = self._tell(self._engine.submit, request)
+        suspect = self._quarantine.suspect
+        if told and suspect is not None and suspect.request is request:
+            self._quarantine.given = True
 
     def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
         connection.live.discard(id)
@@ -344,11 +348,16 @@ class Relay:
             connection.live.clear()
             self._quarantine.advance()
 
-    def _tell(self, call: Callable[[T], None], argument: T) -> None:
+    def _tell(self, call: Callable[[T], None], argument: T) -> bool:
+        """Whether the engine was there to hear it."""
         try:
             call(argument)
         except EngineDead as error:
-            self.on_death(error)  # the client's own news of it is on its way
+            if not self._engine.alive:
+                self.on_death(error)
+            # Else its client will soon say what it died of, after the last of its frames.
+            return False
+        return True
 
     def _announce(self) -> None:
         self.stats.draining = True

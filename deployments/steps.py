@@ -61,7 +61,11 @@ class StepModel:
     def observe_frame(self, stats: EngineStats) -> None:
         """The next frame of a replica, or a later one."""
         last = self._last
-        if last is None or stats.step < last.step or stats.busy_seconds < last.busy_seconds:
+        if (
+            last is None
+            or not 0 < last.step <= stats.step
+            or stats.busy_seconds < last.busy_seconds
+        ):
             self._last = stats  # the first one, or of a new engine
         elif stats.busy_seconds - last.busy_seconds >= STRETCH:
             self.observe(

@@ -59,6 +59,7 @@ class LocalEngine:
     ) -> None:
         self.requests: list[EngineRequest] = []
         self.alive = False
+        self.gone = False  # its process; the news of that is on its way
         self.stuck = False
         self.pulse = Pulse()
         self._pulses = 0
@@ -130,7 +131,7 @@ class LocalEngine:
         self._on_death(EngineDead("crashed"))
 
     def _check(self) -> None:
-        if not self.alive:
+        if not self.alive or self.gone:
             raise EngineDead("the engine is closed")
 
     def _wake(self) -> None:
@@ -139,7 +140,7 @@ class LocalEngine:
 
     def _step(self) -> None:
         self._timer = None
-        if not self.alive or self.stuck:
+        if not self.alive or self.gone or self.stuck:
             return
         try:
             self._send(self.core.step())

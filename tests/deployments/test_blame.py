@@ -5,14 +5,17 @@ import time
 
 import pytest
 
+from deployments.adapters.replica import Held
 from deployments.blame import LONG_TRIAL, PROOF, TRIAL, Blame
 from deployments.dispatcher import Dispatcher, DispatchLimits
 from deployments.ledger import Entry
+from deployments.quarantine import Quarantine
 from deployments.relay import Relay
 from deployments.watch import StallLimits
 from engine.config import EngineConfig
 from engine.errors import MantaError, RequestFailed
-from engine.messages import Failed
+from engine.messages import EngineRequest, Failed
+from engine.sampling_params import SamplingParams
 from tests.deployments.fleet import FAST, PROMPT, VOCAB, Fleet, read, text, until
 
 LIMITS = DispatchLimits(wait_seconds=10, channel=FAST)
@@ -161,7 +164,7 @@ def test_one_poison_after_the_other_fails_no_bystander():
     given up for the third."""
 
     async def case():
-        async with Fleet(3, limits=LIMITS, options=LETHAL) as fleet:
+        async with Fleet(2, limits=LIMITS, options=LETHAL) as fleet:
             others = [fleet.generate(max_tokens=3000) for _ in range(12)]
             for number in range(4):
                 await until(lambda: all(entry.begun for entry in others))
@@ -171,9 +174,65 @@ def test_one_poison_after_the_other_fails_no_bystander():
                     await fleet.add(name)
                 alive = [name for name, engine in fleet.engines.items() if engine.alive]
                 fleet.publish(*alive)
-                await until(lambda: len(fleet.dispatcher.state().replicas) == 3)
+                await until(lambda: len(fleet.dispatcher.state().replicas) == 2)
             assert await asyncio.gather(*map(read, others)) == [{0: text(len(PROMPT), 3000)}] * 12
             assert max(entry.migrations for entry in others) > 3
+
+    run(case())
+
+
+def test_a_suspect_that_comes_to_a_killed_engine_is_not_convicted():
+    """An engine that is killed from outside, and the first that finds it gone is told so at once:
+    as if it had died by itself, of the suspect that was just handed over and never arrived."""
+
+    async def case():
+        async with Fleet(2, limits=LIMITS) as fleet:
+            entry = fleet.generate(max_tokens=TOKENS)
+            choice = entry.choices[0]
+            await until(lambda: entry.begun)
+            first, second = choice.place, ({"r0", "r1"} - {choice.place}).pop()
+            fleet.engines[second].gone = True
+            fleet.engines[first].crash()
+            quarantine = fleet.relays[second]._quarantine
+            await until(lambda: quarantine.suspect is not None)
+            assert not quarantine.given
+            await asyncio.sleep(0.05)
+            assert fleet.relays[second].failed is None, "its client knows better what of"
+            await fleet.add("r2")
+            fleet.publish("r2", second)
+            fleet.engines[second].die()
+            assert await read(entry) == {0: WHOLE}
+            assert choice.blame.deaths == [first]
+            await until(lambda: nothing_left(fleet))
+
+    run(case())
+
+
+def test_suspects_are_tried_in_the_order_of_the_engine():
+    """A suspect that waits in the engine behind all that is more urgent, and every other suspect
+    behind it."""
+
+    async def case():
+        async with Fleet(1, limits=LIMITS) as fleet:
+            relay = fleet.relays["r0"]
+            tried = []
+            quarantine = Quarantine(lambda held: tried.append(held.request.id))
+            (router,) = relay._routers.values()
+
+            def suspect(id: int, priority: int, begun: bool) -> None:
+                prompt = 2 if begun else 3
+                request = EngineRequest(id, [5, 6, 7], prompt, SamplingParams(), 0)
+                request.priority = priority
+                router.live.add(id)
+                quarantine.submit(Held(router, request, "", 0), "alone", [])
+
+            for id, priority, begun in ((1, 0, True), (2, 1, True), (3, 0, False), (4, 0, True)):
+                suspect(id, priority, begun)
+            for _ in range(3):
+                router.live.discard(tried[-1])
+                quarantine.advance()
+            assert tried == [1, 4, 3, 2]
+            router.live.discard(tried[-1])
 
     run(case())
 
