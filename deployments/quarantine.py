@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from deployments.adapters.replica import Held
 from deployments.blame import Turn
 from deployments.channel import ReplicaEnd
-from engine.messages import EngineRequest
 
 
 class Quarantine:
@@ -52,7 +51,7 @@ class Quarantine:
         self.suspect, self.given = None, False
         while self._suspects:
             # In the engine's order: one that all others overtake there would hold up the rest.
-            first = min(self._suspects, key=lambda one: _order(one[0].request))
+            first = min(self._suspects, key=lambda one: one[0].request.urgency)
             self._suspects.remove(first)
             held, deaths = first
             if held.wanted:
@@ -63,8 +62,3 @@ class Quarantine:
             held = self._passed.popleft()
             if held.wanted:
                 self._start(held)
-
-
-def _order(request: EngineRequest) -> tuple[int, bool]:
-    """Those that are alike stay in theirs."""
-    return request.priority, len(request.token_ids) == request.num_prompt_tokens

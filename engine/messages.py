@@ -36,6 +36,12 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     priority: int = 0
     request_id: str = ""
 
+    @property
+    def urgency(self) -> tuple[int, bool]:
+        """Smaller runs earlier and is preempted later. Who comes from another replica in the middle
+        of an answer is before those who have not begun: somebody is reading it."""
+        return self.priority, len(self.token_ids) <= self.num_prompt_tokens
+
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
     """Forget these requests; each running one ends with a delta whose finish is "abort"."""

@@ -88,6 +88,7 @@ class Request:
         self.params = params
         self.seed = message.seed
         self.choice = message.choice
+        self.order = (*message.urgency, arrival)
         self.adapter = adapter
         self.adapter_slot = -1  # while it has a row
         self.adapter_us = 0  # that it has waited for the adapter to be on the device
@@ -100,10 +101,6 @@ class Request:
             self.num_prompt += self.num_virtual
         key = "" if adapter is None else adapter.key
         self.root = root_hash(config.model_key, key, message.cache_salt)
-        # Smaller runs earlier and is preempted later. Who comes from another replica in the middle
-        # of an answer is before those who have not begun: somebody is reading it.
-        begun = len(self.token_ids) > self.num_prompt
-        self.order = (message.priority, not begun, arrival)
         # Tokens it may have at most, prompt and output.
         self.limit = config.max_model_len
         if params.max_tokens is not None:

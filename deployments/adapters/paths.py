@@ -57,7 +57,7 @@ def allowed_path(given: str, roots: Sequence[str]) -> str:
             continue
         real = os.path.realpath(os.path.join(base, text))
         inside = os.path.realpath(base)
-        if not real.startswith(inside.rstrip("/") + "/"):
+        if not _within(real, inside):
             raise _not_allowed("a link leads out of the allowed roots")
         if text.startswith("/") or os.path.exists(real):
             return real
@@ -77,12 +77,12 @@ class Found:
 
 
 def still_allowed(path: str, roots: Sequence[str]) -> str:
-    """The same for a path that `allowed_path` or `scan` gave before: its links are followed as they
+    """Where a path leads that `allowed_path` or `scan` gave before: its links are followed as they
     are now. The roots' own names may have links and odd characters. Raises AdapterError."""
     real = path if is_url(path) else os.path.realpath(path)
     for root in roots:
         inside = root if is_url(root) else os.path.realpath(root)
-        if real.startswith(inside.rstrip("/") + "/"):
+        if _within(real, inside):
             return real
     raise _not_allowed("a link leads out of the allowed roots, or they are others now")
 
@@ -99,7 +99,7 @@ def scan(folder: str) -> dict[str, Found]:
         if name.startswith(".") or not NAME.fullmatch(name):
             continue  # a hidden one is on its way: written there, renamed when it is whole
         real = os.path.realpath(os.path.join(root, name))
-        if not real.startswith(root.rstrip("/") + "/") or not os.path.isdir(real):
+        if not _within(real, root) or not os.path.isdir(real):
             continue
         if not os.path.lexists(os.path.join(real, CONFIG_FILE)):
             continue
@@ -109,6 +109,11 @@ def scan(folder: str) -> dict[str, Found]:
             # Listed all the same: who asks for it learns what is wrong with it.
             found[name] = Found(real, "broken")
     return found
+
+
+def _within(path: str, root: str) -> bool:
+    """Both without links, or both URLs. A root is not within itself."""
+    return path.startswith(root.rstrip("/") + "/")
 
 
 def _invalid(why: str) -> AdapterError:

@@ -15,6 +15,7 @@ from itertools import islice
 import msgspec
 
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
+from engine.lora.store import RETRY_SECONDS
 
 INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
@@ -47,8 +48,8 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "slow_reader": (408, INVALID),
     "cancelled": (499, INVALID),
 }
-# How long a replica remembers that it could not read an adapter: engine.lora.store.RETRY_SECONDS.
-_BACKEND_SECONDS = {"storage_full": 10.0, "store_unavailable": 10.0}
+# As long as a replica remembers that it could not read an adapter.
+_BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
     (InvalidRequest, (400, INVALID)),
     (Overloaded, (503, OVERLOADED)),

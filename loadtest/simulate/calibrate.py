@@ -112,7 +112,7 @@ def compare(
     """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
     was (peer). Lines: its stretches and requests."""
     cost = fit(first)
-    stretches = intervals(second, STRETCH)
+    stretches = intervals(second)
     predicted = [one.predicted(cost) for one in stretches]
     errors = sorted(
         abs(guess - one.seconds) / one.seconds
@@ -170,7 +170,7 @@ def compare(
 
 def fit(observed: Observed) -> Cost:
     model = StepModel(Cost.mean([]), fade=1.0)
-    for one in intervals(observed, STRETCH) * _PASSES:
+    for one in intervals(observed) * _PASSES:
         model.observe(one.steps, one.outputs, one.prompts, one.seconds)
     return model.cost
 
@@ -182,13 +182,13 @@ def simulate(real: Observed, cost: Cost) -> list[Job]:
     return run([speed], RoundRobin(), work, routers=1).jobs
 
 
-def intervals(observed: Observed, least: float) -> list[Stretch]:
-    """From frame to frame, joined to stretches of at least `least` busy seconds."""
+def intervals(observed: Observed) -> list[Stretch]:
+    """From frame to frame, joined to stretches of at least STRETCH busy seconds."""
     found: list[Stretch] = []
     began = observed.frames[0]
     for stats in observed.frames:
         seconds = stats.busy_seconds - began.busy_seconds
-        if seconds > 0 and seconds >= least:
+        if seconds >= STRETCH:
             found.append(
                 Stretch(
                     stats.step - began.step,
