@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.pace import steps_until_computed
+
 
 class Footprint(NamedTuple):
     """The memory of one request.
@@ -35,8 +37,8 @@ class Footprint(NamedTuple):
 class Memory:
     """What a policy knows. `running()` includes requests that ended but whose blocks are not back.
 
-    uncomputed: known tokens of running requests that have no keys yet; chunk: tokens a step that
-        surely go to them. lag: steps from a request's last step until its blocks are free, less 1.
+    uncomputed: known tokens of running requests that have no keys yet; budget: tokens a step that
+        are left for them. lag: steps from a request's last step until its blocks are free, less 1.
     """
 
     num_blocks: int
@@ -46,7 +48,7 @@ class Memory:
     promised: int = 0  # blocks that running requests' known tokens still need
     num_running: int = 0
     uncomputed: int = 0
-    chunk: int = 1
+    budget: int = 1
     lag: int = 0
     _running: list[Footprint] | None = None
 
@@ -97,7 +99,7 @@ def peak(memory: Memory, new: Footprint) -> bool:
     # While prompts are computed in chunks those requests do not decode: they end later by at most
     # `delay` steps, and so may meet requests that would have been gone.
     uncomputed = memory.uncomputed + new.now
-    delay = -(-uncomputed // memory.chunk)
+    delay = steps_until_computed(uncomputed, memory.budget)
     # A table ends inside a block: each request may hold block_size - 1 tokens more than it has.
     now = [max(r.now + memory.block_size - 1, r.held * memory.block_size) for r in requests]
     left = [r.final - r.now + delay + memory.lag for r in requests]

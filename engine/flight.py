@@ -131,6 +131,7 @@ class Draft:
     joined: list[Request] = field(default_factory=list)  # became members of the decode group
     sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
     silent: list[tuple[Request, int]] = field(default_factory=list)  # chunks that do not sample
+    prompt_limit: int = 0  # tokens that its chunks may have
     chunk_tokens: int = 0
     preempted: bool = False
     owed: int = 0  # of the blocks that will come back, how many somebody already waits for

@@ -33,6 +33,7 @@ from engine.flight import Counters, Draft, Flight, Release
 from engine.lora.adapter import Adapter
 from engine.lora.store import AdapterStore
 from engine.messages import Delta
+from engine.pace import pace
 from engine.queue import Queue
 from engine.request import Phase, Request
 
@@ -169,6 +170,7 @@ class Scheduler:
         """Decide the next step and count it as launched. None if nothing can run now."""
         draft = Draft(Batch(self.step + 1))
         self._grow_decodes(draft)
+        draft.prompt_limit = self._prompt_limit()
         if self.filling:
             self._fill(draft)
         if self.queue.waiting and not draft.preempted:
@@ -214,9 +216,18 @@ class Scheduler:
         if length > 0:
             self._draft(request, length, draft)
 
+    def _prompt_limit(self) -> int:
+        """Prompt tokens that this step may take; the whole budget where nobody decodes."""
+        if not self.decoding:
+            return self.token_limit
+        startable = min(len(self._free_rows), len(self.queue.waiting))
+        queued = self.queue.num_tokens * startable // max(1, len(self.queue))
+        return pace(queued + sum(r.remaining for r in self.filling), self.token_limit)
+
     def _budget(self, draft: Draft) -> int:
         """Tokens that this step can still take."""
-        return self.token_limit - len(self.decoding) - draft.chunk_tokens
+        room = self.token_limit - len(self.decoding)
+        return min(room, draft.prompt_limit) - draft.chunk_tokens
 
     def _give_blocks(self, request: Request, budget: int, draft: Draft) -> int:
         """Blocks for up to `budget` of its tokens; how many it can compute now."""
@@ -372,7 +383,7 @@ class Scheduler:
             footprints=self._footprints,
             num_running=len(self.running),
             uncomputed=sum(r.remaining for r in self.filling),
-            chunk=max(1, self.token_limit - len(self.running)),
+            budget=max(1, self.token_limit - len(self.running)),
             lag=self._lag,
         )
         memory.promised = sum(

@@ -8,6 +8,7 @@ import pytest
 from engine.admission import POLICIES, future_peak
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.messages import Delta
+from engine.pace import pace, steps_until_computed
 from engine.request import Phase, Request
 from engine.scheduler import Scheduler
 from tests.fakes import EOS, make_config, make_request
@@ -68,6 +69,39 @@ def test_decodes_then_chunks_then_waiting_share_one_budget() -> None:
     assert hand.lengths(batch) == {1: 1, 2: 6, 3: 3}
     assert batch.samples == [True, True, False] and batch.num_tokens == 10
     assert [new.row for new in batch.new_rows] == [batch.rows[2]]
+
+
+def test_a_prompt_beside_decodes_comes_in_halves() -> None:
+    """Bug: one long prompt is one long gap in every stream; or it waits where nobody decodes; or
+    many that wait are computed a little at a time."""
+    hand = Hand(max_num_batched_tokens=2048, max_model_len=4096, num_blocks=4096, max_num_seqs=8)
+    hand.add(1, 1500)
+    assert hand.lengths(hand.schedule()) == {1: 1500}, "nobody decodes"
+    hand.update()
+    hand.add(2, 1000)
+    chunks = []
+    while (length := hand.lengths(hand.schedule()).get(2, 1)) > 1:
+        chunks.append(length)
+        hand.update()
+    assert chunks == [500, 250, 125, 64, 61], "half of what is left, at least a 32nd of the budget"
+    hand.update()
+    for id in range(3, 23):
+        hand.add(id, 1000)
+    batch = hand.schedule()
+    assert batch.num_tokens == 2048, "six of the twenty can start: more than a step can do"
+    hand.update()
+
+
+def test_steps_until_computed_are_those_of_the_pace() -> None:
+    """Bug: admission by the future peak believes that prompts are computed sooner than they are."""
+    for budget in (1, 20, 32, 500, 8192):
+        for tokens in (0, 1, 31, 33, 5000):
+            left, steps = tokens, 0
+            while left:
+                left -= min(left, pace(left, budget))
+                steps += 1
+            assert steps_until_computed(tokens, budget) == steps
+            assert steps >= tokens / budget
 
 
 def test_waiting_is_served_by_priority_then_arrival() -> None:
