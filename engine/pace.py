@@ -4,11 +4,11 @@ Prompt tokens that share a step with decodes put off the next token of every str
 they are one long gap; in two halves they are two shorter ones, and the first token of that prompt
 comes later by one step of decodes. Halving what waits ends soon (8,192 tokens are five steps) and
 takes a long queue in full steps, so that throughput is what it was. A small share of the budget is
-taken at once: it takes no longer than a step of decodes (256 tokens of an 8B on an H200: 5 ms), and
-halving it would cost as much as it gains.
+taken at once: it takes about as long as a step of decodes (512 tokens of an 8B on an H200: 10 ms),
+and halving it would cost as much as it gains.
 """
 
-_SHARE = 32  # of the budget
+_SHARE = 16  # of the budget
 _LEAST = 32  # tokens; fewer do not fill the tiles of matrix products
 
 

@@ -83,7 +83,7 @@ def test_a_prompt_beside_decodes_comes_in_halves() -> None:
     while (length := hand.lengths(hand.schedule()).get(2, 1)) > 1:
         chunks.append(length)
         hand.update()
-    assert chunks == [500, 250, 125, 64, 61], "half of what is left, at least a 32nd of the budget"
+    assert chunks == [500, 250, 128, 122], "half of what is left, at least a 16th of the budget"
     hand.update()
     for id in range(3, 23):
         hand.add(id, 1000)
