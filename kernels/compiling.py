@@ -1,0 +1,256 @@
+"""Triton's kernels compiled by several processes at once, before they are first launched.
+
+One after the other they take much of an engine's first start on a machine. So the engine goes over
+its steps twice:
+
+    with compilers.collecting():    nothing is launched; the processes get what would have been
+    every launch after that         waits for its kernel, and finds it in Triton's cache
+    compilers.close()
+
+What the processes share is Triton's cache on disk (TRITON_CACHE_DIR): they write, this one reads. A
+kernel that they did not get or could not compile is compiled where it is launched, as without them.
+
+They are forks of one process, `python -m kernels.compiling`, which has imported torch and Triton
+while the engine did the same. It reads a job a line from stdin, answers with a line each in any
+order, and ends when stdin has ended and all is done, or with the engine.
+"""
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("manta.kernels")
+
+PATIENCE = 60.0  # seconds in one launch; a kernel takes less than one on most machines
+_MOST = 16  # processes: with a few kernels each, the slowest kernel is what takes longest
+_PIPE_BYTES = 1 << 20  # all jobs of a start, so that handing them over never waits
+_ROOT = Path(__file__).resolve().parents[1]
+_PR_SET_PDEATHSIG = 1
+
+_Key = tuple[str, str, Any]  # module and name of a kernel, Triton's key of what it is made for
+
+
+class Compilers:
+    """Starts the processes at once. One at a time: Triton has one hook."""
+
+    def __init__(self, count: int = 0) -> None:
+        """count: of the processes; 0 = a core each, and one is left to the engine."""
+        count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
+        self.waited = 0.0  # seconds in launches, for kernels that were not there yet
+        self._jobs: dict[_Key, Future[None]] = {}
+        self._numbers: list[_Key] = []
+        self._collecting = False
+        self._given_up = False
+        self._warned = False
+        # Without warnings: the engine gives the same.
+        command = [sys.executable, "-W", "ignore", "-m", "kernels.compiling"]
+        self._process = subprocess.Popen(
+            [*command, str(count), os.getcwd(), str(os.getpid())],
+            cwd=_ROOT,  # where the package is, installed or not
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pipesize=_PIPE_BYTES,
+        )
+        threading.Thread(target=self._read_answers, name="compilers", daemon=True).start()
+
+    @property
+    def jobs(self) -> int:
+        """How many kernels were handed over."""
+        return len(self._jobs)
+
+    @property
+    def failed(self) -> bool:
+        return self._warned
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Launches of Triton's kernels in here only tell which are needed: what they would have
+        written is left as it was, so nothing that is read from there may be an index."""
+        from triton import knobs
+        from triton.runtime.jit import JITFunction
+
+        run = JITFunction.run
+
+        def look(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            # A warm-up launches nothing, even if the kernel was compiled before.
+            return run(kernel, *args, grid=grid, warmup=warmup or _ours(kernel.module), **options)
+
+        knobs.runtime.jit_cache_hook = self._before_compiling
+        JITFunction.run = look
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            JITFunction.run = run
+
+    def close(self) -> None:
+        """Launches wait no longer. The processes end by themselves."""
+        if "triton" in sys.modules:  # else there was no hook
+            from triton import knobs
+
+            knobs.runtime.jit_cache_hook = None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def _before_compiling(self, *, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
+        """Triton's hook, for a kernel that this process has not compiled. True: it shall not."""
+        if not _ours(fn.module):
+            return False
+        job = (fn.module, fn.name, key)
+        if self._collecting:
+            if job not in self._jobs and not self._given_up:
+                self._hand_over(job, compile["specialization_data"])
+            return True
+        future = self._jobs.get(job)
+        if future is not None and not self._given_up:
+            began = time.monotonic()
+            try:
+                future.result(PATIENCE)
+            except TimeoutError:
+                self._given_up = True
+                self._warn(f"{fn.name} was not there after {PATIENCE:.0f} s")
+            except Exception as error:  # whatever it is, there is another way
+                self._warn(f"{fn.name}: {error}")
+            self.waited += time.monotonic() - began
+        return False
+
+    def _hand_over(self, job: _Key, specialization: str) -> None:
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+        self._jobs[job] = Future()
+        self._numbers.append(job)
+        what = (
+            len(self._numbers) - 1,
+            *job[:2],
+            [target.backend, target.arch, target.warp_size],
+            specialization,
+        )
+        try:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            self._given_up = True
+            self._warn(str(error))
+
+    def _read_answers(self) -> None:
+        """A thread's. Ends when the processes have."""
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._process.stdout:
+                number, error = json.loads(line)
+                future = self._jobs[self._numbers[number]]
+                if error:
+                    future.set_exception(RuntimeError(error))
+                else:
+                    future.set_result(None)
+        status = self._process.wait()
+        self._given_up = True
+        if not self._process.stdin.closed:
+            self._warn(f"the compiling process ended with {status}")
+        for future in list(self._jobs.values()):
+            if not future.done():
+                future.set_exception(RuntimeError("it never came"))
+
+    def _warn(self, reason: str) -> None:
+        """Once: where one fails, many do."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
+
+
+def _ours(module: str) -> bool:
+    """Not torch's: what reads its results may need them, and nobody knows what it imports."""
+    return module.startswith("kernels.")
+
+
+class _Target:
+    """As much of a Triton driver as compiling asks for: the workers leave the device alone."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _compile(module: str, name: str, target: list[Any], specialization: str) -> None:
+    """A worker's."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_Target(GPUTarget(*target)))
+    kernel = getattr(import_module(module), name).preload(specialization)
+    if target[0] != "cuda":
+        return
+    from triton.backends.nvidia import driver as nvidia
+
+    # Up to Triton 3.6, what launches a kernel is C made for its signature; gcc is as slow as ptxas.
+    if hasattr(nvidia, "make_launcher"):
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _build_driver() -> None:
+    """The C that Triton calls CUDA through, also built once a machine."""
+    # Where this does not work, the engine finds out itself, with a better message.
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
+def _die_with(parent: int) -> None:
+    """A worker waits on a pipe that it holds itself: no end of file tells it that it is alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    count, directory, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    _die_with(parent)
+    os.chdir(directory)  # relative paths mean what they do there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print belongs with the log
+    driver = threading.Thread(target=_build_driver)
+    driver.start()
+    import_module("kernels.cuda")  # brings torch, once for all
+    driver.join()  # no thread may be there when it forks
+
+    def answer(number: int, future: "Future[None]") -> None:
+        error = future.exception()
+        text = f"{type(error).__name__}: {error}"[:1000] if error else ""
+        with contextlib.suppress(OSError):  # the engine has gone
+            os.write(answers, json.dumps([number, text]).encode() + b"\n")
+
+    with ProcessPoolExecutor(
+        count, get_context("fork"), initializer=_die_with, initargs=(os.getpid(),)
+    ) as pool:
+        for line in sys.stdin.buffer:
+            number, *job = json.loads(line)
+            pool.submit(_compile, *job).add_done_callback(
+                lambda future, number=number: answer(number, future)
+            )
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the engine's process does

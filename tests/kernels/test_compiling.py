@@ -1,0 +1,140 @@
+"""Kernels compiled ahead by other processes; for Hopper, so that no GPU is needed."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from kernels import compiling, norm  # noqa: E402
+from kernels.compiling import Compilers  # noqa: E402
+from kernels.norm import rms_norm  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+class _Hopper:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "none"  # a key of Triton's caches; none of a real device's
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that this process compiles itself, from an empty cache; launches do
+    nothing more."""
+    found: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            found.append(src.name)
+
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", _Hopper())
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(norm._rms_norm_kernel, "device_caches", _fresh(norm._rms_norm_kernel))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    yield found
+
+
+def _fresh(kernel: Any) -> Any:
+    """As in a process that has launched nothing."""
+    return type(kernel.device_caches)(kernel.create_binder)
+
+
+def launch(*widths: int) -> None:
+    for width in widths:
+        rms_norm(bf16(3, width), bf16(width), 1e-5)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def test_what_was_collected_is_there_when_it_is_launched(compiled_here: list[str]) -> None:
+    """Bug: the processes compile for another key than a launch looks for, so that it is done
+    twice; or all the same kernels are handed over again by each layer."""
+    compilers = Compilers(2)
+    try:
+        with compilers.collecting():
+            launch(64, 128, 64)
+        assert compilers.jobs == 2 and compiled_here == []
+        launch(64, 128, 64)
+        assert compiled_here == [] and not compilers.failed and compilers.waited > 0
+        launch(256)  # that nobody told of
+        assert compiled_here == ["_rms_norm_kernel"] and not compilers.failed
+    finally:
+        compilers.close()
+    assert compilers._process.wait(60) == 0
+
+
+def test_nothing_is_launched_while_collecting(
+    compiled_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what was compiled before, by an engine of the same process, works on what another kernel
+    should have written."""
+    launch(64)
+    warmups = []
+    run = JITFunction.run
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        warmups.append(warmup)
+        return run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    compilers = Compilers(1)
+    with compilers.collecting():
+        launch(64)
+    launch(64)
+    compilers.close()
+    assert warmups == [True, False] and compilers.jobs == 0
+
+
+@pytest.mark.parametrize("fault", ["killed", "no cache", "slow"])
+def test_without_the_processes_it_goes_on(
+    fault: str,
+    compiled_here: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Bug: a start that fails, or hangs, over what should have made it faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "no cache":
+            patch.setenv("TRITON_CACHE_DIR", "/dev/null/none")
+        compilers = Compilers(1)
+    if fault == "killed":
+        compilers._process.kill()
+    if fault == "slow":
+        monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    with caplog.at_level(logging.WARNING, "manta.kernels"):
+        with compilers.collecting():
+            launch(64, 128)
+        launch(64, 128)
+    assert compilers.failed and len(caplog.records) == 1
+    # One that is slow may have come meanwhile.
+    assert compiled_here == ["_rms_norm_kernel"] * 2 or fault == "slow"
+    compilers.close()
+    compilers._process.wait(60)
