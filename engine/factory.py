@@ -4,8 +4,9 @@ Runs in the engine process.
 """
 
 import gc
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -45,7 +46,10 @@ from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
+from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
+
+logger = logging.getLogger("manta.engine")
 
 LORA_HOST_BYTES = 4 * GIB
 
@@ -72,8 +76,13 @@ class _Phases:
             self._progress(name, 1.0)
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineCore, Ready]:
-    """Load the model and decide the memory. Raises ConfigError for anything a user can mend."""
+def build(
+    config: EngineConfig, progress: Progress | None = None, compilers: Compilers | None = None
+) -> tuple[EngineCore, Ready]:
+    """Load the model and decide the memory. Raises ConfigError for anything a user can mend.
+
+    compilers: for a first start on a machine; the caller closes them.
+    """
     phases = _Phases(progress)
     phases.start("device")
     resolved = resolve(config)
@@ -113,13 +122,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Engin
 
     phases.start("memory")
     room = _room(resolved, model) if config.max_loras else None
-    runner, plan = _build_runner(resolved, model, kernels, room)
+    runner, plan = _build_runner(resolved, model, kernels, room, compilers)
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            runner.capture_graphs(config.graph_sizes or default_sizes(resolved.max_num_seqs))
+            runner.capture_graphs(_graph_sizes(resolved))
             torch.cuda.synchronize()
         phases.end("graphs")
 
@@ -203,8 +212,16 @@ def _adapters(config: EngineConfig, room: AdapterRoom | None) -> AdapterStore | 
     return AdapterStore(room.loader, config.max_loras, host_bytes)
 
 
+def _graph_sizes(resolved: Resolved) -> Sequence[int]:
+    return resolved.config.graph_sizes or default_sizes(resolved.max_num_seqs)
+
+
 def _build_runner(
-    resolved: Resolved, model: Model, kernels: Kernels, room: AdapterRoom | None
+    resolved: Resolved,
+    model: Model,
+    kernels: Kernels,
+    room: AdapterRoom | None,
+    compilers: Compilers | None,
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
@@ -214,7 +231,7 @@ def _build_runner(
         sampler = Sampler(max_num_seqs + 1, resolved.model.vocab_size, device)
     block_bytes = bytes_per_block(resolved.model, config.block_size, resolved.dtype)
 
-    def runner_with(num_blocks: int) -> ModelRunner:
+    def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
         kv = KVCache.allocate(resolved.model, num_blocks, config.block_size, resolved.dtype, device)
         return ModelRunner(
             model,
@@ -237,6 +254,8 @@ def _build_runner(
         name = f"virtual tokens ({config.max_loras} times {config.max_virtual_tokens})"
         fixed.append((name, room.prompts.num_bytes))
     if device.type == "cuda":
+        if compilers is not None:
+            _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
         plan = _plan_cuda(resolved, fixed, block_bytes, runner_with)
     else:
         plan = _plan_cpu(resolved, fixed, block_bytes)
@@ -245,6 +264,20 @@ def _build_runner(
     what = f"the KV cache's {plan.num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
         return runner_with(plan.num_blocks), plan
+
+
+def _hand_over(
+    compilers: Compilers, resolved: Resolved, make_runner: Callable[[], ModelRunner]
+) -> None:
+    """Let the compilers have every kernel that the rest of the start will launch. make_runner: of
+    a model of one layer. What fails here fails again where it is needed, or is not."""
+    try:
+        runner = make_runner()
+        del runner.kv.layers[1:]
+        with compilers.collecting():
+            runner.launch_everything(_graph_sizes(resolved) if resolved.config.cuda_graphs else ())
+    except Exception as error:
+        logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 
 
 def _plan_cpu(resolved: Resolved, fixed: list[tuple[str, int]], block_bytes: int) -> MemoryPlan:

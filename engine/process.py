@@ -23,6 +23,7 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.errors import MantaError
+from engine.first_start import FirstStart
 from engine.messages import (
     Abort,
     AdapterAnswer,
@@ -105,10 +106,12 @@ Report = Callable[[str, float], None]  # phase, fraction done
 def _model(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
     began = time.monotonic()
     report("imports", 0.0)
+    first = FirstStart(config)  # before the imports, so that the compilers' run beside ours
     from engine.factory import build  # brings torch, seconds that a fake core must not pay
 
     imported = time.monotonic()
-    core, ready = build(config, report)
+    with first:
+        core, ready = build(config, report, first.compilers)
     ready.start_seconds = {"imports": round(imported - began, 3), **ready.start_seconds}
     return core, ready
 

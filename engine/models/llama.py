@@ -3,6 +3,7 @@
 They differ by switches of ModelConfig only, and keep their weights under the same names.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -205,6 +206,11 @@ class Llama:
         yield Parameter("norm.weight", self.norm, (source,), std=0.0)
         if self.head is not None:
             yield from self.head.parameters
+
+    def one_layer(self) -> "Llama":
+        short = copy.copy(self)
+        short.layers = self.layers[:1]
+        return short
 
     def ignores(self, name: str) -> bool:
         """A tied head may be in the checkpoint all the same; it is the embedding."""

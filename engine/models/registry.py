@@ -56,6 +56,10 @@ class Model(Protocol):
         sample (CUDA; a no-op elsewhere)."""
         ...
 
+    def one_layer(self) -> "Model":
+        """The same weights without the layers that launch what others launch too."""
+        ...
+
     def parameters(self) -> Iterator[Parameter]:
         """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...

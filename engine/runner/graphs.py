@@ -90,9 +90,8 @@ class StepGraphs:
         runner = self._runner
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
         runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
-        lookup = runner.model.lookup
-        self._hidden = lookup.new_zeros((max_entries(runner.rows.pad_row), lookup.shape[1]))
-        variants = (False, True)[: 1 + (runner.lora is not None)]
+        self._allocate()
+        variants = self._variants()
         for count in reversed(self._decodes):
             for adapters in variants:
                 self._capture_forward((count, count), adapters)
@@ -106,10 +105,37 @@ class StepGraphs:
                     break
                 if len(variants) > 1:
                     self._capture_forward((entries, num_tokens), adapters=True)
+        for count, mixed, greedy in self._each_choice():
+            self._capture_choice(count, mixed, greedy)
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """All that may be recorded, kernel by kernel: it tells which these are."""
+        self._allocate()
+        mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
+        for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
+            self._runner.inputs.all_padding(*size)
+            for adapters in self._variants():
+                self._forward(size, adapters)
+        for count, is_mixed, greedy in self._each_choice():
+            plan = self._runner.sampler.simple_plan(greedy)
+            self._runner.sample(*self.samples(count, is_mixed), plan)
+
+    def _allocate(self) -> None:
+        runner = self._runner
+        lookup = runner.model.lookup
+        self._hidden = lookup.new_zeros((max_entries(runner.rows.pad_row), lookup.shape[1]))
+
+    def _variants(self) -> tuple[bool, ...]:
+        """Of forwards: whether tokens may have adapters."""
+        return (False, True)[: 1 + (self._runner.lora is not None)]
+
+    def _each_choice(self) -> Iterator[tuple[int, bool, bool]]:
+        """Entries, whether they are of a mixed step, whether all are greedy; largest first."""
         for mixed, counts in ((False, self._decodes), (True, list(self._mixed))):
             for count in reversed(counts):
                 for greedy in (True, False):
-                    self._capture_choice(count, mixed, greedy)
+                    yield count, mixed, greedy
 
     @torch.inference_mode()
     def _launch_seconds(self, size: Size) -> float:

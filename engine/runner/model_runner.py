@@ -349,6 +349,20 @@ class ModelRunner:
         decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
         self.forward(self.inputs.assemble(decode))
 
+    def launch_everything(self, sizes: Sequence[int]) -> None:
+        """What a start launches, where launches only tell which kernels they need
+        (`kernels.compiling`). sizes: as for `capture_graphs`; none, if there will be none."""
+        pad = self.rows.pad_row
+        update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
+        try:
+            self.warm_up(self._max_num_batched_tokens)
+            if sizes:
+                StepGraphs(self, sizes, self._max_num_batched_tokens).launch_all()
+            self.inputs.upload(update, 1, 1)
+        finally:
+            # Tokens that no kernel has chosen were written there, and would be looked up.
+            self.rows.tokens.zero_()
+
     def largest_step(self, num_tokens: int) -> Batch:
         """Of prompts as long as they can be: this many tokens, or as many as all rows can bring."""
         pad = self.rows.pad_row
