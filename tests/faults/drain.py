@@ -328,7 +328,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, help="of the shortest answers; default 40, a model 8")
     parser.add_argument("--model", default="fake", help="fake, default or a folder")
     parser.add_argument("--proxy", default="auto", choices=("auto", "haproxy", "serve"))
-    parser.add_argument("--out", type=Path, help="without suffix")
+    parser.add_argument("--out", type=Path, help="of the report, without .json, .jsonl and .svg")
     options = parser.parse_args()
     fake = options.model == "fake"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster is stopped

@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, help="at least")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="without suffix")
+    parser.add_argument("--out", type=Path, help="of the report, without .json, .jsonl and .svg")
     options = parser.parse_args()
     os.environ.update({"RAY_worker_niceness": "0"})  # as `manta serve` does
     now = datetime.now(UTC)
