@@ -209,7 +209,7 @@ def start_request(
     **options: Any,
 ) -> RequestHandle:
     """Submit text, token ids or chat messages; options as in `Session.start`."""
-    params = params or SamplingParams()
+    (params,) = _params_for([prompt], params)
     if isinstance(prompt, str):
         return session.start(session.encode(prompt), params, prompt=prompt, **options)
     if prompt and isinstance(prompt[0], Mapping):
@@ -228,11 +228,20 @@ def _as_list(prompts: Any) -> list[Prompt]:
 def _params_for(prompts: Sequence[Any], params: Params) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
+    many: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    for item in many:
+        if not isinstance(item, SamplingParams):
+            raise InvalidRequest(
+                "params must be SamplingParams or a list of them, one for each prompt; got a "
+                f"{type(item).__name__}",
+                param="params",
+                code="invalid_type",
+            )
+    if len(many) != len(prompts):
         raise InvalidRequest(
-            f"{len(params)} sampling parameters for {len(prompts)} prompts", param="params"
+            f"{len(many)} sampling parameters for {len(prompts)} prompts", param="params"
         )
-    return list(params)
+    return many
 
 
 def _tracked(handles: list[RequestHandle]) -> Any:

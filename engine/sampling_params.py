@@ -1,11 +1,13 @@
 """SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import get_type_hints
 
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.kinds import fits, words
 
 MAX_N = 8
 MAX_LOGPROBS = 20
@@ -35,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019).
     presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
     seed: int64; None = drawn at submission, so that a resumed request keeps its numbers.
-    stop: up to 4 strings of 1..256 bytes; the text is cut before the first one found.
+    stop: a string or up to 4, of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
     prompt_logprobs: the same for each prompt token but the first.
@@ -54,8 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()  # a tuple once it is made, as the next
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
@@ -64,10 +66,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _int("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        self._check_types()
+        _range("n", self.n, 1, MAX_N)
+        _range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -75,37 +79,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         _number("temperature", self.temperature, 0.0, 2.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _int("top_k", self.top_k, 0, 2**31 - 1)
+        _range("top_k", self.top_k, 0, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _int("seed", self.seed, INT64_MIN, INT64_MAX)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        _range("seed", self.seed, INT64_MIN, INT64_MAX)
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text.encode()) <= MAX_STOP_BYTES:
+            if not 1 <= len(text.encode()) <= MAX_STOP_BYTES:
                 raise InvalidRequest(
                     f"each stop string must have 1 to {MAX_STOP_BYTES} bytes", param="stop"
                 )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids"
-            )
         for token in self.stop_token_ids:
-            _int("stop_token_ids", token, 0, 2**31 - 1)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", param="logit_bias"
-            )
+            _range("stop_token_ids", token, 0, 2**31 - 1)
         for token, bias in self.logit_bias.items():
-            _int("logit_bias", token, 0, 2**31 - 1)
+            _range("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("logprobs", "prompt_logprobs"):
+        _range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+
+    def _check_types(self) -> None:
+        """Lengths first, so that no long list is walked through."""
+        for name, kind, default in _FIELDS:
             value = getattr(self, name)
-            if value is not None:
-                _int(name, value, 0, MAX_LOGPROBS)
+            if value is default:
+                continue
+            if name in _MOST and isinstance(value, (list, tuple, dict)):
+                most, what = _MOST[name]
+                if len(value) > most:
+                    raise InvalidRequest(f"{name} takes at most {most} {what}", param=name)
+            if not fits(value, kind):
+                raise InvalidRequest(
+                    f"{name} must be {words(kind)}", param=name, code="invalid_type"
+                )
+            if isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value))
 
     @property
     def greedy(self) -> bool:
@@ -134,16 +142,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     )
 
 
-def _int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer", param=name, code="invalid_type")
-    if not low <= value <= high:
+_HINTS = get_type_hints(SamplingParams)
+_FIELDS = [(f.name, _HINTS[f.name], f.default) for f in msgspec.structs.fields(SamplingParams)]
+_MOST = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS, "entries"),
+}
+
+
+def _range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}", param=name)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(f"{name} must be a number", param=name, code="invalid_type")
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
         left = "(" if open_low else "["
         raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", param=name)

@@ -5,9 +5,9 @@ from typing import Any
 from deployments.api.errors import invalid, wrong_type
 from deployments.api.fields import SAMPLING, take_int
 from engine.errors import InvalidRequest
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-_AS_GIVEN = SAMPLING - {"stop", "stop_token_ids", "logit_bias", "logprobs", "top_k", "max_tokens"}
+_AS_GIVEN = SAMPLING - {"logit_bias", "logprobs", "top_k", "max_tokens"}
 
 
 def sampling_params(body: dict[str, Any], *, max_tokens: int | None, chat: bool) -> SamplingParams:
@@ -36,22 +36,11 @@ def sampling_params(body: dict[str, Any], *, max_tokens: int | None, chat: bool)
     if (top_k := body.get("top_k")) is not None:
         # -1 is how other servers spell "all".
         given["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
-    if (stop := body.get("stop")) is not None:
-        if not isinstance(stop, (str, list)):
-            raise wrong_type("stop", "a string or a list of strings")
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if (stop_ids := body.get("stop_token_ids")) is not None:
-        if not isinstance(stop_ids, list):
-            raise wrong_type("stop_token_ids", "a list of token ids")
-        given["stop_token_ids"] = tuple(stop_ids[: MAX_STOP_TOKEN_IDS + 1])
     if (bias := body.get("logit_bias")) is not None:
         given["logit_bias"] = _logit_bias(bias)
     given["logprobs"] = (
         _chat_logprobs(body) if chat else take_int(body, "logprobs", 0, MAX_LOGPROBS)
     )
-    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-        if not isinstance(given.get(name, False), bool):
-            raise wrong_type(name, "true or false")
     try:
         return SamplingParams(**given)
     except InvalidRequest as error:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,27 @@ def test_nothing_runs_when_one_prompt_is_wrong(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="stop strings"):
         llm.generate([[5]], SamplingParams(stop=("x",)), detokenize=False)
     assert llm.stats().step == before
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 3}, {}, [{"max_tokens": 3}], "3", 3, [None]])
+def test_params_of_another_kind_are_refused(llm: LLM, given: Any) -> None:
+    """A dict of parameters: AttributeError, from deep inside."""
+    with pytest.raises(InvalidRequest, match="must be SamplingParams or a list of them") as caught:
+        llm.generate(["ok"], given)
+    assert caught.value.param == "params"
+    with pytest.raises(InvalidRequest, match="must be SamplingParams"):
+        llm.start_request("ok", given)
+
+
+def test_a_stop_string_alone(llm: LLM) -> None:
+    """`stop="."`, as everywhere else, was accepted and gave an empty answer with an error of the
+    engine's in it."""
+    assert llm.tokenizer is not None
+    text = llm.tokenizer.decode(want(3, 40))
+    for stop in (text[5:8], [text[5:8]], (text[5:8],)):
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=40, stop=stop))
+        choice = output.outputs[0]
+        assert (choice.text, choice.finish_reason, choice.error) == (text[:5], "stop", "")
 
 
 def test_one_failing_request_leaves_the_others(llm: LLM) -> None:

@@ -1,0 +1,48 @@
+"""Values and annotations: whether a value is of a field's type, and that type in words.
+
+For structs that people fill in by hand: msgspec checks types only where it decodes.
+"""
+
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+_ONE = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_MANY = {int: "integers", float: "numbers", str: "strings"}
+_LISTS = (tuple, Sequence)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type. A list is a tuple too, a whole number a float; True
+    and False are no numbers."""
+    if kind is int or kind is float:
+        numbers = int if kind is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is None:
+        return isinstance(value, kind)
+    if origin is UnionType:
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin in _LISTS:
+        return isinstance(value, (list, tuple)) and all(fits(item, inner[0]) for item in value)
+    assert origin is dict, kind
+    return isinstance(value, dict) and all(
+        fits(key, inner[0]) and fits(item, inner[1]) for key, item in value.items()
+    )
+
+
+def words(kind: Any) -> str:
+    """The type for a message, e.g. "an integer"; that None is allowed is left out."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is None:
+        return _ONE[kind]
+    if origin is UnionType:
+        return " or ".join(words(one) for one in inner if one is not NoneType)
+    if origin is Literal:
+        *others, last = map(repr, inner)
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin in _LISTS:
+        return f"a list of {_MANY[inner[0]]}"
+    return f"a mapping from {_MANY[inner[0]]} to {_MANY[inner[1]]}"
