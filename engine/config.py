@@ -3,11 +3,12 @@
 Frozen; `engine.resolve.resolve` decides every "auto" and 0 once.
 """
 
-from typing import Literal
+from typing import Literal, get_type_hints
 
 import msgspec
 
 from engine.errors import ConfigError
+from engine.kinds import fits, words
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -98,6 +99,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Literal["info", "debug"] = "info"
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(EngineConfig).items():
+            value = getattr(self, name)
+            if not fits(value, kind):
+                raise ConfigError(
+                    f"{name} must be {words(kind)}, got {repr(value)[:64]}", param=name
+                )
+        msgspec.structs.force_setattr(self, "graph_sizes", tuple(self.graph_sizes))
         if self.block_size < 1 or self.block_size > 256:
             raise ConfigError(
                 f"block_size must be 1..256, got {self.block_size}", param="block_size"

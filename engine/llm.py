@@ -13,7 +13,7 @@ from engine.handle import RequestHandle
 from engine.messages import AdapterInfo, EngineStats, Ready
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.session import Messages, Prompt, Session, make_config
+from engine.session import Messages, Prompt, Session, each, make_config
 from engine.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -38,7 +38,8 @@ class LLM:
         with LLM("folder", max_model_len=2048) as llm:
             outputs = llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=32))
 
-    model: a folder with config.json, weights and tokenizer.json.
+    model: a folder with config.json, weights and tokenizer.json; `deployments.models.resolve_model`
+        makes one of "default", a .gguf file or a hub name.
     tokenizer: another folder, or a Tokenizer; default the model's.
     progress(phase, fraction): called while it starts. timeout: seconds it may take.
     fields: of `EngineConfig`.
@@ -115,13 +116,12 @@ class LLM:
         """
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
-        return self._run(
-            [(None, self._session.encode_chat(cast(Messages, chat), options)) for chat in many],
-            params,
-            adapter,
-            detokenize,
-            progress,
-        )
+
+        def encode(chat: Any) -> list[int]:
+            return self._session.encode_chat(chat, options)
+
+        every = each("messages", many, encode)
+        return self._run([(None, ids) for ids in every], params, adapter, detokenize, progress)
 
     def start_request(
         self,
@@ -167,18 +167,18 @@ class LLM:
         detokenize: bool,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        each = _params_for(prompts, params)
+        params_each = _params_for(prompts, params)
         adapters = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
         if len(adapters) != len(prompts):
             raise InvalidRequest(
                 f"{len(adapters)} adapters for {len(prompts)} prompts", param="adapter"
             )
-        for item in each:
+        for item in params_each:
             item.check_vocabulary(self.ready.vocab_size)
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
         try:
-            for (text, ids), item, name in zip(prompts, each, adapters, strict=True):
+            for (text, ids), item, name in zip(prompts, params_each, adapters, strict=True):
                 handles.append(
                     self._session.start(ids, item, prompt=text, detokenize=detokenize, adapter=name)
                 )

@@ -179,6 +179,15 @@ class _Reader:
         return values
 
 
+def no_folder(folder: Path) -> ConfigError:
+    """For a model that is none: the engine reads folders only."""
+    return ConfigError(
+        f"{folder}: there is no such folder; deployments.models.resolve_model(...) makes one of "
+        "'default', a .gguf file or a hub name like org/name",
+        param="model",
+    )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

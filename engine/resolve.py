@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, no_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,7 +35,7 @@ def resolve(config: EngineConfig) -> Resolved:
     """Raises ConfigError naming the key at fault. Reads config.json only."""
     folder = Path(config.model)
     if not folder.is_dir():
-        raise ConfigError(f"model: no such folder: {config.model}", param="model")
+        raise no_folder(folder)
     model = ModelConfig.from_folder(folder)
     device = _device(config)
     cuda = device.type == "cuda"

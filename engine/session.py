@@ -3,10 +3,8 @@
 import difflib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from engine.config import EngineConfig
 from engine.detokenizer import ChoiceDecoder
@@ -16,6 +14,7 @@ from engine.messages import EngineRequest, Ready, StepFrame
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]
 
@@ -28,12 +27,23 @@ def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"the engine has no option {name}{hint}", param=name)
-    try:
-        return msgspec.convert({**fields, "model": str(model)}, EngineConfig)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise ConfigError(str(error)) from None
+    return EngineConfig(**{**fields, "model": str(model)})
+
+
+def each(name: str, items: Sequence[T], work: Callable[[T], list[int]]) -> list[list[int]]:
+    """What the work makes of each item. Raises InvalidRequest naming the item, if there are
+    several."""
+    done: list[list[int]] = []
+    for i, item in enumerate(items):
+        try:
+            done.append(work(item))
+        except InvalidRequest as error:
+            if len(items) == 1:
+                raise
+            path = f"{name}[{i}]"
+            message = f"{path}: {error.message}"
+            raise InvalidRequest(message, param=path, code=error.code) from None
+    return done
 
 
 class Client(Protocol):
@@ -84,14 +94,12 @@ class Session:
         return ids
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """`encode` for many; texts on all cores."""
+        """`encode` for many; texts on all cores. An error names the prompt, e.g. ``prompts[3]``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if len(texts) < len(prompts) or len(texts) < 2:
-            return [self.encode(prompt) for prompt in prompts]
-        every = self._text_tokenizer().encode_batch(texts, add_special_tokens=True)
-        for ids in every:
-            self._check(ids)
-        return every
+        every: Sequence[Prompt] = prompts
+        if len(texts) == len(prompts) > 1:
+            every = self._text_tokenizer().encode_batch(texts, add_special_tokens=True)
+        return each("prompts", every, self.encode)
 
     def encode_chat(self, messages: Messages, options: Mapping[str, Any]) -> list[int]:
         """The same for a chat; options as in `Tokenizer.encode_chat`."""

@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 
 from engine.chat_template import ChatTemplate, map_strings
 from engine.errors import ConfigError, InvalidRequest
+from engine.model_config import no_folder
 from engine.text_stream import Tables, TextStream
 
 # Characters. `encode` of the library holds the GIL for its whole run, about a microsecond for each
@@ -78,7 +79,7 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder", param="model")
+            raise no_folder(folder)
         if not path.is_file():
             raise ConfigError(
                 f"{folder} has no tokenizer.json; save the model with a fast tokenizer",

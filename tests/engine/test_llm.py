@@ -17,6 +17,7 @@ from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestReleas
 from engine.handle import RequestHandle
 from engine.messages import Delta, Ready
 from engine.outputs import RequestOutput, RequestStatus
+from engine.session import make_config
 from tests.engine import small_tokenizers
 
 FIRST, VOCAB = 32, 390  # of the fake engine; ids of the small byte-level tokenizer
@@ -136,18 +137,50 @@ def test_one_failing_request_leaves_the_others(llm: LLM) -> None:
     assert handle.status() is RequestStatus.INTERRUPTED
 
 
+def test_the_wrong_one_of_many_prompts_is_named(llm: LLM) -> None:
+    """A thousand prompts fail with "the prompt has 601 tokens", and nobody knows which."""
+    assert llm.tokenizer is not None
+    long = "the cat " * 5000
+    for prompts, where in (
+        ([[5], [5] * 5000], "prompts[1]"),
+        (["a", "b", "c", long], "prompts[3]"),
+        (["a", [5], []], "prompts[2]"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate(prompts)  # type: ignore[arg-type]
+        assert caught.value.param == where and str(caught.value).startswith(f"{where}: the prompt")
+    chats = [[{"role": "user", "content": text}] for text in ("a", long)]
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]: the prompt has \d+ tokens"):
+        llm.chat(chats)
+    with pytest.raises(InvalidRequest, match=r"^the prompt has \d+ tokens"):
+        llm.generate([long])
+
+
 def test_unknown_settings_are_named() -> None:
-    """A misspelled keyword is ignored, or raises a TypeError from inside."""
+    """A misspelled keyword is ignored, or raises a TypeError from inside; a wrong value is called
+    an "Invalid enum value" and nobody says which there are."""
     with pytest.raises(ConfigError, match="max_len"):
         LLM("fake:", max_len=5)
     with pytest.raises(ConfigError, match="block_size must be"):
         LLM("fake:", block_size=0)
     with pytest.raises(ConfigError, match="block_size"):
         LLM("fake:", block_size="many")
+    with pytest.raises(ConfigError, match=r"'bfloat16' or 'float16', got 'fp8'$"):
+        LLM("fake:", dtype="fp8")
+    with pytest.raises(ConfigError, match=r"^graph_sizes must be a list of integers, got 8$"):
+        LLM("fake:", graph_sizes=8)
+    assert make_config("m", {"graph_sizes": [8]}).graph_sizes == (8,)
     with pytest.raises(ConfigError, match=r"max_model_length; did you mean max_model_len\?"):
         LLM("fake:", max_model_length=5)
     with pytest.raises(ConfigError, match="/nonexistent: there is no such folder"):
         LLM("/nonexistent")
+
+
+def test_names_that_the_engine_does_not_resolve() -> None:
+    """ "default: there is no such folder", where the command line takes that very name."""
+    for tokenizer in (None, small_tokenizers.byte_level()):  # found by the router; by the engine
+        with pytest.raises(ConfigError, match=r"default: .* no such folder.*resolve_model"):
+            LLM("default", tokenizer=tokenizer)
 
 
 def drain(handle: object, pause: float = 0.0) -> list[RequestOutput]:
