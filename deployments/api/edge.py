@@ -18,7 +18,15 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from deployments.api.errors import INVALID, NOT_FOUND, OVERLOADED, SERVER, ApiError, internal
+from deployments.api.errors import (
+    INVALID,
+    NO_RETRY,
+    NOT_FOUND,
+    OVERLOADED,
+    SERVER,
+    ApiError,
+    internal,
+)
 from deployments.api.exchange import (
     JSON,
     LINGER_SECONDS,
@@ -115,7 +123,8 @@ def _refusal(status: int) -> ApiError:
     if status == 404:
         return ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
     if status == 408:
-        return ApiError(408, "deadline_exceeded", "the request took too long")
+        late = "the request took too long"
+        return ApiError(408, "deadline_exceeded", late, headers=NO_RETRY)
     if status == 503:
         retry = (("retry-after", "1"),)
         return ApiError(

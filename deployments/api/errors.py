@@ -27,7 +27,8 @@ SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
 
-# The engine fails on this very request: official clients, which try a 500 again, take note of it.
+# Another try would do the same work for nothing: the engine fails on this very request, or its time
+# is over. Official clients, which try every 408 and 500 again, take note of it.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
 # code -> (status, type) where the class of a backend's error does not say it.
@@ -119,7 +120,7 @@ def from_backend(error: MantaError) -> ApiError:
         if isinstance(error, Overloaded):
             seconds = error.retry_after
         headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
-    elif isinstance(error, RequestFailed):
+    elif isinstance(error, RequestFailed) or error.code == "deadline_exceeded":
         headers = NO_RETRY
     return ApiError(
         status, error.code, error.message, param=error.param, kind=kind, headers=headers

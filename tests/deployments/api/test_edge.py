@@ -50,6 +50,7 @@ def test_refusals_of_serve(status: int, code: str, content_type: bytes | None) -
     assert reply.header("content-length") == str(len(reply.body))
     assert reply.header("x-request-id") == "mine"
     assert (reply.header("retry-after") is not None) == (status == 503)
+    assert reply.header("x-should-retry") == ("false" if status == 408 else None)
     assert b"abc" not in reply.body
 
 

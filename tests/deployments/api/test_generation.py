@@ -343,6 +343,7 @@ def test_errors_before_the_first_token_have_a_status(
         assert b"secret" not in reply.body and b"0xdead" not in reply.body
         if isinstance(error, Overloaded):
             assert reply.header("retry-after") == "3"
+        assert (reply.header("x-should-retry") == "false") == (status == 408)
         backend.refuse, backend.errors = None, {}
     assert not backend.live
 

@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from engine.errors import EngineDead
+from engine.errors import EngineDead, MantaError
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import FakeBackend
 
@@ -150,6 +150,23 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, backend: Fa
         assert late.value.code == "engine_dead"
     finally:
         backend.errors = {}
+
+
+def test_what_came_too_late_is_not_done_again(url: str, backend: FakeBackend) -> None:
+    """The client tries every 408 again unless it is told not to: a request that had no time left
+    was computed three times."""
+    before = len(backend.requests)
+    backend.errors = {2: MantaError("the request's deadline has passed", code="deadline_exceeded")}
+    try:
+        with (
+            openai.OpenAI(base_url=url, api_key="none", max_retries=2, timeout=20) as client,
+            pytest.raises(openai.APIStatusError) as late,
+        ):
+            client.chat.completions.create(model="tiny", messages=MESSAGES)
+    finally:
+        backend.errors = {}
+    assert (late.value.status_code, late.value.code) == (408, "deadline_exceeded")
+    assert len(backend.requests) == before + 1
 
 
 def test_leaving_a_stream(client: openai.OpenAI, backend: FakeBackend) -> None:
