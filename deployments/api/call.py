@@ -4,9 +4,10 @@ import asyncio
 import functools
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +39,7 @@ INLINE_CHARS = 32 * 1024  # longer texts are tokenised in a thread: about 10 ms 
 MAX_KWARGS_BYTES = 64 * 1024
 MAX_SALT_BYTES = 128
 MAX_MODEL_NAME = 256
+MAX_NAMED = 4  # models that an error names
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
 # Two: tokenising frees the interpreter lock only in part, and more would only take turns.
@@ -140,13 +142,21 @@ async def find_model(name: Any, backend: Backend) -> ModelCard:
     await backend.adapters.refresh()  # another router may have added it a moment ago
     if (card := _known(name, backend)) is not None:
         return card
+    models = backend.models()
     raise ApiError(
         404,
         "model_not_found",
-        f"the model {shown(name)} does not exist{did_you_mean(name, backend.models())}",
+        f"the model {shown(name)} does not exist{did_you_mean(name, models)}; {_served(models)}",
         param="model",
         kind=NOT_FOUND,
     )
+
+
+def _served(names: Collection[str]) -> str:
+    """A few names for a message, and where to find the others."""
+    first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
+    more = len(names) - MAX_NAMED
+    return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
 
 
 def _known(name: str, backend: Backend) -> ModelCard | None:

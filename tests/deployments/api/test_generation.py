@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deployments import asgi_call
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
@@ -346,6 +347,24 @@ def test_errors_before_the_first_token_have_a_status(
         assert (reply.header("x-should-retry") == "false") == (status == 408)
         backend.refuse, backend.errors = None, {}
     assert not backend.live
+
+
+def test_a_model_that_is_not_there(client: Client, backend: FakeBackend) -> None:
+    """ "does not exist", and no word of what does."""
+
+    def message(name: str) -> str:
+        error = run(client.chat(model=name)).json()["error"]
+        assert error["code"] == "model_not_found"
+        return str(error["message"])
+
+    assert message("gpt-4") == 'the model "gpt-4" does not exist; served: "tiny"'
+    assert 'did you mean "tiny"?; served: "tiny"' in message("tinny")
+    backend.cards |= {f"legal-{i}": backend.cards["tiny"] for i in range(5)}
+    assert message("gpt-4").endswith(
+        'served: "tiny", "legal-0", "legal-1", "legal-2" and 2 more, see /v1/models'
+    )
+    told = run(asgi_call.call(client.app, {**COMPLETION, "model": "gpt-4"}))  # the Python client's
+    assert 'served: "tiny"' in told["error"]["message"]
 
 
 def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
