@@ -13,6 +13,8 @@ from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
+DRAINING = "the service is about to stop"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -92,6 +94,7 @@ class BackendState:
     in_flight: int = 0
     queued: int = 0  # choices that wait for room at a replica
     queued_tokens: int = 0  # their work
+    draining: bool = False  # nothing new is taken, and that is for good
 
 
 class AdapterDirectory(Protocol):

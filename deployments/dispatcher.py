@@ -17,7 +17,7 @@ from deployments.adapters.registry import Adapters, AdapterSettings
 from deployments.adapters.stale import StaleAdapters
 from deployments.admission import AdmissionLimits
 from deployments.autoscaling import Rates
-from deployments.backend import BackendState, GenerationRequest, ModelCard
+from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard
 from deployments.blame import by_itself
 from deployments.channel import ChannelLimits, FromReplica, Submit
 from deployments.decision import Work
@@ -173,6 +173,7 @@ class Dispatcher:
             in_flight=len(self._entries),
             queued=self._gate.choices,
             queued_tokens=self._gate.tokens,
+            draining=self._draining,
         )
 
     def held(self) -> dict[str, int]:
@@ -195,7 +196,7 @@ class Dispatcher:
 
     def _check_open(self) -> None:
         if self._draining:
-            raise Overloaded("the service is about to stop", code="draining", retry_after=5)
+            raise Overloaded(DRAINING, code="draining", retry_after=5)
 
     # -- for the router
 

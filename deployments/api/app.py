@@ -49,7 +49,7 @@ from deployments.api.json_body import parse_json
 from deployments.api.messages import check_messages, text_size
 from deployments.api.options import ApiOptions
 from deployments.api.requests_route import REQUESTS, explain_request, owner_of
-from deployments.backend import Backend, ModelCard
+from deployments.backend import DRAINING, Backend, ModelCard
 from engine.errors import MantaError
 
 Handler = Callable[["Api", Exchange], Awaitable[None]]
@@ -287,13 +287,10 @@ async def _health(api: Api, exchange: Exchange) -> None:
 
 async def _ready(api: Api, exchange: Exchange) -> None:
     if not api.backend.ready():
-        raise ApiError(
-            503,
-            "not_ready",
-            "no engine replica can take requests yet",
-            kind=OVERLOADED,
-            headers=(("retry-after", "1"),),
-        )
+        code, message = "not_ready", "no engine replica can take requests yet"
+        if api.backend.state().draining:
+            code, message = "draining", DRAINING
+        raise ApiError(503, code, message, kind=OVERLOADED, headers=(("retry-after", "1"),))
     await exchange.answer(200, b'{"status":"ready"}')
 
 

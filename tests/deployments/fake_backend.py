@@ -133,6 +133,7 @@ class FakeBackend:
         self.errors: dict[int, MantaError] = {}
         self.refuse: MantaError | None = None
         self.is_ready = True
+        self.draining = False
         self.live: set[FakeGeneration] = set()
         self.aborts: list[FakeGeneration] = []
         self.aborted_choices: list[int] = []
@@ -178,7 +179,7 @@ class FakeBackend:
         return FakeGeneration(self, request)
 
     def state(self) -> BackendState:
-        return BackendState({"fake": EngineStats()}, len(self.live))
+        return BackendState({"fake": EngineStats()}, len(self.live), draining=self.draining)
 
     def ready(self) -> bool:
         return self.is_ready

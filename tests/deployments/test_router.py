@@ -318,9 +318,10 @@ def test_a_router_that_is_to_stop_ends_what_it_has_and_takes_nothing_new():
     async def case():
         async with Fleet(1) as fleet:
             dispatcher = fleet.dispatcher
+            assert dispatcher.ready() and not dispatcher.state().draining
             short, long = fleet.generate(), fleet.generate(max_tokens=4000)
             dispatcher.refuse_new()
-            assert not dispatcher.ready()
+            assert not dispatcher.ready() and dispatcher.state().draining
             for refused in (fleet.generate, lambda: dispatcher.admit("")):
                 with pytest.raises(Overloaded) as caught:
                     refused()

@@ -457,14 +457,20 @@ def test_long_prompts_leave_the_loop_free(client: Client) -> None:
 
 
 def test_health_ready_metrics_models(backend: FakeBackend) -> None:
-    """Live is not ready; HEAD as GET; models by name, with a slash too."""
+    """Live is not ready; HEAD as GET; models by name, with a slash too. A service that is to stop
+    said that no replica can take requests *yet*."""
     app = build_asgi(backend, ApiOptions(metrics=lambda: "manta_up 1\n"))
     client = Client(app)
     backend.is_ready = False
     assert run(client.request("GET", "/health")).status == 200
     ready = run(client.request("GET", "/ready"))
     assert ready.status == 503 and ready.json()["error"]["code"] == "not_ready"
-    backend.is_ready = True
+    backend.draining = True
+    ready = run(client.request("GET", "/ready"))
+    error = ready.json()["error"]
+    assert (ready.status, ready.header("retry-after")) == (503, "1")
+    assert (error["code"], error["message"]) == ("draining", "the service is about to stop")
+    backend.is_ready, backend.draining = True, False
     assert run(client.request("GET", "/ready")).status == 200
     metrics = run(client.request("GET", "/metrics"))
     assert metrics.body == b"manta_up 1\n"
