@@ -57,6 +57,20 @@ def test_http_page_names_every_field() -> None:
     assert not missing
 
 
+def test_http_page_names_every_error() -> None:
+    """405 and the 503 of /ready were not in the table: a client cannot be written for them.
+    `suffix` stood among the fields that are taken, and is always refused."""
+    page = (DOCS / "http.md").read_text("utf-8")
+    codes = {"not_ready", "draining"}
+    for path in (ROOT / "deployments" / "api").glob("*.py"):
+        found = re.findall(r'ApiError\(\s*(\d+),\s*"(\w+)"', path.read_text("utf-8"))
+        codes |= {code for status, code in found if status != "400"}
+    rows = "".join(line for line in page.splitlines() if re.match(r"\| [345]\d\d", line))
+    assert len(codes) > 10 and not [code for code in sorted(codes) if f"`{code}`" not in rows]
+    taken, refused = page.split("## Fields of a generation")[1].split("Checked and then refused")
+    assert "`suffix`" in refused and "`suffix`" not in taken
+
+
 def test_links_lead_somewhere() -> None:
     """Pages move; links stay."""
     broken = []

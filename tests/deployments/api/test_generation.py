@@ -124,6 +124,22 @@ def test_stop_string_across_tokens(backend: FakeBackend, client: Client, stream:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_with_a_stop_string(backend: FakeBackend, client: Client, stream: bool) -> None:
+    """The page said nothing of tokens whose text was cut off: they are listed, and counted, up to
+    the one that completed the stop string."""
+    backend.script = "one two three four"
+    reply = run(client.completion(stream=stream, stop="o th", logprobs=0, return_token_ids=True))
+    choices = [e["choices"][0] for e in reply.events()[:-1]] if stream else reply.json()["choices"]
+    listed = [t for c in choices for t in (c["logprobs"] or {"tokens": []})["tokens"]]
+    assert "".join(c["text"] for c in choices) == "one tw"
+    assert "one two th" in "".join(listed) and "one two th" not in "".join(listed[:-1])
+    ids = [token for choice in choices for token in choice.get("token_ids", [])]
+    assert len(ids) == len(listed)
+    if not stream:
+        assert reply.json()["usage"]["completion_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_stop_of_an_emoji(backend: FakeBackend, client: Client, stream: bool) -> None:
     """Row 49: a character of several tokens; half of it must not reach the client."""
     backend.script = "joy \U0001f600 and more"
