@@ -12,6 +12,7 @@ docs/python.md.
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from ray import serve
 from ray.exceptions import RayError
@@ -69,12 +70,27 @@ class Chunk:
     raw: dict[str, Any]
 
 
-class Client:
-    """For code without an event loop. May be passed to other processes of the cluster."""
+class _Connected:
+    """An application, by name, and the name of its model."""
 
-    def __init__(self, handle: "DeploymentHandle[Any]", model: str) -> None:
-        self._handle = handle
+    def __init__(self, app_name: str, model: str) -> None:
+        self._app_name = app_name
         self.model = model
+        self._handle: DeploymentHandle[Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the handle: what it runs on is of this process.
+        return type(self), (self._app_name, self.model)
+
+    def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
+        """Raises MantaError (code app_not_found), if this process has not called before."""
+        if self._handle is None:
+            self._handle = _find(self._app_name)
+        return self._handle.options(method_name=name, stream=stream)
+
+
+class Client(_Connected):
+    """For code without an event loop. May be passed to other processes of the cluster."""
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
@@ -84,7 +100,7 @@ class Client:
             state = handle.options(method_name="state").remote().result()
         except RayError as error:
             _lost(error)
-        return cls(handle, state["model"])
+        return cls(app_name, state["model"])
 
     def chat(self, messages: Messages, **fields: Any) -> Completion:
         """The answer to a chat."""
@@ -94,7 +110,7 @@ class Client:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
         try:
-            answer = self._handle.options(method_name="generate").remote(body).result()
+            answer = self._method("generate").remote(body).result()
         except RayError as error:
             _lost(error)
         return _completion(answer)
@@ -102,8 +118,7 @@ class Client:
     def stream(self, prompt: Prompt, **fields: Any) -> Iterator[Chunk]:
         """The same piece by piece. Leaving the loop early stops the request."""
         body = _body(self.model, prompt, fields)
-        handle = self._handle.options(method_name="stream", stream=True)
-        responses: Any = handle.remote(body)
+        responses: Any = self._method("stream", stream=True).remote(body)
         try:
             for item in responses:
                 yield from _chunks(item)
@@ -113,12 +128,8 @@ class Client:
             responses.cancel()
 
 
-class AsyncClient:
+class AsyncClient(_Connected):
     """For asyncio: the same calls, awaited."""
-
-    def __init__(self, handle: "DeploymentHandle[Any]", model: str) -> None:
-        self._handle = handle
-        self.model = model
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":
@@ -128,7 +139,7 @@ class AsyncClient:
             state = await handle.options(method_name="state").remote()
         except RayError as error:
             _lost(error)
-        return cls(handle, state["model"])
+        return cls(app_name, state["model"])
 
     async def chat(self, messages: Messages, **fields: Any) -> Completion:
         """The answer to a chat."""
@@ -138,7 +149,7 @@ class AsyncClient:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
         try:
-            answer = await self._handle.options(method_name="generate").remote(body)
+            answer = await self._method("generate").remote(body)
         except RayError as error:
             _lost(error)
         return _completion(answer)
@@ -146,8 +157,7 @@ class AsyncClient:
     async def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[Chunk]:
         """The same piece by piece. Leaving the loop early stops the request."""
         body = _body(self.model, prompt, fields)
-        handle = self._handle.options(method_name="stream", stream=True)
-        responses: Any = handle.remote(body)
+        responses: Any = self._method("stream", stream=True).remote(body)
         try:
             async for item in responses:
                 for chunk in _chunks(item):
@@ -158,13 +168,28 @@ class AsyncClient:
             responses.cancel()
 
 
+# For each of Serve's own handles in this process the one that clients use, so that all share it as
+# they would share Serve's, and lose it when Serve is shut down.
+_HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = WeakKeyDictionary()
+
+
 def _find(app_name: str) -> "DeploymentHandle[Any]":
+    """Raises MantaError (code app_not_found)."""
     try:
-        return serve.get_app_handle(app_name)
+        found = serve.get_app_handle(app_name)
     except RayServeException as error:
         raise MantaError(
             f"no Serve application {app_name!r} here: {error}", code="app_not_found"
         ) from error
+    handle = _HANDLES.get(found)
+    if handle is None:
+        handle = DeploymentHandle(found.deployment_name, found.app_name)
+        # The tasks and actors of a cluster have its environment (app.py: cluster_environment), with
+        # which a handle runs on the caller's event loop: there may be none, or it may be gone with
+        # the next asyncio.run. There is no public way to say this, from Ray 2.57 to 2.60.
+        handle._init(_run_router_in_separate_loop=True)
+        _HANDLES[found] = handle
+    return handle
 
 
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """From another Ray job: typed with Manta installed, plain dicts without. Each in its own driver."""
 
+import contextlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from deployments.app import assemble
+from deployments.app import assemble, cluster_environment
 from deployments.config import parse_config
 from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
 
@@ -18,17 +21,24 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 def cluster(tmp_path_factory):
     from ray import serve
 
-    with ray_and_serve() as found:
-        model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-        config = parse_config(
-            {
-                "model": str(model),
-                "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
-                "router": {"replicas": 1},
-                "limits": {"drain_seconds": 2.0},
-            },
-            {},
-        )
+    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = parse_config(
+        {
+            "model": str(model),
+            "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
+            "router": {"replicas": 1},
+            "limits": {"drain_seconds": 2.0},
+        },
+        {},
+    )
+    folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        # As `manta serve`: the cluster's tasks and actors get these variables, its drivers do not.
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in cluster_environment(config, folder).items():
+                patch.setenv(name, value)
+            found = stack.enter_context(ray_and_serve())
         serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
         yield found
 
@@ -107,11 +117,70 @@ def test_the_typed_client(cluster):
             time.sleep(0.05)
         assert not state["in_flight"]
 
-        @ray.remote(num_cpus=0)
-        def elsewhere(client):
-            return client.generate("the words", max_tokens=3).text
+        print("fine")
+        """,
+        Path.cwd(),
+    )
+    assert out.endswith("fine\n")
 
-        assert ray.get(elsewhere.remote(client)) == client.generate("the words", max_tokens=3).text
+
+def test_clients_in_tasks_and_actors(cluster):
+    """A client that works in drivers only: a handle in a task or an actor of the cluster runs, by
+    the environment there, on an event loop that is not there or, after asyncio.run, gone."""
+    out = driver(
+        cluster,
+        """
+        import asyncio
+        from deployments.client import AsyncClient, Client
+
+        def ask(client):
+            text = client.generate("the words", max_tokens=3).text
+            pieces = [piece.text for piece in client.stream("the words", max_tokens=3)]
+            assert "".join(pieces) == text, pieces
+            return text
+
+        async def ask_async(client):
+            text = (await client.generate("the words", max_tokens=3)).text
+            pieces = [piece.text async for piece in client.stream("the words", max_tokens=3)]
+            assert "".join(pieces) == text, pieces
+            return text
+
+        async def connect_and_ask():
+            return await ask_async(await AsyncClient.connect())
+
+        @ray.remote(num_cpus=0)
+        class Both:  # in one process, after one another
+            def given(self, client):
+                return ask(client)
+            def connected(self):
+                return ask(Client.connect())
+            def loop_of_its_own(self):
+                return asyncio.run(connect_and_ask())
+            def loop_of_its_own_given(self, client):
+                return asyncio.run(ask_async(client))
+
+        @ray.remote(num_cpus=0)
+        class Async:
+            async def given(self, client):
+                return await ask_async(client)
+            async def connected(self):
+                return await connect_and_ask()
+            async def in_a_thread(self):
+                return await asyncio.to_thread(lambda: ask(Client.connect()))
+
+        client, other = Client.connect(), asyncio.run(AsyncClient.connect())
+        both, loop = Both.remote(), Async.remote()
+        answers = [
+            ray.remote(num_cpus=0)(ask).remote(client),
+            *(both.given.remote(client) for _ in range(2)),
+            *(both.connected.remote() for _ in range(2)),
+            *(both.loop_of_its_own.remote() for _ in range(2)),
+            *(both.loop_of_its_own_given.remote(other) for _ in range(2)),
+            loop.given.remote(other),
+            loop.connected.remote(),
+            loop.in_a_thread.remote(),
+        ]
+        assert set(ray.get(answers)) == {ask(client)}
         print("fine")
         """,
         Path.cwd(),
@@ -198,6 +267,22 @@ def test_plain_dicts_without_manta(cluster, tmp_path):
             assert answer["status"] in (400, 404) and answer["error"]["code"], answer
             (piece,) = handle.options(method_name="stream", stream=True).remote(wrong)
             assert piece["error"] == answer["error"]
+
+        # As docs/python.md has it, for tasks.
+        own_loop = {"env_vars": {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1"}}
+
+        @ray.remote(num_cpus=0, runtime_env=own_loop)
+        def task():
+            handle = serve.get_app_handle("manta")
+            assert list(handle.options(method_name="stream", stream=True).remote(body))
+            return handle.generate.remote(body).result()["choices"]
+
+        @ray.remote(num_cpus=0)
+        class Actor:
+            async def ask(self):
+                return (await serve.get_app_handle("manta").generate.remote(body))["choices"]
+
+        assert ray.get(task.remote()) == ray.get(Actor.remote().ask.remote())
         print("fine")
         """,
         tmp_path,
