@@ -4,9 +4,9 @@
     print(client.chat([{"role": "user", "content": "Hello"}], max_tokens=20).text)
     for chunk in client.stream("Once upon", max_tokens=20): print(chunk.text, end="")
 
-Fields are those of the HTTP API, and so are the errors, as exceptions of `engine.errors`. A
-job without Manta installed uses `serve.get_app_handle("manta")` with plain dicts; see
-docs/python.md.
+Fields are those of the HTTP API, and so are the errors, as exceptions of `engine.errors`; unknown
+fields are always refused. A job without Manta installed uses `serve.get_app_handle("manta")` with
+plain dicts; see docs/python.md.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -19,6 +19,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.api.errors import ApiError
+from deployments.api.fields import CHAT, COMPLETION, check_names
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 
 Messages = Sequence[Mapping[str, Any]]
@@ -193,6 +195,7 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 
 
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
+    """Raises InvalidRequest, for unknown fields too: nobody here sees x-ignored-fields."""
     if isinstance(prompt, str):
         given: dict[str, Any] = {"prompt": prompt}
     elif not isinstance(prompt, Sequence):
@@ -201,7 +204,12 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
         given = {"messages": list(prompt)}
     else:
         given = {"prompt": list(prompt)}
-    return {"model": model, **given, **fields}
+    body = {"model": model, **given, **fields}
+    try:
+        check_names(body, CHAT if "messages" in body else COMPLETION, strict=True)
+    except ApiError as error:
+        raise InvalidRequest(error.message, param=error.param, code=error.code) from None
+    return body
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

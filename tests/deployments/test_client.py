@@ -80,6 +80,7 @@ def test_the_typed_client(cluster):
         assert [choice.index for choice in two.choices] == [0, 1]
         assert len(two.choices[0].logprobs["tokens"]) == 5
         assert client.generate("the words", max_tokens=3).raw["object"] == "text_completion"
+        assert client.generate("the words", max_tokens=3, user="me").text  # known, without effect
 
         for prompt, fields, param in (
             ("x", {"temperature": 9}, "temperature"),

@@ -1,0 +1,36 @@
+"""What the Python clients refuse before anything is sent: no Ray is needed."""
+
+import pytest
+
+from deployments.client import AsyncClient, Client
+from engine.errors import InvalidRequest
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "code", "hint"),
+    [
+        (CHAT, {"temprature": 3}, "unknown_field", 'did you mean "temperature"?'),
+        ("hi", {"max_token": 3}, "unknown_field", 'did you mean "max_tokens"?'),
+        ("hi", {"nothing_like_it": None}, "unknown_field", 'unknown field "nothing_like_it"'),
+        (CHAT, {"suffix": "x"}, "unknown_field", "suffix"),  # one of completions
+        ([1, 2], {"tools": []}, "unknown_field", "tools"),  # one of chats
+        (CHAT, {"chat_template": "x"}, "field_not_allowed", "chat_template"),
+    ],
+)
+async def test_unknown_fields(prompt, fields, code, hint):
+    """A misspelt field that vanishes: the answer is a normal one, and not what was asked for."""
+    client, other = Client("manta", "tiny"), AsyncClient("manta", "tiny")
+    errors = []
+    for call in (client.generate, client.chat, lambda *a, **k: next(client.stream(*a, **k))):
+        with pytest.raises(InvalidRequest) as caught:
+            call(prompt, **fields)
+        errors.append(caught.value)
+    for call in (other.generate, other.chat, lambda *a, **k: anext(other.stream(*a, **k))):
+        with pytest.raises(InvalidRequest) as caught:
+            await call(prompt, **fields)
+        errors.append(caught.value)
+    for error in errors:
+        assert error.code == code and error.param == next(iter(fields)), error
+        assert hint in error.message, error
