@@ -188,7 +188,7 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
         handle = DeploymentHandle(found.deployment_name, found.app_name)
         # The tasks and actors of a cluster have its environment (app.py: cluster_environment), with
         # which a handle runs on the caller's event loop: there may be none, or it may be gone with
-        # the next asyncio.run. There is no public way to say this, from Ray 2.57 to 2.60.
+        # the next asyncio.run. There is no public way to say this, up to Ray 2.60.
         handle._init(_run_router_in_separate_loop=True)
         _HANDLES[found] = handle
     return handle

@@ -26,6 +26,7 @@ MADE_BY = {
     "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
     "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
+    "first-start": "`python -m loadtest.versus_engine --side manta`, TRITON_CACHE_DIR empty",
     "gpu-checks": "`python -m loadtest.gpu_checks`: the tests that need a GPU, what they measured",
     "kernels": "`python -m loadtest.kernel_bench`: each kernel against the device and libraries",
     "long-context": "`python -m loadtest.long_context`: one long request at a time",
