@@ -17,6 +17,11 @@ def pace(waiting: int, budget: int) -> int:
     return min(budget, max(_LEAST, budget // _SHARE, -(-waiting // 2)))
 
 
+def startable_tokens(tokens: int, requests: int, startable: int) -> int:
+    """Of the tokens of all requests in a queue, about those of the few that there are rows for."""
+    return tokens * startable // max(1, requests)
+
+
 def steps_until_computed(tokens: int, budget: int) -> int:
     """Steps that `tokens` prompt tokens take at that pace, at most."""
     steps = 0

@@ -33,7 +33,7 @@ from engine.flight import Counters, Draft, Flight, Release
 from engine.lora.adapter import Adapter
 from engine.lora.store import AdapterStore
 from engine.messages import Delta
-from engine.pace import pace
+from engine.pace import pace, startable_tokens
 from engine.queue import Queue
 from engine.request import Phase, Request
 
@@ -170,7 +170,8 @@ class Scheduler:
         """Decide the next step and count it as launched. None if nothing can run now."""
         draft = Draft(Batch(self.step + 1))
         self._grow_decodes(draft)
-        draft.prompt_limit = self._prompt_limit()
+        if self.filling or self.queue.waiting:
+            draft.prompt_limit = self._prompt_limit()
         if self.filling:
             self._fill(draft)
         if self.queue.waiting and not draft.preempted:
@@ -221,7 +222,7 @@ class Scheduler:
         if not self.decoding:
             return self.token_limit
         startable = min(len(self._free_rows), len(self.queue.waiting))
-        queued = self.queue.num_tokens * startable // max(1, len(self.queue))
+        queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         return pace(queued + sum(r.remaining for r in self.filling), self.token_limit)
 
     def _budget(self, draft: Draft) -> int:

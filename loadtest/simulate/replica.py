@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from deployments.prefix_index import STRIDE
 from engine.lora.popularity import Popularity
 from engine.messages import EngineStats
-from engine.pace import pace
+from engine.pace import pace, startable_tokens
 
 _BLOCK = 16
 _FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
@@ -119,7 +119,8 @@ class SimReplica:
         budget = speed.chunk - len(self.decoding)
         if self.decoding:
             startable = min(speed.max_num_seqs - self.running, len(self.waiting))
-            queued = self.waiting_tokens * startable // max(1, len(self.waiting) + len(self.late))
+            requests = len(self.waiting) + len(self.late)
+            queued = startable_tokens(self.waiting_tokens, requests, startable)
             filling = sum(job.left for job in self.filling)
             budget = min(budget, pace(queued + filling, speed.chunk))
         chunk = self.chunk = []

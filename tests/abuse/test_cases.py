@@ -216,7 +216,7 @@ ELSEWHERE = {
 # Rows whose input is bytes, or needs an engine, beside what the data file has of them.
 FURTHER = {
     **dict.fromkeys((8, 9, 10, 11, 14, 15, 17, 20, 22), "tests/abuse/test_raw_http.py::test_case"),
-    17: f"{GENERATION}::test_observe_has_a_fixed_set_of_routes",
+    17: "tests/deployments/api/test_routes.py::test_observe_has_a_fixed_set_of_routes",
     19: "tests/abuse/test_fuzz.py::test_every_route_needs_a_key",
     24: "tests/abuse/test_raw_http.py::test_request_id_comes_back_once_and_clean",
     49: f"{GENERATION}::test_stop_of_an_emoji",

@@ -182,9 +182,9 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
         pytest.skip("needs Triton's compiler")
     from triton.runtime import driver
 
-    from tests.kernels.test_compile import _Hopper
+    from tests.kernels.hopper import Hopper
 
-    class Fresh(_Hopper):
+    class Fresh(Hopper):
         def get_current_device(self) -> str:
             return "fresh"  # other tests may have compiled for the other one
 

@@ -22,7 +22,6 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -41,6 +40,7 @@ from kernels.sampling_edits import add_bias, ban, penalise  # noqa: E402
 from kernels.sampling_filters import filter_thresholds  # noqa: E402
 from kernels.sampling_layout import NUM_WORDS  # noqa: E402
 from kernels.sampling_logprobs import logprobs  # noqa: E402
+from tests.kernels.hopper import Hopper  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 BLOCK_SIZE, NUM_BLOCKS, EPS = 16, 64, 1e-5
@@ -61,19 +61,6 @@ MODELS = {
     "qwen3-0.6b": Dims(1024, 3072, 16, 8, 128, 151936, True),
     "smollm2-135m": Dims(576, 1536, 9, 3, 64, 49152, False),
 }
-
-
-class _Hopper:
-    """As much of a Triton driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> str:
-        return "none"  # a key of Triton's caches; none of a real device's
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
 
 
 @dataclass
@@ -102,7 +89,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         found.seen.append((self.__name__, compiled))
         return compiled
 
-    monkeypatch.setattr(driver, "_active", _Hopper())
+    monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
     for module in modules():
         for name, value in (

@@ -13,28 +13,15 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels import compiling, norm  # noqa: E402
 from kernels.compiling import Compilers  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
+from tests.kernels.hopper import Hopper  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-class _Hopper:
-    """As much of a Triton driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> str:
-        return "none"  # a key of Triton's caches; none of a real device's
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -53,7 +40,7 @@ def compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         return run(kernel, *args, grid=grid, warmup=True, **options)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", _Hopper())
+    monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(norm._rms_norm_kernel, "device_caches", _fresh(norm._rms_norm_kernel))
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)

@@ -15,11 +15,6 @@ from tests.deployments.fake_backend import FakeBackend
 
 
 @pytest.fixture
-def backend() -> FakeBackend:
-    return FakeBackend()
-
-
-@pytest.fixture
 def app(backend: FakeBackend) -> Api:
     return build_asgi(backend)
 

@@ -15,16 +15,6 @@ from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
 from tests.deployments.fake_backend import FakeBackend
 
 
-@pytest.fixture
-def backend() -> FakeBackend:
-    return FakeBackend()
-
-
-@pytest.fixture
-def client(backend: FakeBackend) -> Client:
-    return Client(build_asgi(backend))
-
-
 def run(work: Any) -> Any:
     return asyncio.run(work)
 
@@ -438,73 +428,3 @@ def test_in_flight_limit(backend: FakeBackend) -> None:
     refused = next(r for r in replies if r.status == 503)
     assert refused.json()["error"]["code"] == "overloaded" and refused.header("retry-after") == "1"
     assert run(client.chat()).status == 200 and app.in_flight == 0
-
-
-def test_tokenize_and_back(client: Client) -> None:
-    """The ids that generation would use, and their text."""
-    reply = run(client.post("/tokenize", {"prompt": "hello <|im_end|>"})).json()
-    assert reply["count"] == len(reply["tokens"]) and reply["max_model_len"] == 256
-    text = run(client.post("/detokenize", {"tokens": reply["tokens"]})).json()["prompt"]
-    assert text == "hello <|im_end|>"
-    body = {"model": "tiny", "messages": CHAT["messages"], "return_token_strs": True}
-    chat = run(client.post("/tokenize", body)).json()
-    assert "".join(chat["token_strs"]) == (
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    )
-    usage = run(client.chat()).json()["usage"]
-    assert usage["prompt_tokens"] == chat["count"]
-
-
-def test_long_prompts_leave_the_loop_free(client: Client) -> None:
-    """Row 70: megabytes to tokenise while other clients wait for their next token."""
-
-    async def lag() -> tuple[int, float]:
-        loop, worst = asyncio.get_running_loop(), 0.0
-        work = asyncio.create_task(client.post("/tokenize", {"prompt": "the answer " * 300_000}))
-        while not work.done():
-            began = loop.time()
-            await asyncio.sleep(0.001)
-            worst = max(worst, loop.time() - began - 0.001)
-        return (await work).json()["count"], worst
-
-    count, worst = run(lag())
-    assert count >= 600_000
-    assert worst < 1.0, f"the loop stood still for {worst:.2f} s"
-
-
-def test_health_ready_metrics_models(backend: FakeBackend) -> None:
-    """Live is not ready; HEAD as GET; models by name, with a slash too. A service that is to stop
-    said that no replica can take requests *yet*."""
-    app = build_asgi(backend, ApiOptions(metrics=lambda: "manta_up 1\n"))
-    client = Client(app)
-    backend.is_ready = False
-    assert run(client.request("GET", "/health")).status == 200
-    ready = run(client.request("GET", "/ready"))
-    assert ready.status == 503 and ready.json()["error"]["code"] == "not_ready"
-    backend.draining = True
-    ready = run(client.request("GET", "/ready"))
-    error = ready.json()["error"]
-    assert (ready.status, ready.header("retry-after")) == (503, "1")
-    assert (error["code"], error["message"]) == ("draining", "the service is about to stop")
-    backend.is_ready, backend.draining = True, False
-    assert run(client.request("GET", "/ready")).status == 200
-    metrics = run(client.request("GET", "/metrics"))
-    assert metrics.body == b"manta_up 1\n"
-    assert (metrics.header("content-type") or "").startswith("text/plain")
-    backend.cards["org/tiny"] = backend.cards["tiny"]
-    assert run(client.request("GET", "/v1/models")).json()["data"][0]["id"] == "tiny"
-    assert run(client.request("GET", "/v1/models/org/tiny")).status == 200
-    head = run(client.request("HEAD", "/v1/models"))
-    assert head.status == 200 and head.body == b""
-
-
-def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:
-    """Row 17: labels that callers can invent make a metrics store grow without end."""
-    seen: list[tuple[str, int]] = []
-    app = build_asgi(backend, ApiOptions(observe=lambda r, s, t: seen.append((r, s))))
-    client = Client(app)
-    for i in range(50):
-        run(client.request(f"M{i}", f"/path{i}"))
-        run(client.request("GET", f"/v1/models/m{i}"))
-    run(client.chat())
-    assert set(seen) == {("other", 404), ("/v1/models/{id}", 404), ("/v1/chat/completions", 200)}
