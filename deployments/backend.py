@@ -4,14 +4,14 @@
 engine replicas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from deployments.adapters.book import AdapterRecord
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 DRAINING = "the service is about to stop"
 
@@ -46,6 +46,22 @@ class GenerationRequest:
     deadline: float | None = None  # time.monotonic() seconds
     key: str = ""  # whose it is: what waits is served in turn by key
     owner: str = ""  # digest of the API key: who else may ask what became of it
+    stream: str = ""  # replicas keep its tokens under this name for a while; "": they need not
+    # When it goes on after an event: of each choice what it begins with; None: it has ended.
+    emitted: list[list[int] | None] = field(default_factory=list)
+    weights: str = ""  # where these came from (models.Identity); "" if nobody knows or cares
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a replica knows of a choice that it had, or has. weights: of models.Identity."""
+
+    stream: str
+    choice: int
+    token_ids: list[int]
+    finish: str  # as of a Delta; "" if it did not end there
+    stop_token: int | None
+    weights: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +147,13 @@ class Backend(Protocol):
 
         Raises MantaError (overloaded, no replica), at once or from next().
         """
+        ...
+
+    async def recall(
+        self, streams: Sequence[str], enough: Callable[[list[Past]], bool]
+    ) -> list[Past]:
+        """What replicas know of requests with these `stream` names: all that was heard when it was
+        enough, or when nobody is left to ask."""
         ...
 
     def state(self) -> BackendState: ...

@@ -9,18 +9,21 @@ fields are always refused. A job without Manta installed uses `serve.get_app_han
 plain dicts; see docs/python.md.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.errors import ApiError
-from deployments.api.fields import CHAT, COMPLETION, check_names
+from deployments.api.generation.fields import CHAT, COMPLETION, check_names
+from deployments.resuming import Resuming
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 
 Messages = Sequence[Mapping[str, Any]]
@@ -111,23 +114,31 @@ class Client(_Connected):
     def generate(self, prompt: Prompt, **fields: Any) -> Completion:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
-        try:
-            answer = self._method("generate").remote(body).result()
-        except RayError as error:
-            _lost(error)
-        return _completion(answer)
+        again = _Again()
+        while True:
+            try:
+                return _completion(self._method("generate").remote(body).result())
+            except RayError as error:
+                time.sleep(again.pause(error))
 
     def stream(self, prompt: Prompt, **fields: Any) -> Iterator[Chunk]:
-        """The same piece by piece. Leaving the loop early stops the request."""
+        """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
+        request."""
         body = _body(self.model, prompt, fields)
-        responses: Any = self._method("stream", stream=True).remote(body)
-        try:
-            for item in responses:
-                yield from _chunks(item)
-        except RayError as error:
-            _lost(error)
-        finally:
-            responses.cancel()
+        again = _Again()
+        while True:
+            responses: Any = self._method("stream", stream=True).remote(body, again.last)
+            try:
+                for item in responses:
+                    if again.take(item):
+                        return
+                    yield from _chunks(item)
+                return
+            except (RayError, Overloaded) as error:
+                pause = again.pause(error)
+            finally:
+                responses.cancel()
+            time.sleep(pause)
 
 
 class AsyncClient(_Connected):
@@ -150,24 +161,62 @@ class AsyncClient(_Connected):
     async def generate(self, prompt: Prompt, **fields: Any) -> Completion:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
-        try:
-            answer = await self._method("generate").remote(body)
-        except RayError as error:
-            _lost(error)
-        return _completion(answer)
+        again = _Again()
+        while True:
+            try:
+                return _completion(await self._method("generate").remote(body))
+            except RayError as error:
+                await asyncio.sleep(again.pause(error))
 
     async def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[Chunk]:
-        """The same piece by piece. Leaving the loop early stops the request."""
+        """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
+        request."""
         body = _body(self.model, prompt, fields)
-        responses: Any = self._method("stream", stream=True).remote(body)
-        try:
-            async for item in responses:
-                for chunk in _chunks(item):
-                    yield chunk
-        except RayError as error:
-            _lost(error)
-        finally:
-            responses.cancel()
+        again = _Again()
+        while True:
+            responses: Any = self._method("stream", stream=True).remote(body, again.last)
+            try:
+                async for item in responses:
+                    if again.take(item):
+                        return
+                    for chunk in _chunks(item):
+                        yield chunk
+                return
+            except (RayError, Overloaded) as error:
+                pause = again.pause(error)
+            finally:
+                responses.cancel()
+            await asyncio.sleep(pause)
+
+
+class _Again:
+    """Whether a call whose router is gone is made again. last: the last event that has come of a
+    stream, for another router to go on after it."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self._resuming = Resuming()
+
+    def take(self, item: dict[str, Any]) -> bool:
+        """Whether it is the end. Takes the event's id out, which is nothing for who reads."""
+        if "error" not in item:
+            self._resuming.heard()
+        self.last = item.pop("event_id", self.last)
+        return bool(item.get("done"))
+
+    def pause(self, error: RayError | Overloaded) -> float:
+        """Seconds until the next attempt. Raises what the last one should, if there is to be
+        none: of what the service itself refuses, unless a stream has begun."""
+        if isinstance(error, Overloaded):
+            told = {"retry-after": str(error.retry_after)}
+            pause = self._resuming.pause(503, told) if self.last else None
+        else:
+            pause = None if isinstance(error, RayTaskError) else self._resuming.pause()
+        if pause is not None:
+            return pause
+        if isinstance(error, Overloaded):
+            raise error
+        _lost(error)
 
 
 # For each of Serve's own handles in this process the one that clients use, so that all share it as

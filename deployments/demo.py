@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deployments.cli import chat
 from deployments.cli import serve as command
-from deployments.config import MantaConfig
+from deployments.config.load import MantaConfig
 from engine.errors import ConfigError, MantaError
 
 CONFIG = Path(__file__).parent / "configs" / "default.yaml"

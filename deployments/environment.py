@@ -1,7 +1,11 @@
 """Every environment variable that Manta reads, in one place."""
 
+import contextlib
 import os
+import secrets
 from pathlib import Path
+
+_TOKEN = "~/.ray/auth_token"  # Ray's default
 
 
 def cache_dir() -> Path:
@@ -18,8 +22,24 @@ def auth_token_source() -> str | None:
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return path
-    default = Path("~/.ray/auth_token").expanduser()
+    default = Path(_TOKEN).expanduser()
     return str(default) if default.exists() else None
+
+
+def make_auth_token() -> None:
+    """Where a Ray that is started here would make its token: make it first, for its owner only.
+
+    Whoever has the token runs code in the cluster, and Ray leaves it readable by all. Does nothing
+    if there is one, or none is wanted. Raises OSError.
+    """
+    if auth_token_source() is not None or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    path = Path(_TOKEN).expanduser()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another start was quicker
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
 
 
 def asks_for_token() -> bool:
@@ -44,3 +64,13 @@ def set_for_children(variables: dict[str, str]) -> None:
         if name == "PYTHONPATH" and before:
             value = f"{value}{os.pathsep}{before}"
         os.environ[name] = value
+
+
+def edge_settings() -> str:
+    """Of HAProxy's launcher: JSON, "" is all defaults (haproxy/settings.py)."""
+    return os.environ.get("MANTA_EDGE", "")
+
+
+def haproxy_binary() -> str:
+    """An HAProxy that somebody wants Serve to run; "" if nobody does."""
+    return os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")

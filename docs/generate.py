@@ -1,5 +1,7 @@
-"""Writes docs/configuration.md from the configuration models: `python docs/generate.py`."""
+"""Writes docs/configuration.md from the configuration models, and the modules in docs/map.md from
+their first lines: `python docs/generate.py`."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -9,10 +11,14 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from deployments.config import MantaConfig, PoolConfig
+from deployments.config.load import MantaConfig, PoolConfig
 from engine.config import EngineConfig
 
+ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
+MAP = Path(__file__).with_name("map.md")
+MODULES = "## Modules\n"  # what follows this line of the map is written here
+PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
@@ -35,7 +41,7 @@ environment: `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, 
 `MANTA_CACHE` is the folder of converted models, by default `~/.cache/manta`. A variable that starts
 with `MANTA_` and means nothing is warned about.
 
-This page is written by `python docs/generate.py` from `deployments/config.py` and
+This page is written by `python docs/generate.py` from `deployments/config/load.py` and
 `engine/config.py`.
 """
 
@@ -46,7 +52,7 @@ def render() -> str:
     for name, field in MantaConfig.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            parts += [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section)]
+            parts += _section(name, section)
     parts += [
         "## `pools.gpu` and `pools.cpu`\n",
         f"{inspect.getdoc(PoolConfig)}\n",
@@ -56,6 +62,15 @@ def render() -> str:
         _engine_table(),
     ]
     return "\n".join(parts)
+
+
+def _section(name: str, section: type[BaseModel]) -> list[str]:
+    """Its table, and those of the sections in it."""
+    parts = [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section)]
+    for inner, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            parts += _section(f"{name}.{inner}", field.annotation)
+    return parts
 
 
 def _table(section: type[BaseModel]) -> str:
@@ -85,7 +100,7 @@ def _kind(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
-    text = str(annotation).replace("typing.", "").replace("deployments.config.", "")
+    text = str(annotation).replace("typing.", "").replace("deployments.config.load.", "")
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
     return "mapping" if text.startswith(("dict", "Annotated")) else text
 
@@ -122,5 +137,33 @@ def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_map() -> str:
+    """The map's text: as it is down to its list of modules, then each folder with its modules."""
+    head, found, _ = MAP.read_text("utf-8").partition(MODULES)
+    assert found, f"{MAP.name} has no line {MODULES!r}"
+    parts = [head + MODULES]
+    for package in PACKAGES:
+        folders = {path.parent for path in (ROOT / package).rglob("*.py")}
+        for folder in sorted(folders):
+            rows = [
+                (path.stem, sentence(path))
+                for path in sorted(folder.glob("*.py"))
+                if path.stem != "__init__" or sentence(path)
+            ]
+            if rows:
+                parts.append(f"### `{folder.relative_to(ROOT).as_posix()}/`\n")
+                lines = [f"| `{name}` | {told} |" for name, told in rows]
+                parts.append("\n".join(["| module | |", "| --- | --- |", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def sentence(path: Path) -> str:
+    """The first of a module's docstring, for a cell of a table; "" without one."""
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    text = " ".join(docstring.split("\n\n")[0].split()).replace("|", "\\|")
+    return re.split(r"(?<=\.) (?=[A-Z`(])", text)[0]
+
+
 if __name__ == "__main__":
     TARGET.write_text(render(), "utf-8")
+    MAP.write_text(render_map(), "utf-8")

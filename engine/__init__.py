@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.async_engine import AsyncEngine
     from engine.config import EngineConfig
     from engine.errors import (
         ConfigError,
@@ -23,11 +22,12 @@ if TYPE_CHECKING:
         RequestFailed,
         RequestReleased,
     )
-    from engine.handle import RequestHandle
-    from engine.llm import LLM
-    from engine.outputs import CompletionOutput, RequestOutput, RequestStatus
+    from engine.library.async_engine import AsyncEngine
+    from engine.library.handle import RequestHandle
+    from engine.library.llm import LLM
+    from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
     from engine.sampling_params import SamplingParams
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
@@ -49,15 +49,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "AsyncEngine": "async_engine",
-    "CompletionOutput": "outputs",
+    "AsyncEngine": "library.async_engine",
+    "CompletionOutput": "library.outputs",
     "EngineConfig": "config",
-    "LLM": "llm",
-    "RequestHandle": "handle",
-    "RequestOutput": "outputs",
-    "RequestStatus": "outputs",
+    "LLM": "library.llm",
+    "RequestHandle": "library.handle",
+    "RequestOutput": "library.outputs",
+    "RequestStatus": "library.outputs",
     "SamplingParams": "sampling_params",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
 }
 
 

@@ -8,19 +8,24 @@ from typing import Literal, get_type_hints
 import msgspec
 
 from engine.errors import ConfigError
-from engine.kinds import fits, words
+from engine.typecheck import fits, words
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
+NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one engine.
 
-    model: a local folder (safetensors + config.json), a .gguf file, or a hub name.
-    revision: hub revision; None = the default branch.
+    model: a local folder with config.json and safetensors; whoever starts the engine makes one of a
+        .gguf file or a hub name.
+    revision: of that hub name; the engine itself does not read it.
     device: "auto" takes CUDA where there is one.
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
+        GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits
         with a scale a token: half the memory to read, for a small loss of accuracy. CPUs with
         AVX512-VNNI only.
@@ -46,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
-    admission: which waiting requests may start, a name in engine.admission.POLICIES ("optimistic":
+    admission: which waiting requests may start, a name in scheduling/admission.py ("optimistic":
         when their prompt fits, preempting if it goes wrong).
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
         time, in the order of arrival (kept for comparison: it collapses when adapters alternate).

@@ -1,5 +1,10 @@
 """Every error that a user of the engine can meet, with a stable code and the field it is about."""
 
+import traceback
+
+_FRAMES = 12  # of a traceback, nearest to where it was raised
+_TRACE_CHARS = 6000
+
 
 class MantaError(Exception):
     """Base of all errors raised on purpose.
@@ -23,6 +28,40 @@ class InvalidRequest(MantaError, ValueError):
     """The caller asked for something that cannot be done; nothing was run. HTTP answers 400."""
 
     code = "invalid_value"
+
+
+def context_too_long(
+    limit: int,
+    prompt: int,
+    output: int | None = None,
+    *,
+    param: str = "prompt",
+    where: str = "prompt",
+    at_least: bool = False,
+    virtual: int = 0,
+) -> InvalidRequest:
+    """The error of a request that does not fit: `prompt` tokens, and `output` that were asked for,
+    in a context of `limit`.
+
+    OpenAI's words, because callers recognise it by them: LiteLLM falls back to a model with a
+    larger context, others read the numbers. where: what they call the prompt. at_least: it has
+    so many tokens or more, which were not all counted. virtual: tokens that the request's adapter
+    has taken off the context.
+    """
+    if output and prompt < limit:
+        found = f"you requested {prompt + output} tokens ({prompt} in the {where}, {output} in the "
+        found += f"completion). Please reduce the length of the {where} or completion."
+    else:
+        found = f"your {where} resulted in {'at least ' if at_least else ''}{prompt} tokens"
+        found += ", which leaves none for the completion" if prompt == limit else ""
+        found += f". Please reduce the length of the {where}."
+    if virtual:
+        found += f" The adapter's {virtual} virtual tokens are taken off the context."
+    return InvalidRequest(
+        f"This model's maximum context length is {limit} tokens. However, {found}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 class ConfigError(MantaError, ValueError):
@@ -84,3 +123,12 @@ class Overloaded(MantaError):
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+
+
+def short_traceback(error: BaseException) -> str:
+    """The traceback for a log: at most 6,000 characters, from both ends. A recursion that has gone
+    too deep has thousands of lines, and an exception's own text may repeat a whole request."""
+    text = "".join(traceback.format_exception(error, limit=-_FRAMES)).rstrip()
+    half = _TRACE_CHARS // 2
+    cut = len(text) - 2 * half
+    return text if cut <= 0 else f"{text[:half]}\n[... {cut} characters ...]\n{text[-half:]}"

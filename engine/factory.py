@@ -11,47 +11,42 @@ from hashlib import blake2b
 
 import torch
 
-from engine.block_manager import FreeList
 from engine.config import EngineConfig
-from engine.core import CoreConfig, EngineCore
-from engine.errors import ConfigError
-from engine.flight import Counters
 from engine.lora.build import AdapterRoom
-from engine.lora.store import AdapterStore
+from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
-from engine.runner.kv_cache import KVCache, bytes_per_block
+from engine.runner.kv_cache import KVCache
 from engine.runner.memory import (
     ADAPTERS_TOO_LARGE,
-    CPU_KV_BYTES,
     GIB,
     GRAPHS_TOO_LARGE,
     KV_TOO_LARGE,
-    KV_WAYS_OUT,
     ROWS_TOO_LARGE,
     STEP_TOO_LARGE,
     WEIGHTS_TOO_LARGE,
     MemoryPlan,
     available_host_memory,
-    check_blocks,
     check_weights,
-    count_blocks,
     fits_on,
+    lora_host_bytes,
+    plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
+from engine.scheduling.block_manager import FreeList
+from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.step import Counters
 from engine.weights import load_weights
 from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
 
 logger = logging.getLogger("manta.engine")
-
-LORA_HOST_BYTES = 4 * GIB
 
 Progress = Callable[[str, float], None]  # phase name, fraction done
 
@@ -106,7 +101,7 @@ def build(
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         if device.type == "cpu":  # nothing is touched yet
-            check_weights(model.num_bytes(), available_host_memory())
+            check_weights(model, available_host_memory())
         load_weights(
             model,
             None if config.load_format == "dummy" else resolved.folder,
@@ -122,7 +117,8 @@ def build(
 
     phases.start("memory")
     room = _room(resolved, model) if config.max_loras else None
-    runner, plan = _build_runner(resolved, model, kernels, room, compilers)
+    host_bytes = lora_host_bytes(config, available_host_memory())
+    runner, plan = _build_runner(resolved, model, kernels, room, host_bytes, compilers)
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
@@ -148,7 +144,7 @@ def build(
             model_key=_model_key(resolved),
         ),
         runner,
-        _adapters(config, room),
+        _adapters(config, room, host_bytes),
         FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
     )
     if device.type == "cuda":
@@ -205,11 +201,10 @@ def _room(resolved: Resolved, model: Model) -> AdapterRoom:
         return AdapterRoom.allocate(resolved, model)
 
 
-def _adapters(config: EngineConfig, room: AdapterRoom | None) -> AdapterStore | None:
-    if room is None:
-        return None
-    host_bytes = config.lora_host_bytes or min(LORA_HOST_BYTES, available_host_memory() // 4)
-    return AdapterStore(room.loader, config.max_loras, host_bytes)
+def _adapters(
+    config: EngineConfig, room: AdapterRoom | None, host_bytes: int
+) -> AdapterStore | None:
+    return None if room is None else AdapterStore(room.loader, config.max_loras, host_bytes)
 
 
 def _graph_sizes(resolved: Resolved) -> Sequence[int]:
@@ -221,6 +216,7 @@ def _build_runner(
     model: Model,
     kernels: Kernels,
     room: AdapterRoom | None,
+    host_bytes: int,
     compilers: Compilers | None,
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
@@ -229,7 +225,6 @@ def _build_runner(
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
         rows = RequestRows.allocate(max_num_seqs, max_model_len, config.block_size, device)
         sampler = Sampler(max_num_seqs + 1, resolved.model.vocab_size, device)
-    block_bytes = bytes_per_block(resolved.model, config.block_size, resolved.dtype)
 
     def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
         kv = KVCache.allocate(resolved.model, num_blocks, config.block_size, resolved.dtype, device)
@@ -246,21 +241,28 @@ def _build_runner(
             prompts=None if room is None else room.prompts,
         )
 
-    fixed = [("weights", model.num_bytes()), ("request rows", rows.num_bytes)]
-    if room is not None and device.type == "cuda":  # the CPU has no second copy
-        name = f"LoRA slots ({config.max_loras} of rank {config.max_lora_rank})"
-        fixed.append((name, room.lora.num_bytes))
-    if room is not None and room.prompts is not None:
-        name = f"virtual tokens ({config.max_loras} times {config.max_virtual_tokens})"
-        fixed.append((name, room.prompts.num_bytes))
     if device.type == "cuda":
         if compilers is not None:
             _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
-        plan = _plan_cuda(resolved, fixed, block_bytes, runner_with)
+        activations = _measure_step(resolved, runner_with)
+        free, total = torch.cuda.mem_get_info(device)
+        context = (
+            "CUDA context and other processes",
+            total - free - torch.cuda.memory_reserved(device),
+        )
+        plan = plan_memory(
+            resolved,
+            model,
+            torch.cuda.get_device_name(device),
+            total,
+            context,
+            host_bytes=host_bytes,
+            activations=activations,
+        )
     else:
-        plan = _plan_cpu(resolved, fixed, block_bytes)
-    plan.block_bytes, plan.block_size = block_bytes, config.block_size
-    size = plan.num_blocks * block_bytes / GIB
+        total = available_host_memory() + model.num_bytes
+        plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
+    size = plan.num_blocks * plan.block_bytes / GIB
     what = f"the KV cache's {plan.num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
         return runner_with(plan.num_blocks), plan
@@ -280,43 +282,9 @@ def _hand_over(
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 
 
-def _plan_cpu(resolved: Resolved, fixed: list[tuple[str, int]], block_bytes: int) -> MemoryPlan:
-    """fixed: what is allocated already, weights first."""
-    config = resolved.config
-    available = available_host_memory()
-    plan = MemoryPlan("cpu", available + fixed[0][1], fixed)
-    if config.num_blocks:
-        check_blocks(config.num_blocks, block_bytes, available)
-        plan.num_blocks = config.num_blocks
-        return plan
-    budget = config.kv_cache_bytes or min(CPU_KV_BYTES, available // 4)
-    if budget > available:
-        raise ConfigError(
-            f"kv_cache_bytes: {budget / GIB:.2f} GiB were asked for and {available / GIB:.2f} GiB "
-            f"of memory are free. {KV_WAYS_OUT}",
-            param="kv_cache_bytes",
-        )
-    plan.num_blocks = count_blocks(
-        budget,
-        block_bytes,
-        config.block_size,
-        resolved.max_model_len,
-        given="kv_cache_bytes"
-        if config.kv_cache_bytes
-        else "the smaller of 2 GiB and a quarter of free memory",
-    )
-    return plan
-
-
-def _plan_cuda(
-    resolved: Resolved,
-    fixed: list[tuple[str, int]],
-    block_bytes: int,
-    runner_with: Callable[[int], ModelRunner],
-) -> MemoryPlan:
-    """Measure the largest step's activations with a KV cache of a few blocks; KV gets the rest."""
-    config, device = resolved.config, resolved.device
-    total = torch.cuda.get_device_properties(device).total_memory
+def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
+    """Bytes of the largest step's activations, with a KV cache of a few blocks."""
+    device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with fits_on(device, "a step's activations", STEP_TOO_LARGE, param="max_num_batched_tokens"):
@@ -327,34 +295,4 @@ def _plan_cuda(
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # context, other processes
-    # Private pools and graph objects; measured 0.4 to 0.8 GiB. Twice as many with adapters.
-    graphs = (2 << 30 if config.max_loras else 1 << 30) if config.cuda_graphs else 0
-    plan = MemoryPlan(
-        torch.cuda.get_device_name(device),
-        total,
-        [
-            *fixed,
-            ("activations (largest step)", activations),
-            ("graphs (reserved)", graphs),
-            ("CUDA context and other processes", others),
-        ],
-    )
-    used = sum(size for _, size in plan.rows)
-    if config.num_blocks:
-        check_blocks(config.num_blocks, block_bytes, total - used)
-        plan.num_blocks = config.num_blocks
-        return plan
-    budget = config.kv_cache_bytes or int(total * config.memory_fraction) - used
-    plan.num_blocks = count_blocks(
-        min(budget, total - used),
-        block_bytes,
-        config.block_size,
-        resolved.max_model_len,
-        given="kv_cache_bytes"
-        if config.kv_cache_bytes
-        else f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB "
-        f"less {used / GIB:.1f} GiB in use",
-    )
-    return plan
+    return activations

@@ -161,12 +161,15 @@ class EngineStats(msgspec.Struct, array_like=True):
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     """links: of prompts that other routers have sent to this replica; put in by its relay.
     ticket: the newest of an order that the engine had carried out when it made this frame.
+    taken: ids of requests that `stats` is the first to count; those that it refused, too. Who has
+        sent one counts it on top of the figures until its id is here.
     """
 
     stats: EngineStats
     deltas: list[Delta]
     links: bytes = b""
     ticket: int = 0
+    taken: list[int] = []
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
@@ -198,7 +201,9 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     """The engine could not start or cannot go on: "code: message with the way out".
 
     Put in by the relay: trial, the suspect that it was trying, if that is of the router that is
-    told; None if it was trying nobody. deaths: what that one was suspected of, replicas.
+    told; None if it was trying nobody. deaths: what that one was suspected of, replicas. doubt:
+    others that ran beside it were at these deaths, too; they are in `trial` as well, and `deaths`
+    is empty.
     """
 
     code: str
@@ -206,6 +211,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     param: str | None = None
     trial: list[int] | None = None
     deaths: list[str] = []
+    doubt: bool = False
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig, no_folder
 
@@ -38,6 +38,21 @@ def resolve(config: EngineConfig) -> Resolved:
         raise no_folder(folder)
     model = ModelConfig.from_folder(folder)
     device = _device(config)
+    if device.type == "cpu":
+        return decide(config, model, device)
+    modern = torch.cuda.get_device_capability(device) >= BFLOAT16
+    return decide(config, model, device, torch.cuda.get_device_name(device), bfloat16=modern)
+
+
+def decide(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    name: str = "",
+    *,
+    bfloat16: bool = True,
+) -> Resolved:
+    """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
     max_model_len = model.max_positions
     if config.max_model_len is not None:
@@ -58,10 +73,10 @@ def resolve(config: EngineConfig) -> Resolved:
     budget = config.max_num_batched_tokens or (8192 if cuda else 512)
     return Resolved(
         config=config,
-        folder=folder,
+        folder=Path(config.model),
         model=model,
         device=device,
-        dtype=_dtype(config, model, cuda),
+        dtype=_dtype(config, model, cuda, None if bfloat16 else name),
         max_model_len=max_model_len,
         # Each running request gets its token every step.
         max_num_batched_tokens=max(budget, max_num_seqs),
@@ -85,10 +100,13 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, cuda: bool) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
+def _dtype(
+    config: EngineConfig, model: ModelConfig, cuda: bool, without_bfloat16: str | None
+) -> torch.dtype:
     if not cuda:
         # Halves the bytes a decode step reads; oneDNN has bf16 kernels on x86.
-        return torch.bfloat16
-    return DTYPES.get(model.dtype, torch.bfloat16)
+        return DTYPES.get(config.dtype, torch.bfloat16)
+    dtype = DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.bfloat16)
+    if dtype is torch.bfloat16 and without_bfloat16 is not None:
+        raise ConfigError(f"{without_bfloat16} {NO_BFLOAT16}", param="dtype")
+    return dtype

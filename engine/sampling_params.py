@@ -1,13 +1,12 @@
 """SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
 
-import math
 from collections.abc import Sequence
 from typing import get_type_hints
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.kinds import fits, words
+from engine.typecheck import fits, words
 
 MAX_N = 8
 MAX_LOGPROBS = 20
@@ -15,6 +14,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 10.0
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
 
@@ -34,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: nucleus mass in (0, 1].
     top_k: the k most likely tokens; 0 = all.
     min_p: in [0, 1], relative to the largest probability.
-    repetition_penalty: > 0, over prompt and output (Keskar et al. 2019).
+    repetition_penalty: 0.01..10, over prompt and output (Keskar et al. 2019). Logits are divided by
+        it: a much smaller one makes infinite logits, which cannot be sampled.
     presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
     seed: int64; None = drawn at submission, so that a resumed request keeps its numbers.
     stop: a string or up to 4, of 1..256 bytes; the text is cut before the first one found.
@@ -81,7 +83,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _range("top_k", self.top_k, 0, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _range("seed", self.seed, INT64_MIN, INT64_MAX)
@@ -153,10 +160,21 @@ _MOST = {
 
 def _range(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}", param=name)
+        raise InvalidRequest(
+            f"{name} must be between {low} and {high}, got {_given(value)}", param=name
+        )
 
 
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+    # Comparisons alone: JSON has integers that no float holds, and converting one raises.
+    if not (low < value if open_low else low <= value) or not value <= high:
         left = "(" if open_low else "["
-        raise InvalidRequest(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
+        raise InvalidRequest(
+            f"{name} must be in {left}{low}, {high}], got {_given(value)}", param=name
+        )
+
+
+def _given(value: float) -> str:
+    """The value for a message: Python refuses to print integers of thousands of digits."""
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return "an integer of more than 64 bits" if huge else str(value)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import cublaslt
 from kernels.activation import gelu_tanh_mul, silu_mul
-from kernels.attention_decode import attention_decode, plan
-from kernels.attention_prefill import attention_prefill
-from kernels.cublaslt_tune import tune
-from kernels.gemm_small_m import few_rows, few_rows_fit
-from kernels.gemv import fits, gemv
+from kernels.attention.decode import attention_decode, plan
+from kernels.attention.prefill import attention_prefill
+from kernels.gemm import cublaslt
+from kernels.gemm.cublaslt_tune import tune
+from kernels.gemm.gemv import fits, gemv
+from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv_write import rope_kv_write
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta

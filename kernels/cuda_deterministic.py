@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.activation import gelu_tanh_mul, silu_mul
-from kernels.attention_prefill import attention_prefill
+from kernels.attention.prefill import attention_prefill
 from kernels.cuda import GATES
-from kernels.gemm_fixed import linear_fixed
+from kernels.gemm.deterministic import linear_fixed
 from kernels.kv_write import rope_kv_write
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta

@@ -8,8 +8,8 @@ import ssl
 import msgspec
 
 from loadtest.errors import RunError
-from loadtest.scenario import Target, read_key
-from loadtest.wire import Address, Pool, request_head
+from loadtest.http import Address, Pool, request_head
+from loadtest.scenario.schema import Target, read_key
 
 
 class _Body:

@@ -4,20 +4,17 @@ Exit codes: 0 done; 1 an assertion failed, the client was the bottleneck, or the
 reached; 2 the command line, the scenario or a file is wrong and nothing was sent; 130 Ctrl-C.
 """
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadtest import cli_results
+from loadtest.cli_run import console_on, execute, failing, read
 
 if TYPE_CHECKING:
-    from loadtest.plan import PhasePlan
-    from loadtest.runner import Options, Result, Task
-    from loadtest.scenario import Scenario
+    from loadtest.scenario.schedule import PhasePlan
+    from loadtest.scenario.schema import Scenario
 
 app = typer.Typer(
     name="loadtest",
@@ -73,13 +70,13 @@ def run(
 ) -> None:
     """Run a scenario: open loop, latency from the intended send time."""
     with failing():
-        from loadtest import asserts, outputs
-        from loadtest.chaos import beside, needs_relays, parse_chaos
+        from loadtest.chaos.faults import beside, needs_relays, parse_chaos
         from loadtest.errors import ScenarioError
         from loadtest.live import show_outcomes, show_summary
+        from loadtest.measure import asserts, outputs
+        from loadtest.measure.verify import read_references
         from loadtest.report import write_report
         from loadtest.runner import Options
-        from loadtest.verify import read_references
 
         task, checked, plans = read(scenario, url, model, setting)
         wanted = [*checked.asserts, *(assertions or [])]
@@ -105,7 +102,7 @@ def run(
         result = execute(task, options, plans)
         outputs.write(folder, result.summary, result.records)
         write_report(folder)
-        console = _console(stderr=False)
+        console = console_on(stderr=False)
         show_summary(result.summary, console)
         compared = result.summary.verified_ok + result.summary.verified_different
         unverified = verify is not None and not compared
@@ -143,7 +140,7 @@ def reference(
         except OSError as error:
             raise ScenarioError(f"{out}: cannot be written: {error.strerror or error}") from None
         _, checked, plans = read(scenario, url, model, setting)
-        asked, answered, interrupted = make(checked, plans, out, _console(stderr=True))
+        asked, answered, interrupted = make(checked, plans, out, console_on(stderr=True))
         if interrupted:
             raise typer.Exit(130)
         print(f"{answered} answers to {asked} questions: {out}")
@@ -154,8 +151,8 @@ def reference(
 @app.command("list")
 def list_() -> None:
     """The workloads that come with the package, and the metrics for --assert."""
-    from loadtest.asserts import NAMES as METRICS
-    from loadtest.work import NAMES
+    from loadtest.measure.asserts import NAMES as METRICS
+    from loadtest.scenario.requests import NAMES
 
     width = max(map(len, NAMES))
     for name, named in NAMES.items():
@@ -174,88 +171,6 @@ app.command(
     epilog='Example:  loadtest search chat.yaml --slo "p99_ttft<500ms, p99_tpot<50ms"  |  '
     "loadtest search chat.yaml --sweep 1..64"
 )(cli_results.search)
-
-
-def read(
-    path: Path, url: str | None, model: str | None, settings: list[str] | None
-) -> "tuple[Task, Scenario, list[PhasePlan]]":
-    """A checked scenario with the command line's values in it. Raises ScenarioError."""
-    from loadtest import yaml_text
-    from loadtest.errors import ScenarioError
-    from loadtest.plan import lay_out
-    from loadtest.runner import Task
-
-    overrides: dict[str, Any] = {}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise ScenarioError(f"--set {setting}: write KEY=VALUE")
-        overrides[key], _ = yaml_text.parse(value, f"--set {key}")
-    if url is not None:
-        overrides["target.url"] = url
-    if model is not None:
-        overrides["target.model"] = model
-    task = Task.read(path, overrides)
-    scenario = task.scenario()
-    return task, scenario, lay_out(scenario, scenario.target.model or "(the first served)")
-
-
-def execute(task: "Task", options: "Options", plans: "list[PhasePlan]") -> "Result":
-    """A run with its live table. Ctrl-C ends it early and keeps what there is; twice: at once."""
-    import asyncio
-    import signal
-    from dataclasses import replace
-
-    from loadtest.live import Board
-    from loadtest.runner import run_async
-
-    board = Board(plans, _console(stderr=True))
-
-    async def go() -> "Result":
-        stop = options.stop or asyncio.Event()
-        me = asyncio.current_task()
-        assert me is not None
-
-        def interrupt() -> None:
-            if stop.is_set():
-                me.cancel()
-            stop.set()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
-        return await run_async(task, replace(options, stop=stop, on_progress=board.update))
-
-    with board.shown():
-        try:
-            return asyncio.run(go())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-
-
-@contextlib.contextmanager
-def failing() -> Iterator[None]:
-    """Expected failures become lines on stderr and an exit code."""
-    from loadtest.errors import RunError, ScenarioError
-
-    try:
-        yield
-    except ScenarioError as error:
-        _fail(error.problems, 2)
-    except RunError as error:
-        _fail((str(error),), 1)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-def _fail(lines: "tuple[str, ...]", code: int) -> None:
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
-    raise typer.Exit(code)
-
-
-def _console(stderr: bool) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, soft_wrap=not stderr)
 
 
 def _default_folder(scenario: "Scenario", path: Path) -> Path:

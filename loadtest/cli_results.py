@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadtest.cli_run import execute, failing, read
+
 if TYPE_CHECKING:
-    from loadtest.compare import Comparison
-    from loadtest.records import RequestRecord, Summary
+    from loadtest.measure.records import RequestRecord, Summary
+    from loadtest.report.compare import Comparison
     from loadtest.runner import Options, Task
-    from loadtest.scenario import Scenario
+    from loadtest.scenario.schema import Scenario
     from loadtest.search import RunOnce, Trial
 
 
@@ -21,8 +23,6 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the folder.")] = None,
 ) -> None:
     """Write the HTML page of a run or a search: one file, no network needed."""
-    from loadtest.cli import failing
-
     with failing():
         print(_write_page(folder, out))
 
@@ -38,12 +38,10 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
 ) -> None:
     """Two runs side by side, with 95 % intervals of what changed."""
-    from loadtest.cli import failing
-
     with failing():
-        from loadtest.compare import compare as compared
-        from loadtest.compare import parse_conditions, read_side
         from loadtest.errors import RunError
+        from loadtest.report.compare import compare as compared
+        from loadtest.report.compare import parse_conditions, read_side
         from loadtest.report.comparison import comparison_page
 
         conditions = [c for text in fail_if or [] for c in parse_conditions(text)]
@@ -95,8 +93,6 @@ def search(
     ] = False,
 ) -> None:
     """The highest load that keeps an SLO, or a sweep. The load: rate, or closed concurrency."""
-    from loadtest.cli import failing, read
-
     with failing():
         from loadtest import search as searching
         from loadtest.errors import ScenarioError
@@ -198,9 +194,8 @@ def _run_once(
     def once(load: float, repeat: int) -> "tuple[Summary, Sequence[RequestRecord]]":
         from dataclasses import replace
 
-        from loadtest import outputs
-        from loadtest.cli import execute
-        from loadtest.plan import lay_out
+        from loadtest.measure import outputs
+        from loadtest.scenario.schedule import lay_out
 
         values = dict.fromkeys(keys, int(load) if whole else load)
         changed = replace(
@@ -256,7 +251,7 @@ def _show(found: "Comparison") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from loadtest.compare import tidy
+    from loadtest.report.compare import tidy
 
     console = Console(highlight=False)
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

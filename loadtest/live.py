@@ -12,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from loadtest.asserts import TIMES, Outcome
-from loadtest.client import Progress
-from loadtest.measure import percentiles
-from loadtest.plan import PhasePlan
-from loadtest.records import Percentiles, Summary
+from loadtest.client.load import Progress
+from loadtest.measure.asserts import TIMES, Outcome
+from loadtest.measure.figures import percentiles
+from loadtest.measure.records import Percentiles, Summary
+from loadtest.scenario.schedule import PhasePlan
 
 _LINE_S = 10.0  # between lines where there is no terminal
 _WINDOW = 2000  # requests that the shown latencies are of

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from loadtest.ask import first_model
-from loadtest.client import Client
+from loadtest.client.load import Client
 from loadtest.errors import ScenarioError
-from loadtest.plan import PhasePlan, Visit, lay_out
-from loadtest.records import RequestRecord
-from loadtest.scenario import Scenario
-from loadtest.verify import Answer, Reference, reference_of, write_references
-from loadtest.work import Job
+from loadtest.measure.records import RequestRecord
+from loadtest.measure.verify import Answer, Reference, reference_of, write_references
+from loadtest.scenario.requests import Job
+from loadtest.scenario.schedule import PhasePlan, Visit, lay_out
+from loadtest.scenario.schema import Scenario
 
 
 def make(

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.ask import first_model
-from loadtest.client import Progress
-from loadtest.crew import Link, LocalProcess, Worker
+from loadtest.chaos.network_fault import Relay, open_relays
+from loadtest.client.load import Progress
+from loadtest.client.process import Order
+from loadtest.client.processes import Link, LocalProcess, Worker
 from loadtest.errors import RunError, ScenarioError
-from loadtest.measure import summarise
-from loadtest.plan import PhasePlan, lay_out
-from loadtest.records import FaultMark, RequestRecord, RunInfo, Summary, read_records
-from loadtest.relay import Relay, open_relays
-from loadtest.scenario import AtOnce, Scenario
-from loadtest.scenario_file import parse
-from loadtest.wire import clock
-from loadtest.worker import Order
+from loadtest.http import clock
+from loadtest.measure.figures import summarise
+from loadtest.measure.records import FaultMark, RequestRecord, RunInfo, Summary, read_records
+from loadtest.scenario.parse import parse
+from loadtest.scenario.schedule import PhasePlan, lay_out
+from loadtest.scenario.schema import AtOnce, Scenario
 
 _START_S = 0.3  # from "go" to time 0, so that every process is there in time
 _MEET_S = 0.05
@@ -157,7 +157,7 @@ async def _links(scenario: Scenario, options: Options, folder: Path) -> Sequence
         return [LocalProcess(folder) for folder in folders]
     if options.relayed:
         raise ScenarioError("faults of the network need the clients on this machine, without --ray")
-    from loadtest.ray_clients import connect
+    from loadtest.client.ray_nodes import connect
 
     return await connect(options.ray, folders, scenario)
 

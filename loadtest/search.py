@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from loadtest.errors import RunError, ScenarioError
-from loadtest.measure import token_gaps, wilson
-from loadtest.records import Percentiles, RequestRecord, Summary
+from loadtest.measure.figures import token_gaps, wilson
+from loadtest.measure.records import Percentiles, RequestRecord, Summary
 
 SCHEMA = "manta-loadtest-search/1"
 SATURATED = 0.9  # a server that serves less than this share of what is offered

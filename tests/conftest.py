@@ -20,7 +20,7 @@ def default_model() -> Path:
     """The folder of SmolLM2-135M-Instruct (bfloat16 safetensors), from the cache or built there
     once. MANTA_TEST_MODEL: the model's file or folder, for machines without a network.
     """
-    from deployments.models import resolve_model
+    from deployments.checkpoints.resolve import resolve_model
 
     spec = os.environ.get("MANTA_TEST_MODEL", "default")
     return resolve_model(spec, progress=lambda what, done, total: None)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
-from engine.core import CoreConfig, EngineCore
 from engine.errors import AdapterError
-from engine.lora.adapter import Described, Loaded
-from engine.lora.store import AdapterStore
+from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.core import CoreConfig, EngineCore
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 EOS = 1

@@ -1,5 +1,6 @@
 """The documentation says what the code does, and its examples run."""
 
+import ast
 import contextlib
 import importlib.util
 import itertools
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +37,43 @@ def run(code: str, **env: str) -> str:
     return done.stdout
 
 
-def test_configuration_page_is_current() -> None:
-    """A knob that the page does not know is a knob nobody finds."""
+def generate() -> Any:
+    """docs/generate.py."""
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_map_has_every_module() -> None:
+    """A module that is not on the map, or is there and gone, sends its reader astray."""
+    page = (DOCS / "map.md").read_text("utf-8")
+    assert page == generate().render_map(), "run: python docs/generate.py"
+    nameless = re.findall(r"^\| `\w+` \|  \|$", page, re.MULTILINE)
+    assert not nameless
+
+
+def test_map_names_functions_that_exist() -> None:
+    """A request's way, told by functions that were renamed since."""
+    page = (DOCS / "map.md").read_text("utf-8")
+    stops = re.findall(r"`(\w+/[\w/]+\.py):([\w.]+)`", page)
+    assert len(stops) > 20
+    gone = []
+    for path, name in stops:
+        body: Any = ast.parse((ROOT / path).read_text("utf-8")).body
+        for part in name.split("."):
+            body = next((node.body for node in body if getattr(node, "name", None) == part), None)
+            if body is None:
+                gone.append(f"{path}:{name}")
+                break
+    files = re.findall(r"`(\w+/[\w/]+\.py)`", page)
+    assert not gone and all((ROOT / file).is_file() for file in files), gone
+
+
+def test_configuration_page_is_current() -> None:
+    """A knob that the page does not know is a knob nobody finds."""
+    module = generate()
     assert (DOCS / "configuration.md").read_text("utf-8") == module.render(), (
         "run: python docs/generate.py"
     )
@@ -50,7 +83,7 @@ def test_configuration_page_is_current() -> None:
 
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
-    from deployments.api.fields import CHAT, COMPLETION
+    from deployments.api.generation.fields import CHAT, COMPLETION
 
     page = (DOCS / "http.md").read_text("utf-8")
     missing = [name for name in sorted(CHAT | COMPLETION) if f"`{name}`" not in page]
@@ -67,7 +100,9 @@ def test_http_page_names_every_error() -> None:
         codes |= {code for status, code in found if status != "400"}
     rows = "".join(line for line in page.splitlines() if re.match(r"\| [345]\d\d", line))
     assert len(codes) > 10 and not [code for code in sorted(codes) if f"`{code}`" not in rows]
-    taken, refused = page.split("## Fields of a generation")[1].split("Checked and then refused")
+    taken, refused = page.split("## Fields of a generation")[1].split(
+        "Refused without being looked into"
+    )
     assert "`suffix`" in refused and "`suffix`" not in taken
 
 
@@ -101,7 +136,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_shipped_configuration_is_valid() -> None:
     """The file that `make demo` serves is the first that people copy."""
-    from deployments.config import load_config
+    from deployments.config.load import load_config
     from deployments.demo import CONFIG
 
     assert load_config(CONFIG, environment={}).model == "default"
@@ -151,6 +186,6 @@ def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     port, environment = served
     [http] = examples("http.md")
     assert run(http.replace("8000", str(port)), **environment).strip()
-    _, installed, plain, _ = examples("python.md")
-    for code in (installed, plain):
+    _, installed, cut, plain, _ = examples("python.md")
+    for code in (installed, cut.replace("8000", str(port)), plain):
         assert len(run(code, **environment).strip()) > 10

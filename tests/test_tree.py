@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("deployments", "engine", "kernels", "loadtest")
+PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 ENVIRONMENT_READERS = {
-    "deployments/config.py",
+    "deployments/config/load.py",
     "deployments/environment.py",
     "deployments/app.py",
-    "engine/first_start.py",  # where Triton's cache is; Triton tells only who imports it
+    "engine/process/first_start.py",  # where Triton's cache is; Triton tells only who imports it
 }
 
 
@@ -93,19 +93,58 @@ def test_environment_is_read_in_one_place() -> None:
 
 def test_scheduling_code_runs_without_torch_and_ray() -> None:
     """A torch import there makes every scheduler test slow and ties it to a device."""
-    modules = [
-        "engine.admission",
-        "engine.batch",
-        "engine.block_manager",
-        "engine.config",
-        "engine.messages",
-        "engine.request",
-        "engine.sampling_params",
-        "engine.scheduler",
-    ]
+    folder = ROOT / "engine" / "scheduling"
+    modules = [f"engine.scheduling.{path.stem}" for path in sorted(folder.glob("[!_]*.py"))]
+    assert len(modules) > 10
     code = (
-        f"import {', '.join(modules)}, sys\n"
+        f"import {', '.join(modules)}, engine.config, engine.messages, sys\n"
         "print(*[m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def knows_an_architecture(tree: ast.Module) -> Iterator[int]:
+    """Lines that name one, or compare a thing called architecture with a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)", node.value):
+                yield node.lineno
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            constant = any(not isinstance(side, ast.Name | ast.Attribute) for side in sides)
+            if constant and any(dotted(side).endswith("architecture") for side in sides):
+                yield node.lineno
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("architecture.startswith"):
+            yield node.lineno
+
+
+def test_one_record_of_an_architecture() -> None:
+    """What an architecture is like was known in four tables and six conditions, and a new one was
+    added to most of them."""
+    for planted in (
+        "if config.architecture == 'llama': pass",
+        "x = file.architecture not in ('qwen2',)",
+        "NAMES = {'MistralForCausalLM': 1}",
+        "architecture.startswith('Qwen')",
+    ):
+        assert list(knows_an_architecture(ast.parse(planted))) == [1], planted
+    found = [
+        f"{path}:{line}"
+        for path, tree in sources("deployments", "engine", "kernels")
+        if path != "engine/architectures.py"
+        for line in knows_an_architecture(tree)
+    ]
+    assert not found
+
+
+def test_architectures_are_read_without_torch() -> None:
+    """`manta` reads them to convert a GGUF file, which took seconds where torch was imported."""
+    code = (
+        "import deployments.checkpoints.gguf, sys\n"
+        "print(*[m for m in ('torch', 'ray') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -5,11 +5,11 @@ is right, and a record's `version` tells which of two is newer.
 """
 
 import secrets
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-_PREFIX = "manta/adapters/"
+from deployments.store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,17 +86,17 @@ class RayBook:
     and go, and so may Serve's controller."""
 
     def __init__(self, app: str) -> None:
-        self._folder = f"{_PREFIX}{app}/name/"
-        self._mark = f"{_PREFIX}{app}/mark"
+        self._folder = f"{prefix(app)}adapters/name/"
+        self._mark = f"{prefix(app)}adapters/mark"
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
         # The mark first: a change while the records are read makes the next look find another one.
-        mark: bytes = _store("get", self._mark) or b"none"
+        mark: bytes = store("get", self._mark) or b"none"
         if mark == since:
             return None
         records: dict[str, AdapterRecord] = {}
-        for key in _store("list", self._folder):
-            raw = _store("get", key)
+        for key in store("list", self._folder):
+            raw = store("get", key)
             if raw is not None:
                 record = msgspec.msgpack.decode(raw, type=AdapterRecord)
                 records[record.name] = record
@@ -104,30 +104,15 @@ class RayBook:
 
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
         value = msgspec.msgpack.encode(record)
-        existed = _store("put", self._folder + record.name, value, overwrite=not fresh)
+        existed = store("put", self._folder + record.name, value, overwrite=not fresh)
         if fresh and existed:
             return False
-        _store("put", self._mark, secrets.token_bytes(8))
+        store("put", self._mark, secrets.token_bytes(8))
         return True
 
     def delete(self, name: str) -> None:
-        _store("del", self._folder + name)
-        _store("put", self._mark, secrets.token_bytes(8))
-
-
-def forget_app(app: str) -> None:
-    """The application is gone, and what was added to it by hand with it. Raises OSError."""
-    _store("del", f"{_PREFIX}{app}/", del_by_prefix=True)
-
-
-def _store(what: str, *arguments: Any, **options: Any) -> Any:
-    from ray.exceptions import RayError
-    from ray.experimental import internal_kv
-
-    try:
-        return getattr(internal_kv, f"_internal_kv_{what}")(*arguments, **options)
-    except RayError as error:
-        raise OSError(f"Ray's store does not answer: {type(error).__name__}") from error
+        store("del", self._folder + name)
+        store("put", self._mark, secrets.token_bytes(8))
 
 
 def newer(before: AdapterRecord | None, now: int) -> int:

@@ -22,8 +22,8 @@ import msgspec
 from deployments.adapters.book import AdapterRecord, Book, LocalBook, newer
 from deployments.adapters.paths import Found, allowed_path, scan, still_allowed, without_paths
 from engine.errors import AdapterError, MantaError, Overloaded
-from engine.lora.names import not_found
 from engine.lora.peft_config import check_name
+from engine.lora.tiers.names import not_found
 from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")

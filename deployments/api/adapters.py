@@ -6,8 +6,9 @@ import msgspec
 
 from deployments.adapters.book import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
-from deployments.api.exchange import Exchange
-from deployments.api.fields import check_names, take_str
+from deployments.api.generation.fields import check_names, take_str
+from deployments.api.http_exchange import Exchange
+from engine.errors import AdapterError
 
 if TYPE_CHECKING:
     from deployments.api.app import Api
@@ -34,7 +35,13 @@ async def adapters(api: "Api", exchange: Exchange) -> None:
     path = take_str(body, "path", _MAX_PATH)
     if path == "":
         raise invalid("path must not be empty", "path")
-    record = await directory.add(name, path or "")
+    try:
+        record = await directory.add(name, path or "")
+    except AdapterError as error:
+        if error.param is None:
+            by_name = path is None or error.code == "invalid_model_name"
+            error.param = "name" if by_name else "path"
+        raise
     await exchange.answer(200, msgspec.json.encode(_shown(record)))
 
 

@@ -1,29 +1,21 @@
 """build_asgi: the OpenAI-compatible HTTP API over a Backend, as a bare ASGI application."""
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from deployments.adapters.book import AdapterRecord
 from deployments.api import adapters
-from deployments.api.answer import Answer
-from deployments.api.auth import check_key
-from deployments.api.call import (
-    Call,
-    chat_call,
-    check_context,
-    completion_call,
-    encode_texts,
-    find_model,
-    in_thread,
-    template_options,
-)
-from deployments.api.claims import deadline_of, key_of
-from deployments.api.constraints import check_constraints
+from deployments.api.auth import authenticate
+from deployments.api.cors import answer_preflight, is_preflight, tell_origin
+from deployments.api.encodings import decoded
 from deployments.api.errors import (
     INVALID,
     NOT_FOUND,
@@ -32,25 +24,37 @@ from deployments.api.errors import (
     did_you_mean,
     from_backend,
     internal,
-    invalid,
     shown,
-    wrong_type,
 )
-from deployments.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send, UntilGone
-from deployments.api.fields import (
-    check_names,
-    take_bool,
-    take_object,
-    take_str,
-    take_token_ids,
+from deployments.api.generation.event_ids import EventIds, event_ids
+from deployments.api.generation.fields import take_object
+from deployments.api.generation.merge import start
+from deployments.api.generation.openai_request import (
+    Call,
+    chat_call,
+    check_context,
+    completion_call,
+    find_model,
+    in_thread,
 )
-from deployments.api.generations import start
+from deployments.api.generation.openai_response import Answer
+from deployments.api.generation.replay import recall
+from deployments.api.generation.tenancy import deadline_of, key_of, priority_of, salt_of
+from deployments.api.http_exchange import (
+    ClientGone,
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    UntilGone,
+)
 from deployments.api.json_body import parse_json
-from deployments.api.messages import check_messages, text_size
 from deployments.api.options import ApiOptions
-from deployments.api.requests_route import REQUESTS, explain_request, owner_of
-from deployments.backend import DRAINING, Backend, ModelCard
-from engine.errors import MantaError
+from deployments.api.requests_route import REQUESTS, explain_request
+from deployments.api.tokenize_routes import detokenize, tokenize
+from deployments.backend import DRAINING, Backend, ModelCard, Past
+from engine.errors import MantaError, short_traceback
 
 Handler = Callable[["Api", Exchange], Awaitable[None]]
 
@@ -60,20 +64,6 @@ _PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 _OPEN_ROUTES = ("/health", "/ready")
 _MODELS = "/v1/models/"
 _ADAPTERS = f"{adapters.PATH}/"
-_TOKENIZE = frozenset(
-    {
-        "model",
-        "prompt",
-        "messages",
-        "add_special_tokens",
-        "return_token_strs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-        "tools",
-    }
-)
-_DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -101,13 +91,19 @@ class Api:
         began = time.monotonic()
         exchange = Exchange(scope, receive, send, tell_id=self.options.tell_request_id)
         route, status = "other", 499
+        origins = self.options.cors_origins
+        tell_origin(exchange, origins)
         try:
             try:
                 exchange.check_envelope()
                 path = exchange.path
+                if origins and is_preflight(exchange):
+                    await answer_preflight(exchange, origins)
+                    status = 200
+                    return
                 if path not in _OPEN_ROUTES:
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
-                    check_key(exchange, self.options, admin=admin)
+                    exchange.caller = authenticate(exchange, self.options, admin=admin)
                 route, handler = _find(exchange)
                 await handler(self, exchange)
                 status = 200
@@ -120,9 +116,9 @@ class Api:
                 answer = from_backend(error)
                 status = answer.status
                 await exchange.fail(answer)
-            except Exception:
+            except Exception as error:
                 status = 500
-                log.exception("request %s failed", exchange.request_id)
+                log.error("request %s failed: %s", exchange.request_id, short_traceback(error))
                 if exchange.started:
                     raise  # the server closes the connection: a broken answer, not a short one
                 await exchange.fail(internal())
@@ -133,9 +129,18 @@ class Api:
                 self.options.observe(route, status, time.monotonic() - began)
 
     async def read(self, exchange: Exchange) -> dict[str, Any]:
-        """The body as a JSON object; large ones are parsed off the event loop."""
-        data = await exchange.body(self.options.max_body_bytes, self.options.body_timeout_s)
-        return take_object(await in_thread(lambda: parse_json(data), len(data)))
+        """The body as a JSON object; large ones are unpacked and parsed off the event loop."""
+        limit = self.options.max_body_bytes
+        data = await exchange.body(limit, self.options.body_timeout_s)
+        if exchange.encoding:
+            data = await decoded(data, exchange.encoding, limit)
+        exchange.body_size = len(data)
+
+        def parse() -> Any:
+            exchange.digest = hashlib.blake2b(data, digest_size=16).digest()
+            return parse_json(data)
+
+        return take_object(await in_thread(parse, len(data)))
 
     async def generate(self, exchange: Exchange, *, chat: bool) -> None:
         if self.in_flight >= self.options.max_in_flight:
@@ -148,21 +153,28 @@ class Api:
             )
         # Only now: a body that comes slowly, or never, must not take the place of another request.
         body = await self.read(exchange)
+        ids = event_ids(exchange, exchange.caller.id, self.options.event_secret)
         key = key_of(exchange, body, self.options)
         deadline = deadline_of(exchange, body, self.options)
+        salt = salt_of(exchange, body, self.options)
+        priority = priority_of(exchange, body)
         self.backend.admit(key)
         self.in_flight += 1
         try:
-            call = await (chat_call if chat else completion_call)(body, self.backend, self.options)
+            read = chat_call if chat else completion_call
+            call = await read(body, exchange.body_size, self.backend, self.options)
             exchange.ignored += call.ignored
             if call.card.parent is not None:
                 call.adapter = await self._pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
             check_context(call, body, chat=chat)
             call.key, call.deadline = key, deadline
-            call.owner = owner_of(exchange, self.options) or ""
+            call.cache_salt, call.priority = salt, priority
+            call.owner = exchange.caller.id
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
-            await self._answer(exchange, call, chat)
+            if not call.stream:
+                ids = None
+            await self._answer(exchange, call, chat, ids)
         finally:
             self.in_flight -= 1
 
@@ -176,12 +188,19 @@ class Api:
             message = "the request's deadline has passed"
             raise MantaError(message, code="deadline_exceeded") from None
 
-    async def _answer(self, exchange: Exchange, call: Call, chat: bool) -> None:
-        answer = Answer(call, chat=chat)
+    async def _answer(
+        self, exchange: Exchange, call: Call, chat: bool, ids: EventIds | None
+    ) -> None:
+        past: list[Past | None] = []
+        if ids is not None:
+            ids.bind(call)
+            if ids.resumed:
+                past = await recall(call, ids, self.backend)
+        answer = Answer(call, chat=chat, ids=ids, past=past)
         generation = start(call, self.backend, exchange.request_id)
         async with UntilGone(exchange.receive, generation.abort):
             if call.stream:
-                await answer.stream(generation, exchange)
+                await answer.stream(generation, exchange, self.options.keepalive_s)
                 return
             body = await answer.collect(generation)
         await exchange.answer(200, body)
@@ -228,53 +247,14 @@ async def _one_model(api: Api, exchange: Exchange) -> None:
 
 async def _tokenize(api: Api, exchange: Exchange) -> None:
     body = await api.read(exchange)
-    exchange.ignored += check_names(body, _TOKENIZE, strict=api.options.strict)
     card = await api.model_of(body)
-    tokenizer = api.backend.tokenizer(card.id)
-    prompt, chat = body.get("prompt"), body.get("messages")
-    if (prompt is None) == (chat is None):
-        raise invalid(
-            "give either prompt or messages",
-            "prompt",
-            "missing_field" if prompt is None else "conflicting_fields",
-        )
-    if chat is not None:
-        messages = check_messages(chat, exchange.ignored)
-        check_constraints({"tools": body.get("tools")})
-        options = template_options(body, api.options)
-        ids = await in_thread(
-            lambda: tokenizer.encode_chat(messages, **options), text_size(messages)
-        )
-    else:
-        text = take_str(body, "prompt", api.options.max_body_bytes) or ""
-        special = take_bool(body, "add_special_tokens", True)
-        ids = (await encode_texts(tokenizer, [text], special))[0]
-    strings = None
-    if take_bool(body, "return_token_strs"):
-        strings = [tokenizer.token_text(token) for token in ids]
-    answer = {
-        "count": len(ids),
-        "max_model_len": card.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
-    await exchange.answer(200, msgspec.json.encode(answer))
+    await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
 
 
 async def _detokenize(api: Api, exchange: Exchange) -> None:
     body = await api.read(exchange)
-    exchange.ignored += check_names(body, _DETOKENIZE, strict=api.options.strict)
     card = await api.model_of(body)
-    tokenizer = api.backend.tokenizer(card.id)
-    tokens = body.get("tokens")
-    if tokens is None:
-        raise invalid("tokens is required", "tokens", "missing_field")
-    if not isinstance(tokens, list):
-        raise wrong_type("tokens", "a list of token ids")
-    skip = take_bool(body, "skip_special_tokens")
-    ids = take_token_ids(tokens, "tokens", card.vocab_size) if tokens else tokens
-    text = await in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=skip), 4 * len(ids))
-    await exchange.answer(200, msgspec.json.encode({"prompt": text}))
+    await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
 
 
 async def _request(api: Api, exchange: Exchange) -> None:
@@ -294,8 +274,20 @@ async def _ready(api: Api, exchange: Exchange) -> None:
     await exchange.answer(200, b'{"status":"ready"}')
 
 
+async def _version(api: Api, exchange: Exchange) -> None:
+    await exchange.answer(200, msgspec.json.encode({"version": _installed()}))
+
+
+@cache
+def _installed() -> str:
+    try:
+        return version("manta-serve")
+    except PackageNotFoundError:  # out of a folder
+        return "unknown"
+
+
 async def _metrics(api: Api, exchange: Exchange) -> None:
-    text = api.options.metrics() if api.options.metrics is not None else ""
+    text = await api.options.metrics() if api.options.metrics is not None else ""
     await exchange.answer(200, text.encode(), _PLAIN)
 
 
@@ -311,6 +303,7 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/health": (_GET, _health),
     "/ready": (_GET, _ready),
     "/metrics": (_GET, _metrics),
+    "/version": (_GET, _version),
 }
 
 
@@ -331,7 +324,7 @@ def _find(exchange: Exchange) -> tuple[str, Handler]:
         raise ApiError(
             404,
             "not_found",
-            f"there is no {shown(path)}{did_you_mean(path, _ROUTES, 0.5)}",
+            f"there is no {shown(path)}{_near(path)}; served: {', '.join(_ROUTES)}",
             kind=NOT_FOUND,
         )
     methods, handler = found
@@ -344,6 +337,17 @@ def _find(exchange: Exchange) -> tuple[str, Handler]:
             headers=(("allow", ", ".join(methods)),),
         )
     return label, handler
+
+
+def _near(path: str) -> str:
+    """The route that was meant, if that is hardly in doubt: the path is one but for its slashes,
+    what stands before it, or a slip of the pen. Routes that other servers have are not near."""
+    plain = path.rstrip("/")
+    for route in _ROUTES:
+        tail = route.removeprefix("/v1")
+        if plain.endswith(tail) and plain[: -len(tail)].strip("/") in ("", "v1", "v1/v1", "api/v1"):
+            return f', did you mean "{route}"?'
+    return did_you_mean(plain, _ROUTES, 0.9)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -3,21 +3,25 @@
 import hashlib
 import hmac
 
+from deployments.api.caller import ANYONE, LEAST_PRIORITY, Caller
 from deployments.api.errors import AUTHENTICATION, PERMISSION, ApiError
-from deployments.api.exchange import Exchange
+from deployments.api.http_exchange import Exchange
 from deployments.api.options import ApiOptions
 
 
-def check_key(exchange: Exchange, options: ApiOptions, *, admin: bool) -> None:
-    """Exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys' digests, if
-    there are keys for this kind of route.
+def authenticate(exchange: Exchange, options: ApiOptions, *, admin: bool) -> Caller:
+    """Who asks: exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys'
+    digests, if there are keys for this kind of route.
+
+    The only reader of that header: turns, prefix cache, ownership and rights follow the Caller, so
+    that no spelling of the header makes another one of the same key.
 
     All digests are compared, each in constant time, so that the answer's time says nothing about
     them.
     Raises ApiError 401 invalid_api_key, 403 permission_denied.
     """
     if not options.api_keys and not (admin and options.admin_keys):
-        return
+        return ANYONE
     given = exchange.values(b"authorization")
     scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     digest = hashlib.sha256(key.strip()).digest()
@@ -37,6 +41,8 @@ def check_key(exchange: Exchange, options: ApiOptions, *, admin: bool) -> None:
             "this needs a key of http.admin_keys_file",
             kind=PERMISSION,
         )
+    least = LEAST_PRIORITY if operator else options.priorities.get(digest, 0)
+    return Caller(digest.hex()[:32], operator, least)
 
 
 def _among(digest: bytes, digests: frozenset[bytes]) -> bool:

@@ -15,20 +15,22 @@ from itertools import islice
 import msgspec
 
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
-from engine.lora.store import RETRY_SECONDS
+from engine.lora.tiers.store import RETRY_SECONDS
 
 INVALID = "invalid_request_error"
 AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 NOT_FOUND = "not_found_error"
+TIMEOUT = "timeout_error"  # of every 408: LiteLLM takes an invalid_request_error for a 400
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"
 
 Headers = tuple[tuple[str, str], ...]
 
-# Another try would do the same work for nothing: the engine fails on this very request, or its time
-# is over. Official clients, which try every 408 and 500 again, take note of it.
+# Another try would do the same work for nothing: the engine fails on this very request, its time is
+# over, nobody reads it, or the adapter has to be added again. Official clients, which try every
+# 408, 409 and 500 again, take note of it.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
 # code -> (status, type) where the class of a backend's error does not say it.
@@ -45,10 +47,11 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "storage_full": (503, OVERLOADED),
     "store_unavailable": (503, OVERLOADED),
     "rate_limit_exceeded": (429, RATE_LIMIT),
-    "deadline_exceeded": (408, INVALID),
-    "slow_reader": (408, INVALID),
+    "deadline_exceeded": (408, TIMEOUT),
+    "slow_reader": (408, TIMEOUT),
     "cancelled": (499, INVALID),
 }
+_IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
 # As long as a replica remembers that it could not read an adapter.
 _BACKEND_SECONDS = dict.fromkeys(("storage_full", "store_unavailable"), RETRY_SECONDS)
 _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
@@ -62,8 +65,8 @@ _BACKEND_CLASSES: tuple[tuple[type[MantaError], tuple[int, str]], ...] = (
 class ApiError(Exception):
     """An answer that is not 2xx.
 
-    status: HTTP status. kind: OpenAI's `type`. param: the field at fault, e.g.
-        ``messages[0].role``.
+    status: HTTP status. kind: OpenAI's `type`; by default that of faults of the caller.
+    param: the field at fault, e.g. ``messages[0].role``.
     headers: extra response headers, e.g. ("allow", "GET, HEAD").
     """
 
@@ -74,7 +77,7 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
-        kind: str = INVALID,
+        kind: str = "",
         headers: Headers = (),
     ) -> None:
         super().__init__(message)
@@ -82,7 +85,7 @@ class ApiError(Exception):
         self.code = code
         self.message = message
         self.param = param
-        self.kind = kind
+        self.kind = kind or (TIMEOUT if status == 408 else INVALID)
         self.headers = headers
 
     def body(self) -> bytes:
@@ -120,7 +123,7 @@ def from_backend(error: MantaError) -> ApiError:
         if isinstance(error, Overloaded):
             seconds = error.retry_after
         headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
-    elif isinstance(error, RequestFailed) or error.code == "deadline_exceeded":
+    elif isinstance(error, RequestFailed) or error.code in _IN_VAIN:
         headers = NO_RETRY
     return ApiError(
         status, error.code, error.message, param=error.param, kind=kind, headers=headers

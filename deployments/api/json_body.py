@@ -1,5 +1,9 @@
 """parse_json: a request body as Python objects, or a 400 that says where and why.
 
+A decoder holds the interpreter lock until it has read the whole body, so nothing else of the router
+runs meanwhile, in whichever thread it is. What that takes is a matter of how many values there are,
+not of bytes. They are counted first, in slices: the decoder then needs some 30 ms at most.
+
 Two readers that must agree (a property test holds them together):
 
     fast     msgspec, then one walk over the result for depth, size, and duplicate keys
@@ -20,11 +24,15 @@ import msgspec
 from deployments.api.errors import ApiError, invalid, shown
 
 MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
-MAX_NODES = 2_000_000  # values: a million token ids with room; bounds memory at ~70 MB
+MAX_NODES = 700_000  # values: token ids, nearly all of them; bounds memory at ~25 MB
+MAX_STRINGS = 100_000  # keys are strings too
+MAX_CONTAINERS = 50_000  # lists and objects
+_SLICE = 64 * 1024  # bytes that are counted before other threads have their turn
 _MAX_DIGITS = 400  # of an integer; past it the careful reader gives infinity, which no field takes
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # a piece of a string
 
 
 def parse_json(body: bytes) -> Any:
@@ -41,6 +49,7 @@ def parse_json(body: bytes) -> Any:
         raise invalid("the body must be UTF-8", code="invalid_encoding")
     if not body.strip(b" \t\r\n"):
         raise invalid("the body is empty; a JSON object is expected", code="invalid_json")
+    _count(body)
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -50,6 +59,67 @@ def parse_json(body: bytes) -> Any:
     if body.count(b":") != _walk(value) or _ESCAPED_COLON.search(body):
         return _careful(body)
     return value
+
+
+def parse_inner(text: str) -> Any:
+    """JSON that stands in a string of a body, such as a tool call's arguments, within the limits
+    of a body. Of two equal keys the last counts: models write such, and callers send them back.
+
+    Raises ApiError 400: invalid_json, json_too_deep, json_too_large.
+    """
+    body = text.encode()
+    _count(body)
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.MsgspecError:
+        raise invalid("malformed", code="invalid_json") from None
+    _walk(value)
+    return value
+
+
+def _count(body: bytes) -> None:
+    """Refuse more values than a decoder may hold the lock for. Raises ApiError json_too_large."""
+    slices = range(0, len(body), _SLICE)
+    commas = sum(body.count(b",", at, at + _SLICE) for at in slices)
+    quotes = sum(body.count(b'"', at, at + _SLICE) for at in slices)
+    containers = sum(body.count(b, at, at + _SLICE) for b in (b"[", b"{") for at in slices)
+    if commas < MAX_NODES and quotes <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS:
+        return
+    # Some of these may stand in texts: look again at what is outside of strings.
+    commas = strings = containers = at = 0
+    while True:
+        quote = body.find(b'"', at, at + _SLICE)
+        end = at + _SLICE if quote < 0 else quote
+        commas += body.count(b",", at, end)
+        containers += body.count(b"[", at, end) + body.count(b"{", at, end)
+        if commas >= MAX_NODES:
+            raise _too_large(MAX_NODES, "values")
+        if containers > MAX_CONTAINERS:
+            raise _too_large(MAX_CONTAINERS, "lists and objects")
+        at = end
+        if quote >= 0:
+            strings += 1
+            if strings > MAX_STRINGS:
+                raise _too_large(MAX_STRINGS, "strings")
+            at = _end_of_string(body, quote + 1)
+        if at >= len(body):
+            return
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Where the string that has begun before `at` is over, or the body is."""
+    while True:
+        piece = _INSIDE.match(body, at)
+        assert piece is not None  # it matches nothing, too
+        if piece.group(1) or piece.end() == at:
+            return piece.end() if piece.group(1) else len(body)
+        at = piece.end()
+
+
+def _too_large(limit: int, what: str) -> ApiError:
+    return invalid(f"the JSON has more than {limit} {what}", code="json_too_large")
 
 
 def _walk(root: Any) -> int:
@@ -78,7 +148,7 @@ def _walk(root: Any) -> int:
                     below.extend(item)
         nodes += len(below)
         if nodes > MAX_NODES:
-            raise invalid(f"the body has more than {MAX_NODES} values", code="json_too_large")
+            raise _too_large(MAX_NODES, "values")
         if not below:
             break
         level = below
@@ -165,4 +235,4 @@ def _no_surrogates(root: Any) -> None:
 
 
 def _too_deep() -> ApiError:
-    return invalid(f"the body is nested deeper than {MAX_DEPTH} levels", code="json_too_deep")
+    return invalid(f"the JSON is nested deeper than {MAX_DEPTH} levels", code="json_too_deep")

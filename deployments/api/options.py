@@ -1,6 +1,7 @@
 """ApiOptions: what the operator decides about the HTTP API."""
 
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ class ApiOptions:
         keys set, every route but /health and /ready needs one.
     admin_keys: the same of keys that may change what is served, and do all that the others may.
         Without them the admin routes are open to nobody if api_keys are set, and to all if not.
+    priorities: of api_keys, the least `priority` that requests may have; 0 for those not in it.
+        Admin keys, and everybody where no key is asked for, may set any.
+    share_prefixes: requests of different keys share the prefix cache.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.
     body_timeout_s: seconds in which the body of a request must have arrived.
@@ -25,30 +29,40 @@ class ApiOptions:
     share_by: by what waiting requests take turns: "api_key", "user" (the field) or the
         name of a header in lower case.
     deadline_s: seconds in which an answer must have ended that names no deadline; None: any time.
+    cors_origins: of web pages that may ask, e.g. "https://chat.example.com"; "*" is any.
+    keepalive_s: seconds between the signs of life of a stream that waits for its first token; 0:
+        none.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
+    event_secret: signs the ids of events; the same for all routers of an application, at most 64
+        bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
     metrics: gives the text of /metrics (Prometheus exposition format).
-    explain: what routers know of a request, for /v1/requests/{id}; see explain.py.
+    explain: what routers know of a request, for /v1/requests/{id}; see router/request_trace.py.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
     strict: bool = False
     api_keys: frozenset[bytes] = frozenset()
     admin_keys: frozenset[bytes] = frozenset()
+    priorities: Mapping[bytes, int] = field(default_factory=dict)
+    share_prefixes: bool = False
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     max_prompts: int = 32
     max_in_flight: int = 4096
     share_by: str = "api_key"
     deadline_s: float | None = None
+    cors_origins: frozenset[str] = frozenset()
+    keepalive_s: float = 5.0
     template_kwargs: frozenset[str] = field(
         default=frozenset(
             {"enable_thinking", "thinking", "reasoning_effort", "documents", "date_string"}
         )
     )
+    event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
-    metrics: Callable[[], str] | None = None
+    metrics: Callable[[], Awaitable[str]] | None = None
     explain: Explain | None = None
     observe: Callable[[str, int, float], None] | None = None
 

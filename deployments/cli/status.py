@@ -17,12 +17,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from deployments.cli.cluster import Cluster, ClusterError
 from deployments.cli.console import out
-from deployments.metrics import RouterMetrics, quantile
+from deployments.cli.serving.cluster import Cluster
+from deployments.cli.serving.joining import ClusterError, join
+from deployments.cli.serving.time_limit import within
+from deployments.observe.metrics import RouterMetrics, quantile
 
 _LOOK = 1.0  # seconds between the two looks of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
+_LOOKS = 9.0  # seconds for all that a look asks
 _WIDTH = 110  # columns where nobody says how many there are
 
 Told = Mapping[str, Any]
@@ -46,10 +49,10 @@ class Look:
 def run(app: str, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
     """Print until Ctrl-C, or once. Raises ClusterError: no cluster, or no such application."""
     _join(address)
-    before = look(app)
+    before = _look(app)
     if as_json or once or not out.is_terminal:
         time.sleep(_LOOK)
-        found = summarise(look(app), before)
+        found = summarise(_look(app), before)
         if as_json:
             print(json.dumps(found, indent=2))
         else:
@@ -59,7 +62,7 @@ def run(app: str, address: str | None, *, as_json: bool, once: bool, every: floa
     with Live(console=out, auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            now = look(app)
+            now = _look(app)
             live.update(page(summarise(now, before)), refresh=True)
             before = now
 
@@ -68,19 +71,19 @@ def _join(address: str | None) -> None:
     cluster = Cluster(address)
     if cluster.own:
         raise ClusterError("no Ray cluster was found; `manta serve` prints the --address")
-    import ray
+    assert cluster.address is not None
+    join(cluster.address)
+    import ray.serve  # before its logger is told: it sets the level when it is imported
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if ray.is_initialized():
-        return
+    logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)
+
+
+def _look(app: str) -> Look:
+    """Raises ClusterError, also when Ray does not answer any more."""
     try:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ClusterError(
-            f"cannot join Ray at {cluster.address}: {reason}; a cluster that `manta serve` started "
-            "needs RAY_AUTH_MODE=token in the environment"
-        ) from error
+        return within(_LOOKS, lambda: look(app))
+    except TimeoutError as error:
+        raise ClusterError(f"Ray has not answered for {_LOOKS:g} s") from error
 
 
 def look(app: str) -> Look:
@@ -89,7 +92,7 @@ def look(app: str) -> Look:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    from deployments.autoscaling import ENGINE_PREFIX, scaling_decisions
+    from deployments.scaling.policy import ENGINE_PREFIX, scaling_decisions
 
     found = serve.status().applications.get(app)
     if found is None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deployments.config import MantaConfig, load_config, parse_config
+from deployments.config.load import MantaConfig, load_config, parse_config
 from engine.errors import ConfigError
 
 

@@ -1,13 +1,17 @@
-"""Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns."""
+"""Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns.
+
+A caller names what stands before and behind the product (norm, gate, residual, adapters), and here
+is decided what rides along with it. What does not fit is launched apart, with the same result.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from engine.layers.norm import Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod, LinearSpec, Part
+from engine.quantization.method import LinearMethod, LinearSpec
 from engine.weights.parameter import Parameter
 from kernels.metadata import LoraLinear, LoraStep
 
@@ -22,41 +26,43 @@ class Linear:
         self.state: Any
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.method.apply(self.state, x)
-
-    def after_norm(
-        self, x: Tensor, norm: Tensor, eps: float, lora: LoraStep | None = None
-    ) -> Tensor:
-        """self(rms_norm(x))."""
-        if lora is None and not self._apart:
-            return self.method.apply_norm(self.state, x, norm, eps)
-        x = self.method.kernels.rms_norm(x, norm, eps)
-        y = self.method.apply(self.state, x)
-        return y if lora is None else self.with_adapters(y, x, lora)
-
-    def gated_after_norm(
-        self, x: Tensor, norm: Tensor, eps: float, gate: str, lora: LoraStep | None = None
-    ) -> Tensor:
-        """gate(self(rms_norm(x))) -> [n, out / 2]; the gate's rows come before the up's."""
-        if lora is None and not self._apart:
-            return self.method.apply_norm_gated(self.state, x, norm, eps, gate)
-        kernels = self.method.kernels
-        x = kernels.rms_norm(x, norm, eps)
-        gate_up = self.method.apply(self.state, x)
-        if lora is None:
-            return kernels.GATES[gate](gate_up)
-        assert self.lora is not None
-        return kernels.lora_gated(gate_up, x, self.lora, lora, gate)
+        self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
 
     @property
-    def _apart(self) -> bool:
-        """A token without an adapter shall have the same numbers in a step with adapters, where the
-        norm cannot ride along with the product, and in one without."""
-        return self.lora is not None and self.method.kernels.DETERMINISTIC
+    def num_bytes(self) -> int:
+        """Once finished."""
+        packed = self.method.packed_bytes(self.spec)
+        return self.loading_bytes if packed is None else packed
 
-    def with_adapters(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        lora: LoraStep | None = None,
+        *,
+        norm: Norm | None = None,
+        gate: str | None = None,
+    ) -> Tensor:
+        """gate(self(norm(x))); with a gate [n, out / 2], its rows come before the up's."""
+        method, state = self.method, self.state
+        if norm is not None:
+            # A token without an adapter shall have the same numbers in a step with adapters, where
+            # the norm cannot ride along, and in one without.
+            apart = self.lora is not None and method.kernels.DETERMINISTIC
+            if lora is None and not apart and isinstance(norm, RMSNorm):
+                if gate is None:
+                    return method.apply_norm(state, x, norm.weight, norm.eps)
+                return method.apply_norm_gated(state, x, norm.weight, norm.eps, gate)
+            x = norm(x)
+        y = method.apply(state, x)
+        kernels = method.kernels
+        if lora is not None:
+            assert self.lora is not None
+            if gate is not None and len(self.lora.outs) == 2:
+                return kernels.lora_gated(y, x, self.lora, lora, gate)
+            y = self._adapted(y, x, lora)
+        return y if gate is None else kernels.GATES[gate](y)
+
+    def _adapted(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
         """y, which is self(x), with each token's adapter added; written over y."""
         assert self.lora is not None
         return self.method.kernels.lora_add(y, x, self.lora, lora)
@@ -74,65 +80,15 @@ class RowParallelLinear(Linear):
         super().__init__(spec, method)
         self.group = group
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.method.apply(self.state, x))
-
-    def add(self, x: Tensor, residual: Tensor, lora: LoraStep | None = None) -> Tensor:
-        """residual + self(x), written over residual."""
-        if self.group.size == 1:
-            residual = self.method.apply_add(self.state, x, residual)
-            return residual if lora is None else self.with_adapters(residual, x, lora)
+    def __call__(  # type: ignore[override]  # nothing stands before it that could ride along
+        self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """self(x), or residual + self(x) written over residual."""
+        if residual is not None and self.group.size == 1:  # else its place is behind the sum
+            y = self.method.apply_add(self.state, x, residual)
+            return y if lora is None else self._adapted(y, x, lora)
+        y = self.method.apply(self.state, x)
         if lora is not None:  # of a sharded layer both are partial sums
-            y = self.with_adapters(self.method.apply(self.state, x), x, lora)
-            return residual.add_(self.group.all_reduce(y))
-        return residual.add_(self(x))
-
-
-class LinearFactory:
-    """What all linear layers of a model share. Sizes passed in are those of the whole model."""
-
-    def __init__(
-        self,
-        method: LinearMethod,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.method = method
-        self.group = group
-        self.dtype = dtype
-        self.device = device
-
-    def column(
-        self,
-        name: str,
-        sources: Sequence[tuple[str, int]],
-        in_features: int,
-        *,
-        bias: bool = False,
-        unit: int = 1,
-    ) -> Linear:
-        """Output features are divided among the ranks.
-
-        sources: (checkpoint name, output features), merged in this order.
-        unit: features that stay together (head_dim); a source with fewer units than ranks is
-            copied.
-        """
-        parts = []
-        for theirs, features in sources:
-            begin, end = self.group.part_or_copy(features // unit, f"{theirs} rows")
-            parts.append(
-                Part(theirs, features, in_features, (begin * unit, end * unit), (0, in_features))
-            )
-        spec = LinearSpec(name, tuple(parts), bias, self.dtype, self.device)
-        return Linear(spec, self.method)
-
-    def row(
-        self, name: str, source: str, out_features: int, in_features: int, *, bias: bool = False
-    ) -> RowParallelLinear:
-        """Input features are divided among the ranks."""
-        columns = self.group.part(in_features, f"{source} columns")
-        part = Part(source, out_features, in_features, (0, out_features), columns)
-        bias = bias and self.group.rank == 0
-        spec = LinearSpec(name, (part,), bias, self.dtype, self.device)
-        return RowParallelLinear(spec, self.method, self.group)
+            y = self._adapted(y, x, lora)
+        y = self.group.all_reduce(y)
+        return y if residual is None else residual.add_(y)

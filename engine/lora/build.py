@@ -4,14 +4,40 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.lora.device import LoraDevice
-from engine.lora.disk import DiskCache
+from engine.lora.device import LoraDevice, slot_sizes
 from engine.lora.loader import AdapterLoader
-from engine.lora.prompts import PromptDevice, PromptReader
+from engine.lora.tiers.disk import DiskCache
 from engine.lora.uploads import Uploads
+from engine.lora.virtual_tokens import PromptDevice, PromptReader
 from engine.lora.weights import LoraLayout, LoraReader
 from engine.models.registry import Model
 from engine.resolve import Resolved
+
+
+def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
+    """Bytes of the device by purpose, of what `AdapterRoom.allocate` makes. On the CPU adapters are
+    used where they were read to."""
+    config, cuda = resolved.config, resolved.device.type == "cuda"
+    slots, virtual = config.max_loras, config.max_virtual_tokens
+    found = []
+    if slots and cuda:
+        layout = LoraLayout(linear.spec for linear in model.linears())
+        slab, table, partial = slot_sizes(
+            slots,
+            layout.num_elements(config.max_lora_rank),
+            len(layout.parts),
+            max(resolved.max_num_batched_tokens, resolved.max_num_seqs),
+            config.max_lora_rank,
+            config.deterministic,
+        )
+        size = slab * resolved.dtype.itemsize + 4 * (table + partial)
+        found.append((f"LoRA slots ({slots} of rank {config.max_lora_rank})", size))
+    if slots and virtual:
+        token = model.lookup.shape[1] * model.lookup.itemsize
+        if cuda:  # the CPU keeps prefixes where they were read to, too
+            token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize)
+        found.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

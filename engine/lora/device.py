@@ -16,6 +16,19 @@ from engine.lora.weights import HostLora, padded
 from kernels.metadata import LoraStep
 
 
+def slot_sizes(
+    slots: int, slot_elements: int, num_parts: int, tokens: int, max_rank: int, deterministic: bool
+) -> tuple[int, int, int]:
+    """On CUDA: elements of the slots, int32s of their tables, float32s of the partial sums of steps
+    of up to `tokens` tokens."""
+    try:
+        from kernels.lora import partial_size
+    except ImportError:  # no Triton, so planned here for another machine: some MiB are left out
+        return slots * slot_elements, slots * num_parts * 4, 0
+    partial = partial_size(tokens, max_rank, deterministic)
+    return slots * slot_elements, slots * num_parts * 4, partial
+
+
 class LoraDevice:
     """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout.
     deterministic: see LoraStep."""
@@ -42,17 +55,15 @@ class LoraDevice:
         self._used = False  # any row has ever had an adapter
         self._parts: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(slots)]
         self._cuda = device.type == "cuda"
-        shape = (slots, slot_elements) if self._cuda else (0, 0)  # the CPU uses host memory
-        self._slab = torch.zeros(shape, dtype=dtype, device=device)
-        self._table = torch.zeros(slots, num_parts, 4, dtype=torch.int32, device=device)
-        self._partial = torch.empty(0, dtype=torch.float32, device=device)
+        tokens = max(max_tokens, max_rows)
+        sizes = (0, slots * num_parts * 4, 0)  # the CPU uses host memory
         if self._cuda:
-            from kernels.lora import partial_size
-
-            tokens = max(max_tokens, max_rows)
-            self._partial = torch.empty(
-                partial_size(tokens, max_rank, deterministic), dtype=torch.float32, device=device
-            )
+            sizes = slot_sizes(slots, slot_elements, num_parts, tokens, max_rank, deterministic)
+        self._slab = torch.zeros(slots, sizes[0] // slots, dtype=dtype, device=device)
+        table = torch.zeros(sizes[1], dtype=torch.int32, device=device)
+        self._table = table.view(slots, num_parts, 4)
+        self._partial = torch.empty(sizes[2], dtype=torch.float32, device=device)
+        if self._cuda:
             capacity = tokens + 3 * self._max_tiles(tokens, 16)
             self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
             # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.

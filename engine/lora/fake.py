@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
-from engine.lora.adapter import Described, Loaded
 from engine.lora.peft_config import read_peft_config, stamp
+from engine.lora.tiers.adapter import Described, Loaded
 
 
 class FakeLoader:
-    """See `engine.lora.adapter.Loader`. seconds: of an upload."""
+    """See `engine.lora.tiers.adapter.Loader`. seconds: of an upload."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds

@@ -6,13 +6,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.errors import AdapterError
-from engine.lora.adapter import Described, Loaded
 from engine.lora.base_model import another_model
 from engine.lora.device import LoraDevice
-from engine.lora.disk import DiskCache, Entry
 from engine.lora.peft_config import PeftConfig, read_peft_config, stamp
-from engine.lora.prompts import HostPrompt, PromptDevice, PromptReader
-from engine.lora.remote import fetched, is_remote
+from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.disk import DiskCache, Entry
+from engine.lora.tiers.remote import fetched, is_remote
+from engine.lora.virtual_tokens import HostPrompt, PromptDevice, PromptReader
 from engine.lora.weights import HostLora, LoraReader
 
 logger = logging.getLogger("manta.engine")
@@ -29,7 +29,7 @@ def _named(path: str, entry: Entry) -> Iterator[None]:
 
 
 class AdapterLoader:
-    """See `engine.lora.adapter.Loader`. prompts: None if the engine takes none.
+    """See `engine.lora.tiers.adapter.Loader`. prompts: None if the engine takes none.
 
     model: its folder. An adapter that was trained for one of another name is read, with a warning:
     folders and fine-tuned models have all kinds of names, and shapes are checked.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError
-from engine.lora.adapter import Described, Loaded
 from engine.lora.files import check_finite, list_tensors, read_tensors
 from engine.lora.peft_config import (
     CONFIG_FILE,
@@ -26,8 +25,10 @@ from engine.lora.peft_config import (
     read_peft_config,
     stamp,
 )
+from engine.lora.tiers.adapter import Described, Loaded
 from engine.quantization.method import LinearSpec, Part
 from engine.weights.index import StoredTensor
+from engine.weights.parameter import num_rows, take_rows
 from kernels.metadata import LoraLinear
 
 UNIT = 16  # ranks are multiples of it, and offsets are counted in it
@@ -45,7 +46,7 @@ class LoraLayout:
         self.parts: list[Part] = []
         self.layers: list[LoraLinear] = []  # of each spec
         for spec in specs:
-            outs = tuple(part.rows[1] - part.rows[0] for part in spec.parts)
+            outs = tuple(_height(part) for part in spec.parts)
             self.layers.append(LoraLinear(len(self.parts), spec.in_features, outs))
             self.parts += spec.parts
 
@@ -59,7 +60,7 @@ def _width(part: Part) -> int:
 
 
 def _height(part: Part) -> int:
-    return part.rows[1] - part.rows[0]
+    return num_rows(part.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,6 @@ class LoraReader:
                     a[: tensor.shape[0]].copy_(values[:, part.columns[0] : part.columns[1]])
                 else:
                     scale = config.scale_of(part.name)
-                    scaled = values[part.rows[0] : part.rows[1]].float() * scale
+                    scaled = take_rows(values, part.rows).float() * scale
                     b[:, : tensor.shape[1]].copy_(scaled)
             check_finite(stored, read, host.blob)

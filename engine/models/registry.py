@@ -1,28 +1,18 @@
-"""architecture name -> model class.
+"""Model: what the engine asks of a network; and the classes that fulfil it. How to add one:
+docs/adding-a-model.md."""
 
-To add a model:
-1. ``model_config.ARCHITECTURES``: its name as config.json writes it, and any switch it needs in
-   ModelConfig.
-2. If it is the Llama family with other switches, name it below and you are done. Otherwise write
-   one file here with a table from our names to the checkpoint's (see ``llama.CHECKPOINT``),
-   layers made by ``LinearFactory``, and a class that fulfils ``Model``. Nothing in ``forward`` or
-   ``logits`` may synchronise with the host or have a shape that depends on values, because decode
-   steps are captured as CUDA graphs.
-3. ``tests/engine/test_models.py``: add its transformers configuration to the list; the tests
-   compare logits.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.model_config import ModelConfig
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import linear_method
+from engine.quantization.method import LinearMethod, linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
@@ -32,6 +22,9 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    num_parameters: int  # of this rank
+    loading_bytes: int  # weights and tables as they are allocated and loaded
+    num_bytes: int  # the same once finished, which may have packed them
     # [vocab_size + virtual_tokens, hidden_size]: what token ids are looked up in. The rows behind
     # the vocabulary are the adapters'.
     lookup: Tensor
@@ -72,8 +65,9 @@ class Model(Protocol):
         """Those that adapters may change: of the layers, not the head, in a fixed order."""
         ...
 
-    def num_bytes(self) -> int:
-        """Bytes of all weights and tables on the device."""
+    def step_bytes(self, tokens: int, samples: int) -> int:
+        """About the most that is alive at once in a step of so many tokens, of which so many
+        sample."""
         ...
 
     def finish(self) -> None:
@@ -81,12 +75,9 @@ class Model(Protocol):
         ...
 
 
-MODELS: dict[str, type[Llama]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-}
+# Architecture.network -> the class. Arguments: what its parts are made with; the method for a head
+# that is the embedding; rows behind the vocabulary.
+MODELS: dict[str, Callable[[Builder, LinearMethod, int], Model]] = {"decoder": Decoder}
 
 
 def build_model(
@@ -98,22 +89,28 @@ def build_model(
     quantization: str = "none",
     group: TensorParallelGroup | None = None,
     virtual_tokens: int = 0,
+    runs_on: str | None = None,
 ) -> Model:
-    """Allocate the model on its device; its weights are undefined until ``load_weights``."""
+    """Allocate the model on its device; its weights are undefined until ``load_weights``.
+
+    runs_on: the type of the device that it is meant for, if that is another: on torch's "meta"
+        device a model takes no memory, and its parts say what they would take.
+    """
     device = torch.device(device)
     if str(device) == "cuda":  # streams and threads want to know which
         device = torch.device("cuda", torch.cuda.current_device())
-    return MODELS[model_config.architecture](
+    runs_on = runs_on or device.type
+    method = linear_method(quantization, kernels, runs_on)
+    build = Builder(
         model_config,
+        kernels,
+        method,
+        group or TensorParallelGroup(),
         dtype,
         # The CPU computes in float32 and keeps 16 bits only where memory is read: weights and KV.
-        torch.float32 if device.type == "cpu" else dtype,
+        torch.float32 if runs_on == "cpu" else dtype,
         device,
-        kernels,
-        linear_method(quantization, kernels, device),
-        # A head that is the embedding is loaded with it, as the checkpoint has it; int8 can be made
-        # from that.
-        linear_method(quantization if quantization == "int8" else "none", kernels, device),
-        group or TensorParallelGroup(),
-        virtual_tokens,
     )
+    # A head that is the embedding is loaded with it, as the checkpoint has it.
+    tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)
+    return MODELS[model_config.record.network](build, tied, virtual_tokens)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.weights.parameter import Parameter, Source
+from engine.weights.parameter import Parameter, Rows, Source, num_rows
 from kernels.cpu.compiler import Unavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
@@ -24,13 +24,15 @@ from kernels.dispatch import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix [out, in] of a (merged) layer; this rank keeps rows x columns."""
+    """One checkpoint matrix [out, in] of a (merged) layer; this rank keeps rows x columns, the rows
+    in this order."""
 
     name: str  # without ".weight"
     out_features: int
     in_features: int
-    rows: tuple[int, int]
+    rows: Rows
     columns: tuple[int, int]
+    transposed: bool = False  # the checkpoint has [in, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class LinearSpec:
     @property
     def out_features(self) -> int:
         """Rows on this rank."""
-        return sum(part.rows[1] - part.rows[0] for part in self.parts)
+        return sum(num_rows(part.rows) for part in self.parts)
 
     @property
     def in_features(self) -> int:
@@ -54,10 +56,16 @@ class LinearSpec:
         columns = self.parts[0].columns
         return columns[1] - columns[0]
 
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * (self.in_features + self.bias)
+
 
 class LinearMethod(ABC):
     """Subclasses say how weights are kept and applied; what can be fused with that, they
     override."""
+
+    FROM_DENSE = False  # made of weights as an unquantized checkpoint has them
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -69,6 +77,10 @@ class LinearMethod(ABC):
     def finish(self, state: Any) -> Any:
         """Called once after loading; returns the state to apply from then on."""
         return state
+
+    def packed_bytes(self, spec: LinearSpec) -> int | None:
+        """What finish makes takes on the device; None where that is what create allocated."""
+        return None
 
     @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
@@ -108,6 +120,8 @@ class PackedState:
 class Dense(LinearMethod):
     """Weights as the checkpoint has them, in the model's dtype."""
 
+    FROM_DENSE = True
+
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         weight = torch.empty(
             spec.out_features, spec.in_features, dtype=spec.dtype, device=spec.device
@@ -115,9 +129,12 @@ class Dense(LinearMethod):
         sources = tuple(
             Source(
                 f"{part.name}.weight",
-                (part.out_features, part.in_features),
+                (part.in_features, part.out_features)
+                if part.transposed
+                else (part.out_features, part.in_features),
                 rows=part.rows,
                 columns=part.columns,
+                transpose=part.transposed,
             )
             for part in spec.parts
         )
@@ -165,6 +182,16 @@ class DenseCpu(Dense):
             return state
         return PackedState(packed)
 
+    def packed_bytes(self, spec: LinearSpec) -> int | None:
+        if spec.dtype == torch.float32:
+            return None
+        shape = (spec.out_features, spec.in_features)
+        if PackedLinear.fits(*shape):
+            return PackedLinear.num_bytes(*shape, spec.bias)
+        if self.kernels.DETERMINISTIC:
+            return None
+        return 2 * shape[0] * shape[1] + 4 * shape[0] * spec.bias
+
     def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedState):
             return state.multiply(x)
@@ -192,16 +219,22 @@ class Int8Cpu(DenseCpu):
     """Weights rounded to 8 bits with a scale an output, activations to 16 bits row by row as they
     come. Loaded as the checkpoint has them. Matrices of odd sizes stay as they are."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        if not has_int8():
+    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
+        if spec.device.type == "cpu" and not has_int8():
             raise ConfigError(
                 "quantization 'int8' needs an x86-64 processor with AVX512-VNNI",
                 param="quantization",
             )
+        return super().create(spec)
+
+    def packed_bytes(self, spec: LinearSpec) -> int | None:
+        shape = (spec.out_features, spec.in_features)
+        if not PackedInt8.fits(*shape):
+            return super().packed_bytes(spec)
+        return PackedInt8.num_bytes(*shape, spec.bias)
 
     def finish(self, state: DenseState) -> Any:
-        if not PackedInt8.fits(state.weight):
+        if not PackedInt8.fits(*state.weight.shape):
             return super().finish(state)
         try:
             return PackedState(PackedInt8(state.weight, state.bias))
@@ -215,15 +248,13 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
 }
 
 
-def linear_method(name: str, kernels: Kernels, device: torch.device) -> LinearMethod:
-    """Raises ConfigError for a method that is not in METHODS, or not for this device."""
+def linear_method(name: str, kernels: Kernels, device: str) -> LinearMethod:
+    """device: its type. Raises ConfigError for a method that is not in METHODS, or not for it."""
     if name not in METHODS:
         raise ConfigError(
             f"quantization {name!r} is not supported; supported: {', '.join(METHODS)}",
             param="quantization",
         )
-    if device.type not in METHODS[name]:
-        raise ConfigError(
-            f"quantization {name!r} does not run on {device.type}", param="quantization"
-        )
-    return METHODS[name][device.type](kernels)
+    if device not in METHODS[name]:
+        raise ConfigError(f"quantization {name!r} does not run on {device}", param="quantization")
+    return METHODS[name][device](kernels)

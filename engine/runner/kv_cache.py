@@ -70,4 +70,4 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of all layers for one block."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
+    return model.kv_bytes_per_token(dtype.itemsize) * block_size

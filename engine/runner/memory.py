@@ -1,4 +1,8 @@
-"""Memory: how many KV blocks fit, decided once at start and explained in one table."""
+"""Memory: how many KV blocks fit, decided once at start and explained in one table.
+
+`plan_memory` is the sum, of the model's own parts. The engine's start takes it with what it has
+measured, `manta plan` with estimates of that and a model that takes no memory (`outline`).
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,10 +11,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.lora.build import adapter_bytes
+from engine.models.registry import Model, build_model
+from engine.resolve import Resolved
+from engine.runner.kv_cache import bytes_per_block
+from engine.runner.rows import RequestRows
+from kernels.dispatch import kernels_for
 
 GIB = 1 << 30
 CPU_KV_BYTES = 2 * GIB
+LORA_HOST_BYTES = 4 * GIB
+# Private pools and graph objects; measured 0.4 to 0.8 GiB. Twice as many with adapters.
+GRAPH_BYTES = 1 * GIB
 
 # What a user can do, after the numbers. Always three.
 KV_WAYS_OUT = (
@@ -37,6 +51,91 @@ GRAPHS_TOO_LARGE = (
     "Ways out: lower memory_fraction or kv_cache_bytes, give fewer graph_sizes, or set cuda_graphs "
     "to false"
 )
+
+
+def outline(resolved: Resolved) -> Model:
+    """The model of `resolved` without its memory, on any machine."""
+    config = resolved.config
+    return build_model(
+        resolved.model,
+        resolved.dtype,
+        "meta",
+        kernels_for("cpu", config.deterministic),  # which is not asked for anything
+        quantization=config.quantization,
+        virtual_tokens=config.max_loras * config.max_virtual_tokens,
+        runs_on=resolved.device.type,
+    )
+
+
+def lora_host_bytes(config: EngineConfig, available: int) -> int:
+    """Of host memory, for adapters that were read."""
+    if not config.max_loras:
+        return 0
+    return config.lora_host_bytes or min(LORA_HOST_BYTES, available // 4)
+
+
+def plan_memory(
+    resolved: Resolved,
+    model: Model,
+    device: str,
+    total: int,
+    others: tuple[str, int],
+    *,
+    host_bytes: int,
+    activations: int | None = None,
+) -> "MemoryPlan":
+    """What each part takes; KV blocks get the rest, or what the configuration says.
+
+    device, total: name and bytes of the device's memory, or of what is free of the host's.
+    others: what else is taken of it. host_bytes: see lora_host_bytes. activations: as measured.
+    Raises ConfigError with the numbers and the ways out where something does not fit.
+    """
+    config, cuda = resolved.config, resolved.device.type == "cuda"
+    seqs, longest = resolved.max_num_seqs, resolved.max_model_len
+    if activations is None:
+        activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
+    rows = RequestRows.allocate(seqs, longest, config.block_size, torch.device("meta"))
+    used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
+    adapters = adapter_bytes(resolved, model)
+    used += adapters
+    used.append(("activations (largest step)", activations))
+    if cuda and config.cuda_graphs:
+        used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
+    if not cuda and host_bytes:
+        used.append(("adapters in host memory", host_bytes))
+    plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
+    plan.block_size = config.block_size
+    plan.block_bytes = bytes_per_block(resolved.model, config.block_size, resolved.dtype)
+    free = plan.total - sum(size for _, size in plan.rows)
+    given = ""
+    if config.num_blocks:
+        check_blocks(config.num_blocks, plan.block_bytes, free)
+        plan.num_blocks = config.num_blocks
+        return plan
+    if config.kv_cache_bytes:
+        budget, given = config.kv_cache_bytes, "kv_cache_bytes"
+        if budget > free:
+            raise ConfigError(
+                f"kv_cache_bytes: {budget / GIB:.2f} GiB were asked for and "
+                f"{max(0, free) / GIB:.2f} GiB of memory are free. {KV_WAYS_OUT}",
+                param="kv_cache_bytes",
+            )
+    elif cuda:
+        budget = min(free, free - total + int(total * config.memory_fraction))
+        given = (
+            f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB "
+            f"less {(total - free) / GIB:.1f} GiB in use"
+        )
+    else:
+        budget = min(CPU_KV_BYTES, free // 4)
+        given = "the smaller of 2 GiB and a quarter of free memory"
+    if adapters:
+        size = sum(size for _, size in adapters) / GIB
+        given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
+    plan.num_blocks = count_blocks(
+        budget, plan.block_bytes, config.block_size, longest, given=given
+    )
+    return plan
 
 
 @dataclass(slots=True)
@@ -117,8 +216,10 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
         )
 
 
-def check_weights(num_bytes: int, free: int) -> None:
-    """Raises ConfigError where the weights do not fit, before the system ends the process."""
+def check_weights(model: Model, free: int) -> None:
+    """Raises ConfigError where the weights do not fit while they are loaded, before the system ends
+    the process."""
+    num_bytes = max(model.loading_bytes, model.num_bytes)
     if num_bytes > free:
         raise ConfigError(
             f"the weights need {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB are free. "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.lora.device import LoraDevice
-from engine.lora.prompts import PromptDevice
+from engine.lora.virtual_tokens import PromptDevice
 from engine.models.registry import Model
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep

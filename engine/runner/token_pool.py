@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TokenPool:
-    """`engine.block_manager.FreeBlocks`. contiguous, scattered: how often blocks were found so."""
+    """`FreeBlocks` of block_manager.py. contiguous, scattered: how often blocks were found so."""
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self._free = torch.ones(num_blocks, dtype=torch.bool, device=device)

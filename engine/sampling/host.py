@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.rows import BANNED, BIASED, FILTERED, PENALISED, SAMPLED, ParameterRows
-from kernels import philox
-from kernels import sampling_layout as word
+from kernels.sampling import layout as word
+from kernels.sampling import philox
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]

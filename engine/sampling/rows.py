@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import NewRow
-from kernels import sampling_layout as word
+from kernels.sampling import layout as word
 
 # What a row needs beyond the argmax, as bits.
 SAMPLED, FILTERED, BIASED, PENALISED, BANNED = 1, 2, 4, 8, 16

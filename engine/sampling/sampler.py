@@ -129,10 +129,10 @@ class Sampler:
         self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
     ) -> Sampled:
         # Here because Triton is needed on CUDA alone.
-        from kernels.sampling import choose
-        from kernels.sampling_edits import add_bias, ban, penalise
-        from kernels.sampling_filters import filter_thresholds
-        from kernels.sampling_logprobs import logprobs
+        from kernels.sampling.choose import choose
+        from kernels.sampling.edits import add_bias, ban, penalise
+        from kernels.sampling.filters import filter_thresholds
+        from kernels.sampling.logprobs import logprobs
 
         words = self._rows.device_words
         assert words is not None and self._scratch is not None
@@ -179,7 +179,7 @@ class Sampler:
         float32, rank [T] int64, ids of the k most likely [T, k] int64, their log-probabilities [T,
         k] float32)."""
         if self._rows.device_words is not None:
-            from kernels.sampling_logprobs import logprobs
+            from kernels.sampling.logprobs import logprobs
 
             return logprobs(logits, targets, k)
         return _host_logprobs(logits.float().numpy(), targets.tolist(), [k] * len(targets), k)

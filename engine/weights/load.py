@@ -25,6 +25,7 @@ class Loadable(Protocol):
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterator[Parameter]: ...
     def ignores(self, name: str) -> bool: ...
+    @property
     def num_bytes(self) -> int: ...
     def finish(self) -> None: ...
 
@@ -50,8 +51,9 @@ def load_weights(
         stored = read_index(folder)
         run_transfers(_match(model, parameters, stored, folder), model.device, progress)
         _check_finite(parameters, stored)
+    del parameters  # else what is packed is there twice until the last one is
     model.finish()
-    if model.device.type == "cpu" and model.num_bytes() >= HUGE_PAGES_FROM:
+    if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
 
 

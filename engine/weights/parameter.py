@@ -2,32 +2,69 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+# Of a matrix: a half-open range, or one number after the other.
+Rows = tuple[int, int] | NDArray[np.int64]
+
+
+def as_rows(numbers: NDArray[np.int64]) -> Rows:
+    """A range if they are one, which is read without detours."""
+    if len(numbers) and bool((np.diff(numbers) == 1).all()):
+        return int(numbers[0]), int(numbers[-1]) + 1
+    return numbers
+
+
+def num_rows(rows: Rows) -> int:
+    return rows[1] - rows[0] if isinstance(rows, tuple) else len(rows)
+
+
+def some_rows(rows: Rows, begin: int, end: int) -> Rows:
+    """Of them those from begin to end."""
+    if isinstance(rows, tuple):
+        return rows[0] + begin, min(rows[0] + end, rows[1])
+    return rows[begin:end]
+
+
+def span(rows: Rows) -> tuple[int, int]:
+    """The smallest range that has them."""
+    return rows if isinstance(rows, tuple) else (int(rows.min()), int(rows.max()) + 1)
+
+
+def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
+    """A view where they are a range."""
+    if isinstance(rows, tuple):
+        return tensor[rows[0] : rows[1]]
+    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A rectangle of one checkpoint tensor.
+    """What is taken of one checkpoint tensor.
 
-    Several sources merge along rows; ranges split a fused tensor or keep one rank's shard of it.
+    Several sources merge along rows; rows and columns split a fused tensor, put its rows into our
+    order or keep one rank's shard of it.
 
     shape: what the checkpoint must hold under ``name``.
-    rows, columns: the half-open ranges taken, after ``transpose``; None takes all.
+    rows, columns: those taken, after ``transpose``; None takes all.
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
     """
 
     name: str
     shape: tuple[int, ...]
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
     columns: tuple[int, int] | None = None
     transpose: bool = False
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The rectangle, as a view of the checkpoint tensor."""
+        """What is taken of the checkpoint tensor; a view unless rows change their order."""
         if self.transpose:
             tensor = tensor.t()
         if self.rows is not None:
-            tensor = tensor[self.rows[0] : self.rows[1]]
+            tensor = take_rows(tensor, self.rows)
         if self.columns is not None:
             tensor = tensor[:, self.columns[0] : self.columns[1]]
         return tensor
@@ -35,7 +72,7 @@ class Source:
     @property
     def num_rows(self) -> int:
         if self.rows is not None:
-            return self.rows[1] - self.rows[0]
+            return num_rows(self.rows)
         return self.shape[1] if self.transpose else self.shape[0]
 
 

@@ -9,16 +9,17 @@ the device.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import local
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.index import StoredTensor
-from engine.weights.parameter import Source
+from engine.weights.parameter import Source, some_rows, span
 
 CHUNK_BYTES = 32 << 20  # large enough that per-chunk costs vanish, small enough to pin 16 of them
 CUDA_THREADS = 8  # a thread copies some 3 GB/s out of the page cache, the bus takes over 25 GB/s
@@ -37,14 +38,14 @@ class Transfer:
         source, stored = self.source, self.stored
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
         each = max(1, limit // max(1, row_bytes))
-        begin, end = source.rows or (0, source.num_rows)
-        if source.transpose or end - begin <= each:
+        count = source.num_rows
+        if source.transpose or count <= each:
             yield self
             return
-        for at in range(begin, end, each):
-            upto = min(at + each, end)
-            part = Source(source.name, source.shape, (at, upto), source.columns)
-            yield Transfer(self.target[at - begin : upto - begin], part, stored)
+        rows = source.rows if source.rows is not None else (0, count)
+        for at in range(0, count, each):
+            part = replace(source, rows=some_rows(rows, at, at + each))
+            yield Transfer(self.target[at : at + each], part, stored)
 
     @property
     def byte_range(self) -> tuple[int, int]:
@@ -53,7 +54,7 @@ class Transfer:
         if source.transpose or source.rows is None:
             return stored.offset, stored.num_bytes
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
-        begin, end = source.rows
+        begin, end = span(source.rows)
         return stored.offset + begin * row_bytes, (end - begin) * row_bytes
 
     def take(self, raw: Tensor) -> Tensor:
@@ -63,7 +64,9 @@ class Transfer:
         if source.transpose or source.rows is None:
             return source.take(values.view(stored.shape))
         values = values.view(-1, *stored.shape[1:])
-        return Source(source.name, source.shape, None, source.columns).take(values)
+        rows = source.rows
+        within = None if isinstance(rows, tuple) else rows - span(rows)[0]
+        return replace(source, rows=within).take(values)
 
 
 def run_transfers(
@@ -113,6 +116,7 @@ class _CpuReader:
             target.dtype == part.stored.dtype
             and target.is_contiguous()
             and not source.transpose
+            and not isinstance(source.rows, np.ndarray)
             and (source.columns is None or source.columns == (0, source.shape[1]))
         )
         raw = (

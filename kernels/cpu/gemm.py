@@ -363,6 +363,10 @@ def _functions(width: int, dtype: str) -> dict[str, Function]:
     return compile_ir(module(parts))
 
 
+def _bias_bytes(outputs: int, bias: bool) -> int:
+    return 4 * (outputs if bias else 2 * lanes())
+
+
 class PackedLinear:
     """A weight [out, in] of bfloat16 or float16, packed; x is float32, [n, in], contiguous."""
 
@@ -382,10 +386,13 @@ class PackedLinear:
         self._int8 = self._kind(weight) == "i8"
 
     @staticmethod
-    def fits(weight: Tensor) -> bool:
-        outputs, width = weight.shape
+    def fits(outputs: int, width: int) -> bool:
         size = lanes()
         return outputs % (4 * size) == 0 and width % size == 0
+
+    @staticmethod
+    def num_bytes(outputs: int, width: int, bias: bool) -> int:
+        return 2 * outputs * width + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
         return _NAMES[weight.dtype]
@@ -445,6 +452,11 @@ class PackedInt8(PackedLinear):
     """A weight rounded to 8 bits with a scale an output; each row of x is rounded to 16 bits when
     it comes, with a scale of its own, and its two bytes are multiplied apart. Needs
     `has_int8()`."""
+
+    @staticmethod
+    def num_bytes(outputs: int, width: int, bias: bool) -> int:
+        """A byte a weight, a scale and a sum an output."""
+        return outputs * (width + 8) + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
         return "i8"

@@ -27,7 +27,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
     if weight.dtype == torch.float32:
         return None
     try:
-        if weight.dtype in (torch.bfloat16, torch.float16) and PackedLinear.fits(weight):
+        if weight.dtype in (torch.bfloat16, torch.float16) and PackedLinear.fits(*weight.shape):
             return PackedLinear(weight, bias)
     except Unavailable:
         pass

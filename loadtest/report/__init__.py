@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.errors import ScenarioError
-from loadtest.records import ERROR_CLASSES, GroupSummary, Percentiles, Summary
+from loadtest.measure.records import ERROR_CLASSES, GroupSummary, Percentiles, Summary
 from loadtest.report import page
 from loadtest.report.charts import (
     Axis,

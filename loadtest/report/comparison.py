@@ -1,8 +1,8 @@
 """The page of a comparison: what changed, how surely, and the curves over one another."""
 
-from loadtest.compare import Comparison, tidy
 from loadtest.report import badges, latency_section, page, subtitle
 from loadtest.report.charts import Range, ranges
+from loadtest.report.compare import Comparison, tidy
 from loadtest.report.page import Cell, Tone
 
 _TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "no difference shown": "dim"}

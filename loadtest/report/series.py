@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.errors import ScenarioError
-from loadtest.measure import service_gaps, token_gaps
-from loadtest.records import RequestRecord, Summary, read_records, read_summary
+from loadtest.measure.figures import service_gaps, token_gaps
+from loadtest.measure.records import RequestRecord, Summary, read_records, read_summary
 
 Floats = NDArray[np.float64]
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from deployments.api.app import build_asgi
-from engine import fake
-from engine.lora import remote
-from engine.lora.adapter import Described, Loaded
-from engine.lora.disk import DiskCache
 from engine.lora.fake import FakeLoader
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, stamp
-from engine.lora.store import AdapterStore
+from engine.lora.tiers import remote
+from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.disk import DiskCache
+from engine.lora.tiers.store import AdapterStore
 from engine.lora.weights import LoraLayout, LoraReader
+from engine.process import fake
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_adapters import settings
 from tests.deployments.fake_backend import tiny_tokenizer
@@ -178,7 +178,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("deployments.adapters.registry", "deployments.adapters.replica"):
+    for module in ("deployments.adapters.registry", "deployments.replica.adapters"):
         monkeypatch.setattr(f"{module}.time", clock)
     monkeypatch.setattr(fake, "AdapterStore", partial(AdapterStore, clock=clock.monotonic))
     return clock

@@ -43,6 +43,21 @@ BODIES = {
     "long_grammar": json.dumps(
         CHAT | {"guided_grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000)) + "x ::= r0"}
     ).encode(),
+    "false_properties": json.dumps(
+        CHAT
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "s",
+                    "schema": {
+                        "properties": {f"name{i}": False for i in range(9000)},
+                        "required": [f"name{i}" for i in range(9000)],
+                    },
+                },
+            }
+        }
+    ).encode(),
     "long_integer": b'{"model": "tiny", "prompt": [1, 2, 3, ' + b"1" * 5000 + b"]}",
 }
 
@@ -55,7 +70,11 @@ def build(value: Any) -> Any:
         return value
     if "$repeat" in value:
         item, times = value["$repeat"]
-        return item * times
+        return build(item) * times
+    if "$digits" in value:
+        return int("7" * value["$digits"])
+    if "$join" in value:
+        return "".join(map(build, value["$join"]))
     if "$count" in value:
         return list(range(value["$count"]))
     if "$object" in value:
@@ -79,6 +98,8 @@ def load() -> list[Any]:
         many = [{"set": {**case.get("set", {}), case["field"]: v}, "param": case["field"]}
                 for v in case.get("values", [])]  # fmt: skip
         many += [{"set": {name: 1}, "param": name} for name in case.get("each_field", [])]
+        many += [{"set": {name: {"$digits": 310}}, "param": name}
+                 for name in case.get("field_of_310_digits", [])]  # fmt: skip
         for i, extra in enumerate(many or [{}]):
             name = f"{case['row']}-{case['id']}" + (f"-{i}" if many else "")
             merged = {**case, **extra}
@@ -104,6 +125,14 @@ async def usual(client: Client, kind: str | None) -> str:
 
 
 async def perform(client: Client, case: dict[str, Any]) -> Reply:
+    method, path, body, headers = prepare(case)
+    size = max(1, len(body) // case.get("chunks", 1))
+    parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+    return await client.request(method, path, parts, headers)
+
+
+def prepare(case: dict[str, Any]) -> tuple[str, str, bytes, list[tuple[bytes, bytes]]]:
+    """Method, path, body and headers."""
     route = case.get("route", "chat")
     if route in ROUTES:
         method, (path, fields) = "POST", ROUTES[route]
@@ -126,10 +155,8 @@ async def perform(client: Client, case: dict[str, Any]) -> Reply:
     headers += [(b"x-h%d" % i, b"") for i in range(case.get("many_headers", 0))]
     if case.get("length"):
         headers.append((b"content-length", b"%d" % len(body)))
-    size = max(1, len(body) // case.get("chunks", 1))
-    parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
     path += "?" + build(case["query"]) if "query" in case else ""
-    return await client.request(method, path, parts, headers)
+    return method, path, body, headers
 
 
 async def websocket(app: Api) -> Reply:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,20 +11,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.api.app import _ROUTES, build_asgi
-from deployments.api.fields import CHAT as CHAT_FIELDS
-from deployments.api.fields import COMPLETION as COMPLETION_FIELDS
+from deployments.api.generation.fields import CHAT as CHAT_FIELDS
+from deployments.api.generation.fields import COMPLETION as COMPLETION_FIELDS
 from deployments.api.options import ApiOptions
+from deployments.api.tokenize_routes import _DETOKENIZE as DETOKENIZE_FIELDS
+from deployments.api.tokenize_routes import _TOKENIZE as TOKENIZE_FIELDS
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client
 from tests.deployments.fake_backend import FakeBackend
 
 EDGES = [-1, 0, -0.0, 1, 1.5, 255, 256, 511, 512, 513, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30]
+# What other languages' JSON libraries write, too: integers that no float holds, or Python does not
+# print; fractions near nothing and everything.
+EDGES += [10**308, 10**309, -(10**309), 10**400, -(10**4000), 5e-324, 1e-300, -1e-300, 1.7e308]
+DEEP = [json.loads("[" * depth + "]" * depth) for depth in (30, 31, 40, 900)]
+IN_A_STRING = ["[" * 600 + "]" * 600, '{"a":' * 600 + "1" + "}" * 600, '{"a": 1e999}', '{"a": NaN}']
 SCALARS = (
     st.none()
     | st.booleans()
     | st.sampled_from(EDGES)
     | st.integers()
     | st.floats(allow_nan=False)
-    | st.text(max_size=8)
+    | st.text(st.characters(exclude_categories=[]), max_size=8)  # halves of surrogate pairs, too
+    | st.sampled_from(DEEP)
+    | st.sampled_from(IN_A_STRING)
     | st.sampled_from(["tiny", "none", "auto", "user", "text", "function", "required"])
 )
 KEYS = st.text(max_size=4) | st.sampled_from(
@@ -60,27 +70,53 @@ VALUES = st.recursive(
 ROUTES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/v1/chat/completions", CHAT, sorted(CHAT_FIELDS)),
     ("/v1/completions", COMPLETION, sorted(COMPLETION_FIELDS)),
-    ("/tokenize", {"prompt": "a"}, ["model", "prompt", "messages", "tools", "return_token_strs"]),
-    ("/detokenize", {"tokens": [5]}, ["model", "tokens", "skip_special_tokens"]),
+    ("/tokenize", {"prompt": "a"}, sorted(TOKENIZE_FIELDS)),
+    ("/detokenize", {"tokens": [5]}, sorted(DETOKENIZE_FIELDS)),
+    ("/v1/adapters", {"name": "a", "path": "b"}, ["name", "path"]),
 ]
+# A message with a value somewhere in it, which is seldom found by chance.
+IN_A_MESSAGE = st.sampled_from(
+    [
+        lambda v: {"role": "user", "content": v},
+        lambda v: {"role": "user", "content": [{"type": "text", "text": v}]},
+        lambda v: {"role": "assistant", "content": "a", "reasoning_content": v, "name": v},
+        lambda v: {"role": "assistant", "tool_calls": v},
+        lambda v: {"role": "assistant", "tool_calls": [v]},
+        lambda v: {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": v}}],
+        },
+        lambda v: {"role": v, "content": "a"},
+        lambda v: v,
+    ]
+)
+# Codes of what is wrong with the body itself, which is no field's doing.
+OF_THE_BODY = {"invalid_json", "invalid_encoding", "json_too_deep", "json_too_large"}
 
 
 @given(st.data())
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_value_in_any_field(data: st.DataObject) -> None:
     """A type that a check did not think of: an exception, and in the worst case a value that
-    reaches the device.
+    reaches the device. Integers of 309 digits and tool arguments of 500 brackets were 500s. And a
+    400 that does not say which field it is about.
     """
     path, fields, names = data.draw(st.sampled_from(ROUTES))
     changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
+    if "messages" in names and data.draw(st.booleans()):
+        changes["messages"] = [data.draw(IN_A_MESSAGE)(data.draw(VALUES))]
+    dropped = data.draw(st.sets(st.sampled_from(sorted(fields)), max_size=1))
+    sent = {name: value for name, value in {**fields, **changes}.items() if name not in dropped}
     backend = FakeBackend()
     app = build_asgi(backend)
-    body = json.dumps({**fields, **changes}).encode()
-    reply = asyncio.run(Client(app).request("POST", path, body))
+    reply = asyncio.run(Client(app).request("POST", path, json.dumps(sent).encode()))
     if reply.status != 200:
-        assert reply.status in (400, 404), reply.body
+        assert reply.status in (400, 403, 404), reply.body
         error = reply.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 800
+        if error["code"] not in OF_THE_BODY:
+            root = re.split(r"[.\[]", error["param"])[0]
+            assert root in {*changes, *fields}, error
     for request in backend.requests:
         assert all(type(t) is int and 0 <= t < 512 for t in request.token_ids)
         assert len(request.token_ids) + (request.params.max_tokens or 1) <= 256

@@ -1,6 +1,6 @@
 """The live test of adapters, and a result file of what it saw: requests, answers, changes, loads.
 
-python -m tests.deployments.adapters_live --out loadtest/results
+python -m tests.deployments.adapters_live --out bench/results
 """
 
 import argparse
@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from loadtest.gpu_checks import Part, rows_of, run
-from loadtest.result_file import write
+from bench.gpu_checks import Part, rows_of, run
+from bench.report.result_file import write
 from tests.deployments.test_adapters_live import ADAPTERS, CLIENTS, ENGINE
 
 FILE = Path(__file__).with_name("test_adapters_live.py")
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
     parser.add_argument("--seconds", type=float, default=1800, help="for all of it")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "loadtest.pytest_lines"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines"]
     part = Part("adapters-live", [*command, "-m", "long", str(FILE)])
     lines = run(part, time.monotonic() + args.seconds, "")
     config = {"engine": ENGINE, "adapters": ADAPTERS, "clients": CLIENTS, "replicas": 2}

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from deployments.app import as_config, assemble, deploy, prepare_engine, serve_config
-from deployments.autoscaling import scaling_decisions
-from deployments.replica import ReplicaSettings
+from deployments.replica.deployment import ReplicaSettings
+from deployments.scaling.policy import scaling_decisions
 from engine.config import EngineConfig
-from loadtest.processes import instance_at
+from loadtest.chaos.server_processes import instance_at
 from tests.deployments.fake_nodes import autoscaling_ray
 from tests.deployments.serve_cluster import free_port, tiny_model
 from tests.faults.clients import Said, ask

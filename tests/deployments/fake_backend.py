@@ -6,21 +6,22 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from deployments.adapters.book import AdapterRecord
 from deployments.adapters.registry import Adapters, AdapterSettings
-from deployments.backend import BackendState, GenerationRequest, ModelCard, Timing
+from deployments.backend import BackendState, GenerationRequest, ModelCard, Past, Timing
 from engine.batch import TokenLogprobs
-from engine.chat_template import ChatTemplate
 from engine.errors import AdapterError, MantaError
 from engine.messages import AdapterInfo, Delta, EngineStats
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
 VOCAB = 512  # of the "logits": wider than the tokenizer, as in real checkpoints
@@ -61,8 +62,9 @@ class FakeGeneration:
         self.request = request
         self.aborted_at: float | None = None
         self._stopped = asyncio.Event()
-        self._alive = set(range(request.params.n))
-        self._scripts = {c: backend.deltas(request, c) for c in self._alive}
+        emitted = request.emitted or [[]] * request.params.n
+        self._alive = {c for c, tokens in enumerate(emitted) if tokens is not None}
+        self._scripts = {c: after(backend.deltas(request, c), emitted[c]) for c in self._alive}
         self._step = 0
         backend.live.add(self)
 
@@ -84,6 +86,7 @@ class FakeGeneration:
             for choice in sorted(self._alive):
                 delta = self._scripts[choice][self._step]
                 out.append((choice, delta))
+                self.backend.keep(self.request, choice, delta)
                 if delta.finish:
                     self._alive.discard(choice)
             self._step += 1
@@ -108,6 +111,23 @@ class FakeGeneration:
         self._alive.clear()
         self._stopped.set()
         self.backend.live.discard(self)
+
+
+def after(deltas: list[Delta], emitted: list[int] | None) -> list[Delta]:
+    """What comes behind these tokens: a replica finds all of the prompt in its cache then."""
+    left = list(emitted or ())
+    if not left:
+        return deltas
+    found = []
+    for delta in deltas:
+        tokens = delta.token_ids
+        if left:
+            assert tokens == left[: len(tokens)], "resumed with other tokens"
+            del left[: len(tokens)]
+        else:
+            found.append(delta)
+    found[0] = msgspec.structs.replace(found[0], cached=99)
+    return found
 
 
 class FakeBackend:
@@ -138,6 +158,7 @@ class FakeBackend:
         self.aborts: list[FakeGeneration] = []
         self.aborted_choices: list[int] = []
         self.requests: list[GenerationRequest] = []
+        self.kept: dict[tuple[str, int, int], Past] = {}  # what a replica would know of streams
         self.readers: dict[str, AdapterInfo | AdapterError] = {}  # by path: what is read there
         settings = AdapterSettings(MODEL, roots=("/adapters",))
         self.adapters = Adapters(settings, self, self._set_cards)
@@ -177,6 +198,22 @@ class FakeBackend:
         assert request.params.max_tokens != 0
         self.requests.append(request)
         return FakeGeneration(self, request)
+
+    def keep(self, request: GenerationRequest, choice: int, delta: Delta) -> None:
+        if not request.stream:
+            return
+        past = self.kept.get((request.stream, choice, id(request)))
+        if past is None:
+            begun = list((request.emitted or [[]] * request.params.n)[choice] or ())
+            past = Past(request.stream, choice, begun, "", None, "w")
+        past.token_ids.extend(delta.token_ids)
+        past = replace(past, finish=delta.finish, stop_token=delta.stop_token)
+        self.kept[request.stream, choice, id(request)] = past
+
+    async def recall(
+        self, streams: Sequence[str], enough: Callable[[list[Past]], bool]
+    ) -> list[Past]:
+        return [past for past in self.kept.values() if past.stream in streams]
 
     def state(self) -> BackendState:
         return BackendState({"fake": EngineStats()}, len(self.live), draining=self.draining)

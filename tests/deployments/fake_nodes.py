@@ -2,7 +2,6 @@
 have a GPU. For a process of its own, which `stop_all` leaves without descendants."""
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -19,7 +18,7 @@ from typing import Any
 from ray._private import auto_init_hook
 from ray._private.authentication_test_utils import reset_auth_token_state
 
-from deployments.cli.cluster import _PR_SET_CHILD_SUBREAPER, _descendants
+from deployments.cli.serving.processes import adopt_orphans, descendants
 from tests.deployments.serve_cluster import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +72,7 @@ def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0)
     file = Path(folder) / "autoscaler.json"
     file.write_text(json.dumps(config))
     # What Ray leaves behind becomes a child of this process.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     token = Path(folder) / "token"
     token.write_text(secrets.token_hex(32))
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
@@ -110,7 +109,7 @@ def autoscaling_ray(types: dict[str, dict[str, Any]], idle_seconds: float = 6.0)
 def stop_all(seconds: float = 10.0) -> None:
     """End every process that this one has started, and theirs."""
     deadline = time.monotonic() + seconds
-    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,12 +11,11 @@ import msgspec
 from deployments.adapters.book import Book, LocalBook
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest, ModelCard
-from deployments.channel import ChannelLimits
-from deployments.dispatcher import Dispatcher, DispatchLimits
-from deployments.ledger import Entry
-from deployments.relay import Relay
-from deployments.watch import StallLimits
-from engine import fake
+from deployments.replica.server import Relay
+from deployments.replica.watchdog import StallLimits
+from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.inflight import Entry
+from deployments.transport.channel import ChannelLimits
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (
@@ -30,6 +29,7 @@ from engine.messages import (
     RemoveAdapter,
     StepFrame,
 )
+from engine.process import fake
 from engine.sampling_params import SamplingParams
 
 FAST = ChannelLimits(handshake=0.3, heartbeat=0.1, timeout=0.5)
@@ -49,7 +49,7 @@ class Ended(Exception):
 
 
 class LocalEngine:
-    """engine.fake's core, stepped by the event loop: EngineClient without a process."""
+    """engine.process.fake's core, stepped by the event loop: EngineClient without a process."""
 
     pid = 0
     pace = 0.002  # seconds a step
@@ -69,6 +69,7 @@ class LocalEngine:
         self._on_frame = on_frame
         self._on_death = on_death
         self._timer: asyncio.TimerHandle | None = None
+        self._taken: list[int] = []
 
     async def start(self, config: EngineConfig) -> Ready:
         self.core, ready = fake.build(config)
@@ -82,6 +83,7 @@ class LocalEngine:
         self._check()
         self.requests.append(msgspec.structs.replace(request, token_ids=list(request.token_ids)))
         self.core.add(request)
+        self._taken.append(request.id)
         self._wake()
 
     def abort(self, ids: list[int]) -> None:
@@ -156,7 +158,8 @@ class LocalEngine:
         raise Ended
 
     def _send(self, deltas: list[Delta]) -> None:
-        frame = StepFrame(self.core.stats(), deltas)
+        taken, self._taken = self._taken, []
+        frame = StepFrame(self.core.stats(), deltas, taken=taken)
         self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
 
 

@@ -9,7 +9,6 @@ proxy are on the worker, so that requests go on while there is no head. Prints a
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from typing import Any
 import yaml
 
 from deployments.app import as_config, assemble, deploy, serve_config
-from deployments.cli.cluster import _PR_SET_CHILD_SUBREAPER, _descendants
+from deployments.cli.serving.processes import adopt_orphans, descendants
 from tests.deployments.fake_nodes import ROOT, stop_all
 from tests.deployments.serve_cluster import fake_engine, free_port, tiny_model
 
@@ -89,7 +88,7 @@ class Cluster:
         return self._start(f"{command} --num-cpus=2")
 
     def _start(self, command: str) -> set[int]:
-        before = set(_descendants(os.getpid()))
+        before = set(descendants(os.getpid()))
         # No haproxy here: Serve's own proxy.
         command = command.replace("ray start", "RAY_SERVE_ENABLE_HA_PROXY=0 ray start", 1)
         command = command.replace(":6379", f":{self.port}").replace("=6379", f"={self.port}")
@@ -104,7 +103,7 @@ class Cluster:
                 check=True,
                 timeout=90,
             )
-        return set(_descendants(os.getpid())) - before
+        return set(descendants(os.getpid())) - before
 
     def driver(self, what: str, timeout: float = 90) -> str:
         """Runs a piece of this module in a process with the cluster's environment."""
@@ -180,7 +179,7 @@ def run(home: Path) -> dict[str, Any]:
     cluster.worker()
     cluster.driver("deploy")
     report["ready_s"] = cluster.answers(cluster.edge, 90)
-    workers = _tree(set(_descendants(os.getpid())) - _tree(head))
+    workers = _tree(set(descendants(os.getpid())) - _tree(head))
     for pid in _tree(head):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -201,7 +200,7 @@ def run(home: Path) -> dict[str, Any]:
 
 def _tree(roots: set[int]) -> set[int]:
     """And all below them."""
-    return roots.union(*(_descendants(pid) for pid in roots))
+    return roots.union(*(descendants(pid) for pid in roots))
 
 
 def main() -> None:
@@ -217,7 +216,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
     # What Ray leaves behind becomes a child of this process.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     home = Path(tempfile.mkdtemp(prefix="h"))  # short: Ray puts sockets in it
     try:
         report = run(home)

@@ -86,12 +86,8 @@ class Live:
                 self.routers[pid] = found.pop()
 
     def metrics(self) -> dict[str, float]:
-        """Samples of all routers added up; each is asked itself, as a scraper would."""
-        total: dict[str, float] = {}
-        for port in self.routers.values():
-            for name, value in parse_metrics(self.get("/metrics", port)[1]).items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+        """Samples of all routers and replicas, whichever router is asked."""
+        return parse_metrics(self.get("/metrics")[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -281,7 +277,7 @@ def main(settings: str, fake: str = "") -> None:
     from ray import serve
 
     from deployments.app import assemble, cluster_environment
-    from deployments.config import parse_config
+    from deployments.config.load import parse_config
     from tests.deployments.serve_cluster import fake_engine, ray_and_serve
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -57,9 +57,9 @@ async def _serve(app: Any) -> int:
 
 
 async def _replica(step: float) -> dict[str, Any]:
-    from deployments.channel import ChannelLimits
-    from deployments.relay import Relay
-    from deployments.watch import StallLimits
+    from deployments.replica.server import Relay
+    from deployments.replica.watchdog import StallLimits
+    from deployments.transport.channel import ChannelLimits
     from engine.config import EngineConfig
 
     relay = Relay(ChannelLimits(), StallLimits())
@@ -81,7 +81,8 @@ async def _router(replica: dict[str, Any]) -> dict[str, Any]:
     from deployments.api.app import build_asgi
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
-    from deployments.dispatcher import Dispatcher, DispatchLimits
+    from deployments.observe.metrics import render
+    from deployments.router.dispatcher import Dispatcher, DispatchLimits
     from tests.deployments.fake_backend import tiny_tokenizer
 
     card = ModelCard("m", 8192, 250, (2,), 0)
@@ -89,7 +90,11 @@ async def _router(replica: dict[str, Any]) -> dict[str, Any]:
     dispatcher.set_replicas({"r0": replica})
     while not dispatcher.ready():
         await asyncio.sleep(0.01)
-    options = ApiOptions(metrics=dispatcher.prometheus)
+
+    async def metrics() -> str:
+        return render(dispatcher.figures(), "m")
+
+    options = ApiOptions(metrics=metrics)
     return {"port": await _serve(build_asgi(dispatcher, options))}
 
 
@@ -269,9 +274,9 @@ def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
 
 def core_cost(streams: int, steps: int = 200) -> float:
     """Seconds of CPU a chunk that the counting takes, which is no part of the path."""
-    from engine import fake
     from engine.config import EngineConfig
     from engine.messages import EngineRequest
+    from engine.process import fake
     from engine.sampling_params import SamplingParams
 
     core, _ = fake.build(EngineConfig(model=MODEL))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.replica import ReplicaSettings
+from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
 from tests.deployments.fake_backend import tiny_tokenizer
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from deployments.admission import AdmissionLimits, Capacity, OutputEstimate, Queue, Refusal, Ticket
-from deployments.intake import Intake
+from deployments.router.admission.fair_queue import (
+    AdmissionLimits,
+    Capacity,
+    OutputEstimate,
+    Queue,
+    Refusal,
+    Ticket,
+)
+from deployments.routing.replica_state import ReplicaState
 from engine.messages import EngineStats
 
 
@@ -61,6 +68,10 @@ class Replica:
         self.running = [r for r in self.running if r.made < r.output]
         return begun
 
+    def taken(self, router: "Router") -> list[int]:
+        """Its requests that a frame counts; those of earlier frames again, which does nothing."""
+        return [r.id for r in self.running + self.waiting if r.router is router]
+
     def frame(self, routers: int) -> EngineStats:
         stats = self.stats
         stats.step += 1
@@ -78,18 +89,18 @@ class Router:
 
     def __init__(self, limits: AdmissionLimits, replica: Replica, seed: int = 1) -> None:
         self.queue: Queue[Request] = Queue(limits, Random(seed).random)
-        self.intake = Intake(replica.budget)
+        self.state = ReplicaState("r", step_tokens=replica.budget)
         self.estimate = OutputEstimate()
         self.tickets: dict[int, Ticket[Request]] = {}
         self._replica = replica
 
     def capacity(self) -> Capacity:
-        intake = self.intake
-        return Capacity.of([(intake.rate(), intake.rows, intake.free_rows())])
+        state = self.state
+        return Capacity.of([(state.rate(), state.rows, state.free_rows())])
 
     def offer(self, request: Request, now: float) -> None:
         request.router = self
-        if not self.queue and self.intake.room() > 0:
+        if not self.queue and self.state.room() > 0:
             self._send(request, now)
             return
         work = request.prompt + self.estimate.expected(request.limit)
@@ -103,16 +114,16 @@ class Router:
         self.queue.remove(self.tickets[request.id])
 
     def fill(self, now: float) -> None:
-        while self.queue.head() is not None and self.intake.room() > 0:
+        while self.queue.head() is not None and self.state.room() > 0:
             self._send(self.queue.pop(), now)
 
     def _send(self, request: Request, now: float) -> None:
         request.sent = now
-        self.intake.book(request.id, request.prompt, now)
+        self.state.book(request.id, request.prompt, request.prompt)
         self._replica.waiting.append(request)
 
     def ended(self, request: Request) -> None:
-        self.intake.unbook(request.id)
+        self.state.unbook(request.id)
         expected = self.estimate.expected(request.limit)
         self.estimate.learn(request.limit, request.made)
         self.queue.correct(request.key, request.made - expected)
@@ -138,13 +149,13 @@ def run(
         before = list(replica.running) + list(replica.waiting)
         for request in replica.step(now):
             assert request.router is not None
-            request.router.intake.begun(request.id)
+            request.router.state.begun(request.id)
         for request in before:
             if request.ended == now:
                 assert request.router is not None
                 request.router.ended(request)
         for router in sorted(routers, key=lambda _: dice.random()):  # no frame comes first always
-            router.intake.observe(replica.frame(len(routers)), now)
+            router.state.observe(replica.frame(len(routers)), replica.taken(router), now)
             router.fill(now)
     return seen
 

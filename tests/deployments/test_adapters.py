@@ -8,16 +8,18 @@ import os
 import random
 import shutil
 from collections import Counter
+from typing import Any
 from zlib import crc32
 
 import pytest
 
+from deployments import store as shared
 from deployments.adapters.book import LocalBook, RayBook
 from deployments.adapters.paths import allowed_path, scan, without_paths
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest
-from deployments.dispatcher import Dispatcher
-from deployments.ledger import Entry
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.inflight import Entry
 from engine.errors import AdapterError, MantaError
 from engine.sampling_params import SamplingParams
 from tests.deployments.fake_adapters import make_folder, run, settings
@@ -277,7 +279,7 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                 assert len(good) > 250 and len(set(good)) > 30, Counter(good)
                 for each in (router, other):
                     assert each.held() == {"entries": 0, "waiting": 0, "choices": 0}
-                    assert not each._calls._asked and not each._stale._ended
+                    assert not each._asking._asked and not each._stale._ended
                 assert not any(relay.in_flight for relay in fleet.relays.values())
                 assert not any(relay._adapters._jobs for relay in fleet.relays.values())
 
@@ -472,3 +474,32 @@ def test_the_book_is_shared(monkeypatch):
         book.delete("a")
         assert other.changed(mark)[1] == {}
     assert RayBook("y").changed(b"") == (b"none", {})
+
+
+def test_a_model_was_created_when_it_is_said_at_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each router took the time of its own start: /v1/models gave two answers in turn."""
+    store: dict[str, bytes] = {}
+
+    def of_store(what: str, key: str, value: bytes = b"", overwrite: bool = True) -> Any:
+        if what == "put" and (overwrite or key not in store):
+            store[key] = value
+        return store.get(key)
+
+    monkeypatch.setattr(shared, "store", of_store)
+    assert [shared.first_served("app", "tiny", now) for now in (100, 107, 99)] == [100] * 3
+    assert shared.first_served("app", "larger", 200) == 200
+
+
+def test_routers_of_an_application_have_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each router signs ids with its own secret, and one that takes over knows none."""
+    found: dict[str, bytes] = {}
+
+    def of_store(what: str, key: str, value: bytes = b"", overwrite: bool = True) -> Any:
+        if what == "put" and (overwrite or key not in found):
+            found[key] = value
+        return found.get(key)
+
+    monkeypatch.setattr(shared, "store", of_store)
+    assert shared.event_secret("app") == shared.event_secret("app")
+    assert len(shared.event_secret("app")) == 32
+    assert shared.event_secret("app") != shared.event_secret("other")

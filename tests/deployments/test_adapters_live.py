@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import ModelCard
-from deployments.decision import Decision, Work
-from deployments.dispatcher import Dispatcher, DispatchLimits
-from deployments.fleet import Fleet
-from deployments.routing import route
+from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.routing.decision import Decision, Work
+from deployments.routing.fleet import Fleet
+from deployments.routing.route import route
 from engine import LLM, SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.fleet import read, until
 from tests.deployments.live import NAME, REPLICAS, ROOT, Live, live_server, settled
 from tests.deployments.test_adapters import ask
@@ -495,7 +495,7 @@ def test_two_replicas_hold_more_adapters_than_one(
     folders = [roots / "made" / f"{number}-0" for number in range(2 * SLOTS - 4)]
     seen = {}
     for policy, choose in (("adapters", route), ("load", by_load)):
-        monkeypatch.setattr("deployments.dispatcher.route", choose)
+        monkeypatch.setattr("deployments.router.dispatcher.route", choose)
         seen[policy] = asyncio.run(traffic(live, policy, folders, 120))
         record_property(f"by {policy}", seen[policy])
     record_property("adapters", len(folders))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from deployments.app import Machine, as_config, assemble, build, pools, serve_config
-from deployments.config import MantaConfig, parse_config
+from deployments.config.load import MantaConfig, parse_config
 from engine.errors import ConfigError
 from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
 
@@ -173,7 +174,10 @@ def test_http_streams_and_both_replicas_work(cluster, fake):
         assert text_of([first, *stream]) == expected
     assert json.loads(cluster.get("/fake/ready"))["status"] == "ready"
     metrics = cluster.get("/fake/metrics")
-    assert 'manta_request_success_total{model_name="tiny",finished_reason="length"} 7' in metrics
+    ended = (
+        r'manta_request_success_total{model_name="tiny",router="\S+",finished_reason="length"} 7'
+    )
+    assert re.search(ended, metrics)
     assert metrics.count("manta_num_requests_running{") == 2
 
 

@@ -1,15 +1,19 @@
 """The channel: frames whole and cheap, and closed to whoever has no secret."""
 
 import asyncio
+import logging
 import pickle
 import secrets
 import struct
 import time
+from functools import partial
 
 import msgspec
 import pytest
 
-from deployments.channel import (
+from deployments.replica.server import Relay
+from deployments.replica.watchdog import StallLimits
+from deployments.transport.channel import (
     VERSION,
     Beat,
     ChannelLimits,
@@ -20,8 +24,6 @@ from deployments.channel import (
     Submit,
     Welcome,
 )
-from deployments.relay import Relay
-from deployments.watch import StallLimits
 from engine.config import EngineConfig
 from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
@@ -179,23 +181,78 @@ def test_a_silent_stranger_is_cut_off():
     run(case())
 
 
-def test_too_many_strangers_do_not_keep_a_router_out():
-    """A port scan that locks the routers out."""
+def test_strangers_do_not_keep_a_router_out():
+    """Bug: 64 connections that only stay, from anywhere, and come again when they are cut off, kept
+    new routers out for as long as they liked."""
+
+    async def stay(port: int, source: str) -> None:
+        while True:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+            try:
+                await asyncio.sleep(0.3)
+            finally:
+                writer.close()
 
     async def case():
-        relay = Relay(FAST, StallLimits(), LocalEngine)
+        relay = Relay(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
         await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
-        pairs = [await asyncio.open_connection("127.0.0.1", relay.port) for _ in range(80)]
-        await until(lambda: len(relay._strangers) <= 64)
-        await until(lambda: not relay._strangers)
-        router = RouterSide(relay.secret)
-        await router.connect(relay.port)
-        await until(lambda: relay.num_routers == 1)
-        for _, writer in pairs:
+        sources = ["127.0.0.1"] * 30 + ["127.0.0.2"] * 60
+        strangers = [asyncio.create_task(stay(relay.port, source)) for source in sources]
+        await until(lambda: len(relay._strangers) == 64)
+        for count in range(1, 4):
+            router = RouterSide(relay.secret)
+            async with asyncio.timeout(1):
+                await router.connect(relay.port)
+                await until(lambda count=count: relay.num_routers == count)
+        assert len(relay._strangers) <= 64
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        await relay.stop()
+
+    run(case())
+
+
+def test_another_machines_strangers_do_not_take_each_others_places():
+    """Bug: who opens many connections pushes out those of others."""
+
+    async def case():
+        relay = Relay(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
+        await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
+        connect = partial(asyncio.open_connection, "127.0.0.1", relay.port)
+        quiet = [await connect(local_addr=("127.0.0.3", 0)) for _ in range(8)]
+        many = [await connect(local_addr=("127.0.0.2", 0)) for _ in range(200)]
+        await until(lambda: len(relay._strangers) == 64)
+        await asyncio.sleep(0.1)
+        addresses = [one.address for one in relay._strangers]
+        assert addresses.count("127.0.0.3") == 8
+        for _, writer in quiet + many:
             writer.close()
         await relay.stop()
 
     run(case())
+
+
+def test_strangers_do_not_fill_the_log(caplog):
+    """Bug: a line for each connection without the secret: 57 MB in 100 s."""
+
+    async def case():
+        relay = Relay(FAST, StallLimits(), LocalEngine)
+        await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
+        for _ in range(300):
+            reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+            writer.write(frame(Proof(bytes(32), bytes(32), "x")))
+            await reader.read()
+            writer.close()
+        relay._strangers._tell()  # as after ten seconds
+        await relay.stop()
+
+    with caplog.at_level(logging.INFO, "manta.replica"):
+        run(case())
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].endswith(": wrong secret") and lines[0].startswith("refused ('127.0.0.1', ")
+    assert lines[1].startswith("refused 299 connections, the last ('127.0.0.1', ")
 
 
 def test_an_overheard_proof_is_of_no_use():
@@ -332,8 +389,8 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
 
     async def case():
         from deployments.backend import GenerationRequest, ModelCard
-        from deployments.dispatcher import Dispatcher, DispatchLimits
-        from deployments.link import Endpoint, Link
+        from deployments.router.dispatcher import Dispatcher, DispatchLimits
+        from deployments.router.replica_client import Endpoint, Link
 
         rounds, size = 300, 64
         relay = Relay(FAST, StallLimits(), LocalEngine)

@@ -6,19 +6,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deployments.cli import chat, doctor, ports
-from deployments.cli.cluster import _descendants
+from deployments.cli import chat, doctor, ports, serve
 from deployments.cli.main import cli
-from deployments.planning import GIB, GPUS, Device, plan
+from deployments.cli.serving.processes import descendants
+from deployments.config.load import load_config
+from deployments.environment import make_auth_token
+from deployments.plan.memory import GIB, GPUS, Device, plan
 from engine.config import EngineConfig
 from engine.errors import ConfigError, MantaError
 from engine.model_config import ModelConfig
@@ -85,6 +89,14 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
         (("plan", "default", "--gpu", "gtx"), 2, "h100"),
         (("plan", "default", "--gpu", "0"), 2, "1 to 1024"),
         (("chat", "ftp://x"), 2, "not an address"),
+        (("serve", "default", "--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1:"),
+        (
+            ("status", "--address", "127.0.0.1:1"),
+            1,
+            "127.0.0.1:1: connection refused; `manta serve`",
+        ),
+        (("status", "--address", "nonsense"), 2, "not an address; give one like 10.0.0.1:6379"),
+        (("adapter", "list", "--url", "127.0.0.1:1"), 1, "is `manta serve` running there?"),
         (("chat", "127.0.0.1:1", "--once", "hi"), 1, "http://127.0.0.1:1 cannot be reached"),
     ],
 )
@@ -244,6 +256,51 @@ def test_chat_tells_what_the_server_did(
         list(target.stream_chat({"messages": []}))
 
 
+def test_chat_goes_on_when_its_stream_is_cut() -> None:
+    """Bug: "broke off" in the middle of an answer when a router or HAProxy is replaced."""
+    from deployments.api.app import build_asgi
+    from tests.deployments.api.asgi import CHAT
+    from tests.deployments.api.cutter import cutter
+    from tests.deployments.api.server import serve as http
+    from tests.deployments.fake_backend import FakeBackend
+
+    with http(build_asgi(FakeBackend())) as port, cutter(port) as edge:
+        target = chat.Server(f"http://127.0.0.1:{edge.port}")
+        expected = "".join(target.stream_chat(CHAT))
+        for limits in ([1500], [500, 0, 2000]):
+            edge.limits, before = list(limits), edge.connections
+            assert "".join(target.stream_chat(CHAT)) == expected
+            assert edge.connections == before + 1 + len(limits)
+        edge.limits = [0]
+        with pytest.raises(chat.ServerError, match="cannot be reached"):
+            list(target.stream_chat(CHAT))
+
+
+def test_chat_names_the_url_that_it_called(server: Callable[[Handler], str]) -> None:
+    """ ".../chat/completions answered 404": a path without the /v1 that was really asked for."""
+    url = server(lambda h, b: reply(h, 404, {"error": {"message": "gone"}}))
+    for given in (url, f"{url}/v1", f"{url}/v1/"):
+        with pytest.raises(MantaError) as raised:
+            list(chat.Server(given).stream_chat({"messages": []}))
+        assert raised.value.message == f"{url}/v1/chat/completions answered 404: gone"
+
+
+def test_status_keeps_serves_lines_to_itself() -> None:
+    """The level of Serve's logger was set, then Serve was imported, which set it back: its INFO
+    lines stood above the page."""
+    program = (
+        "import logging, types, ray\n"
+        "from deployments.cli import status\n"
+        "ray.is_initialized = lambda: True\n"
+        "status.Cluster = lambda address: types.SimpleNamespace(own=False, address=address)\n"
+        "status._join('here')\n"
+        "from ray import serve\n"
+        "assert logging.getLogger('ray.serve').level == logging.WARNING\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_chat_sends_the_key(
     server: Callable[[Handler], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +328,7 @@ def test_chat_sends_the_key(
 @pytest.fixture
 def llama_8b() -> ModelConfig:
     """Llama 3.1 8B's shape."""
-    from engine.model_config import _Reader
+    from engine.config_reader import Reader
 
     values = {
         "architectures": ["LlamaForCausalLM"],
@@ -285,14 +342,14 @@ def llama_8b() -> ModelConfig:
         "rope_theta": 500000.0,
         "torch_dtype": "bfloat16",
     }
-    return ModelConfig.from_dicts(_Reader(values, "config.json"), _Reader({}, "generation"))
+    return ModelConfig.from_dicts(Reader(values, "config.json"), Reader({}, "generation"))
 
 
 def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
     """The figures people size clusters by: 16 GB of weights, 128 KiB of KV a token."""
     result = plan(llama_8b, EngineConfig(model="x"), Device("H100", "cuda", GPUS["h100"]))
     assert result.parameters == 8_030_261_248
-    assert result.weights == 2 * result.parameters
+    assert result.weights == 2 * result.parameters + 131072 * 128 * 4  # and the rotary table
     assert result.block_bytes == 16 * 128 * 1024
     assert 0.88 * GPUS["h100"] < result.used <= 0.9 * GPUS["h100"]
     assert 380_000 < result.kv_tokens < 460_000
@@ -300,7 +357,7 @@ def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
 
 def test_plan_refuses_with_figures(llama_8b: ModelConfig) -> None:
     """Out of memory is cheapest before the download."""
-    with pytest.raises(ConfigError, match=r"does not fit on L4.* GiB are there; lower"):
+    with pytest.raises(ConfigError, match=r"does not fit on L4: .* GiB are left .*lower"):
         plan(llama_8b, EngineConfig(model="x"), Device("L4", "cuda", GPUS["l4"]))
     config = EngineConfig(model="x", max_model_len=4096, max_num_seqs=16)
     small = plan(llama_8b, config, Device("L4", "cuda", GPUS["l4"]))
@@ -314,7 +371,7 @@ def test_plan_command(default_model: Path) -> None:
     """The table is what a user sees; the numbers must be in it."""
     done = manta("plan", str(default_model), "--gpu", "cpu", "--memory", "8")
     assert done.returncode == 0, done.stderr
-    assert "0.25 GiB  bfloat16" in done.stdout
+    assert "0.31 GiB  bfloat16" in done.stdout
     assert "of 8,192 tokens" in done.stdout
     assert "replicas per node" in done.stdout
 
@@ -356,6 +413,89 @@ def test_doctor_refuses_an_open_cluster(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(check.state == "ok" for check in doctor._ray())
 
 
+@pytest.mark.parametrize(
+    ("mode", "folder", "state"),
+    [(0o600, 0o755, "ok"), (0o644, 0o755, "MISSING"), (0o644, 0o700, "note")],
+)
+def test_doctor_minds_who_may_read_the_token(
+    monkeypatch: pytest.MonkeyPatch, mode: int, folder: int, state: str
+) -> None:
+    """Bug: "ok" for a token that every user of the machine may read, as Ray makes it: whoever has
+    it runs code in the cluster."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own folders keep others out
+        path = Path(name, "auth_token")
+        path.write_text("secret")
+        path.chmod(mode)
+        Path(name).chmod(folder)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        check = next(check for check in doctor._ray() if check.name == "ray token")
+        assert check.state == state
+        assert check.way_out == ("" if state == "ok" else f"chmod 600 {path}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "given by value")
+        assert next(doctor._ray()).state == "ok"
+
+
+def test_a_token_that_we_make_is_its_owners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: `manta serve` left it to Ray, which makes it 0644. One that is there is not touched."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    make_auth_token()
+    assert not path.exists()
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    before = os.umask(0)
+    try:
+        make_auth_token()
+    finally:
+        os.umask(before)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    token = path.read_text()
+    assert len(token) == 64
+    make_auth_token()
+    assert path.read_text() == token
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("127.0.0.1", False, False),
+        ("::1", False, False),
+        ("0.0.0.0", False, True),
+        ("::", False, True),
+        ("10.0.0.7", False, True),
+        ("0.0.0.0", True, False),
+    ],
+)
+def test_a_service_on_the_network_without_keys_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    host: str,
+    keys: bool,
+    warns: bool,
+) -> None:
+    """Bug: `http.host: 0.0.0.0` without keys was served without a word, to everyone."""
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    config = tmp_path / "manta.yaml"
+    given = f"\n  api_keys_file: {file}" if keys else ""
+    config.write_text(f"model: default\nhttp:\n  host: '{host}'\n  port: 8123{given}\n")
+    found = [one for one in doctor.checks(load_config(config)) if one.name == "API keys"]
+    assert [one.state for one in found] == ["note"] * warns
+    monkeypatch.setattr(serve, "Cluster", lambda address: SimpleNamespace(own=True))
+    monkeypatch.setattr(serve, "why_not_bindable", lambda host, port: "a test")
+    with pytest.raises(ConfigError, match="a test"):
+        serve.run(str(config))
+    said = capsys.readouterr().err
+    assert ("warning: http.host" in said and "http.api_keys_file" in said) == warns
+
+
 # -- ports and processes
 
 
@@ -383,16 +523,20 @@ def test_addresses_that_are_not_ours() -> None:
 @pytest.mark.slow
 @pytest.mark.serve
 @pytest.mark.parametrize(
-    ("until", "interrupts"),
+    ("until", "number", "times"),
     [
-        ("Starting Ray", 1),
-        ("Starting the replicas", 2),
-        ("Serving", 1),
-        pytest.param("Serving", 2, marks=pytest.mark.long),
+        ("Starting Ray", signal.SIGTERM, 1),
+        ("Starting the replicas", signal.SIGINT, 2),
+        ("Serving", signal.SIGINT, 1),
+        pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c_leaves_nothing_behind(until: str, interrupts: int, default_model: Path) -> None:
-    """An orphaned engine or proxy holds the port and the GPU until somebody finds it."""
+def test_a_stop_leaves_nothing_behind(
+    until: str, number: int, times: int, default_model: Path
+) -> None:
+    """An orphaned engine or proxy holds the port and the GPU until somebody finds it. The signals
+    go to the whole group, as a terminal's and a supervisor's do: Ray ended first, and left workers.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "deployments.cli.main", "serve", str(default_model)]
@@ -403,6 +547,7 @@ def test_ctrl_c_leaves_nothing_behind(until: str, interrupts: int, default_model
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        process_group=0,
     )
     assert process.stdout is not None
     try:
@@ -412,17 +557,15 @@ def test_ctrl_c_leaves_nothing_behind(until: str, interrupts: int, default_model
             assert line, output
             output += line
         time.sleep(1)
-        children = _descendants(process.pid)
-        for _ in range(interrupts):
-            process.send_signal(signal.SIGINT)
+        children = descendants(process.pid)
+        for _ in range(times):
+            os.killpg(process.pid, number)
             time.sleep(0.2)
         rest, _ = process.communicate(timeout=20)
-        assert process.returncode in (130, -signal.SIGINT), output + rest
+        assert process.returncode == (130 if number == signal.SIGINT else 0), output + rest
         assert "Traceback" not in output + rest
-        deadline = time.monotonic() + 5
-        while alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
-            assert time.monotonic() < deadline, f"left behind: {alive}"
-            time.sleep(0.1)
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert ports.why_not_bindable("127.0.0.1", port) is None
     finally:
         process.kill()
         process.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deployments.app import assemble, cluster_environment
-from deployments.config import parse_config
+from deployments.config.load import parse_config
 from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]

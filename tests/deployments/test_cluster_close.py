@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray import serve
 
-from deployments.cli.cluster import Cluster
+from deployments.cli.serving.cluster import Cluster
 
 
 @pytest.mark.parametrize(("replaced", "deleted"), [(False, ["manta"]), (True, [])])
@@ -24,7 +24,7 @@ def test_what_was_deployed_in_its_place_stays(
     monkeypatch.setattr(serve, "get_app_handle", lambda _: handle)
     gone: list[str] = []
     monkeypatch.setattr(serve, "delete", gone.append)
-    monkeypatch.setattr("deployments.cli.cluster.forget_app", lambda _: None)
+    monkeypatch.setattr("deployments.cli.serving.cluster.forget_app", lambda _: None)
     cluster = Cluster("10.0.0.1:6379")
     cluster.note_deployment("manta")
     if replaced:

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deployments import yaml_lines
-from deployments.config import (
+from deployments.config import yaml_lines
+from deployments.config.load import (
     MantaConfig,
     environment_names,
     load_config,
@@ -37,10 +37,28 @@ def faults(folder: Path, text: str) -> list[str]:
     return [line.removeprefix(f"{path}:") for line in caught.value.message.splitlines()]
 
 
-def test_an_empty_file_is_the_defaults(tmp_path):
+def test_all_keys_have_defaults(tmp_path):
     """A demo that needs a page of settings."""
-    assert load_config(write(tmp_path, ""), {}) == MantaConfig() == parse_config(environment={})
+    given = load_config(write(tmp_path, "model: default"), {})
+    assert given == MantaConfig() == parse_config(environment={})
     assert MantaConfig().http.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# model: default\n", "---\n", "null\n"])
+def test_a_file_with_nothing_in_it_is_refused(tmp_path, text):
+    """Bug: a file that was cut short, or another than was meant, served the small default model."""
+    (found,) = faults(tmp_path, text)
+    assert found.endswith("there is nothing in it; the least is `model: default`")
+
+
+def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
+    """Bug: `num_gpus: 2` reserved two GPUs for each replica and used one, without a word."""
+    for given in ("gpu: {num_gpus: 2}", "gpu: {num_gpus: 1.5}", "cpu: {num_gpus: 64}"):
+        (found,) = faults(tmp_path, f"pools:\n  {given}")
+        assert "an engine uses one GPU" in found and "more replicas of one each" in found
+    for given in (0, 0.25, 1):
+        pools = load_config(write(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}"), {}).pools
+        assert pools["gpu"].num_gpus == given
 
 
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
@@ -200,7 +218,7 @@ def test_faults_show_quickly_and_touch_nothing_heavy(tmp_path):
     """Two seconds of imports, or a GPU taken, before the message about a typo."""
     path = write(tmp_path, "modle: default")
     code = (
-        "import sys\nfrom deployments.config import load_config\n"
+        "import sys\nfrom deployments.config.load import load_config\n"
         "from engine.errors import ConfigError\n"
         f"try: load_config({str(path)!r})\nexcept ConfigError as error: print(error)\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
@@ -247,10 +265,24 @@ def test_key_files_of_others_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no key"):
         read_api_keys(path)
     path.write_text("# comment\nabc\n  def  \n")
-    assert read_api_keys(path) == ("abc", "def")
+    assert read_api_keys(path) == (("abc", 0), ("def", 0))
     path.chmod(0o644)
     (found,) = faults(tmp_path, "http:\n  api_keys_file: keys")
     assert found.startswith("2: http.api_keys_file: ") and "chmod 600" in found
+
+
+def test_a_key_may_have_a_right_to_priority(tmp_path):
+    """A right that is read as a part of the key, which then opens nothing; a line that is told in
+    the error, with the key in it."""
+    path = tmp_path / "keys"
+    path.write_text("abc\n\ndef  priority=-8\nghi priority=2\n")
+    path.chmod(0o600)
+    assert read_api_keys(path) == (("abc", 0), ("def", -8), ("ghi", 2))
+    for wrong in ("secret priority", "secret priority=high", "secret admin", "secret priority=1 x"):
+        path.write_text(f"abc\n{wrong}\n")
+        with pytest.raises(ConfigError, match=r"keys:2: a line is a key, or .* priority=-8") as no:
+            read_api_keys(path)
+        assert "secret" not in no.value.message
 
 
 def test_every_engine_option_can_be_set_and_every_knob_says_why():

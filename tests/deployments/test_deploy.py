@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ import pytest
 import yaml  # Ray's own, with anchors, which our configuration refuses
 
 from deployments.app import as_config, cluster_environment, serve_config
-from deployments.config import load_config, parse_config
+from deployments.config.load import load_config, parse_config
+from deployments.haproxy.settings import EdgeSettings
 
 ROOT = Path(__file__).parents[2]
 AWS, GCP = ROOT / "cluster.yaml", ROOT / "deploy" / "gcp.yaml"
@@ -37,15 +39,14 @@ def prepared(path: Path) -> dict[str, Any]:
     return config
 
 
-def needed() -> dict[str, str]:
-    """What the application asks of every process of a cluster. HAProxy's files and ports are only
-    chosen where several clusters share one machine."""
-    wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), "folder")
-    return {
-        name: value
-        for name, value in wanted.items()
-        if not value.startswith("folder") and not name.endswith("_PORT")
-    }
+def needed(folder: str) -> dict[str, str]:
+    """What the application asks of every process of a cluster. HAProxy's ports are only chosen
+    where several clusters share one machine, and its settings are then all defaults."""
+    wanted = cluster_environment(parse_config({"http": {"proxy": "haproxy"}}), folder)
+    assert EdgeSettings.decode(wanted.pop("MANTA_EDGE")) == EdgeSettings(
+        host="127.0.0.1", prefix="/"
+    )
+    return {name: value for name, value in wanted.items() if not name.endswith("_PORT")}
 
 
 # -- ray up
@@ -79,20 +80,32 @@ def test_cluster_files_are_closed_and_survive_their_head(path: Path) -> None:
     assert any("RAY_AUTH_MODE=token" in command for command in config["setup_commands"])
 
 
-def test_every_process_gets_the_environment() -> None:
-    """Ray's processes read it at their start; a name left out is a slow or a cut stream."""
+def test_every_process_gets_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes read it at their start; a name left out is a slow or a cut stream, or an
+    edge that slow clients can fill."""
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     show = "import os, json; print(json.dumps(dict(os.environ)))"
     script = f". {ROOT}/deploy/environment.sh; {sys.executable} -c '{show}'"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     done = subprocess.run(["sh", "-c", script], env=clean, capture_output=True, text=True)
     given = {k: v for k, v in json.loads(done.stdout).items() if k.startswith("RAY")}
     assert given.pop("RAY_AUTH_MODE") == "token"
     assert given.pop("RAY_gcs_rpc_server_reconnect_timeout_s") == "600"
-    assert given == needed()
+    folder = Path(given["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+    try:
+        assert folder.stat().st_mode & 0o777 == 0o700 and len(str(folder)) <= 26
+        launcher = Path(given["RAY_SERVE_HAPROXY_BINARY_PATH"])
+        assert os.access(launcher, os.X_OK) and launcher.parent == folder
+        assert given == needed(str(folder))
+    finally:
+        shutil.rmtree(folder)
     (head,) = read(ROOT / "deploy" / "rayservice.yaml")["spec"]["rayClusterConfig"][
         "headGroupSpec"
     ]["template"]["spec"]["containers"]
-    assert {one["name"]: one["value"] for one in head["env"]} == needed()
+    pod = {name: value for name, value in given.items() if not value.startswith(str(folder))}
+    pod["RAY_SERVE_HAPROXY_BINARY_PATH"] = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
+    assert {one["name"]: one["value"] for one in head["env"]} == pod
 
 
 SUBNETS = [

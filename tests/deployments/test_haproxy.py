@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import json, os, shutil, socket, sys, tempfile, time
+import contextlib, json, os, shutil, signal, socket, sys, tempfile, time
 from pathlib import Path
 
 from ray import serve
 
 from deployments.app import assemble, cluster_environment, proxy
-from deployments.config import parse_config
+from deployments.cli.ports import listeners
+from deployments.config.load import parse_config
+from loadtest.chaos.server_processes import instance_at
 from tests.deployments.serve_cluster import fake_engine, ray_and_serve, tiny_model
 
 folder = Path(tempfile.mkdtemp(prefix="h"))
@@ -68,6 +70,34 @@ with ray_and_serve() as cluster:
     handle = serve.get_app_handle("manta")  # this driver has the usual settings
     answer = handle.generate.remote({**body, "max_tokens": 30}).result()
     assert answer["choices"] == whole["choices"]
+    if sys.argv[1] == "haproxy":
+        (haproxy,) = instance_at(f"http://127.0.0.1:{cluster.port}").find("haproxy")
+        inodes = set()
+        for entry in Path(f"/proc/{haproxy.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(entry))
+        open_ = [one for one in listeners() if f"socket:[{one.inode}]" in inodes]
+        assert len(open_) == 3 and {one.address for one in open_} == {"127.0.0.1"}, open_
+        (admin,) = folder.rglob("admin.sock")
+        assert admin.stat().st_mode & 0o777 == 0o600 and admin.parent.stat().st_mode & 0o077 == 0
+        answer = raw(cluster.port, b"OPTIONS * HTTP/1.1\\r\\nHost: a")
+        assert b" 404 " in answer and b'"code":"not_found"' in answer, answer
+        # Serve's actor that owns haproxy: its streams end, and the next one serves.
+        stream = cluster.stream(path, **body, max_tokens=100)
+        first = next(stream)
+        owner = next(one for one in instance_at(f"http://127.0.0.1:{cluster.port}").processes()
+                     if one.pid == haproxy.parent)
+        assert "HAProxyManager" in owner.title, owner
+        owner.send(signal.SIGKILL)
+        assert len(list(stream)) > 90
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                if json.loads(cluster.get("/ready"))["status"] == "ready":
+                    break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
     pieces = list(handle.options(stream=True).stream.remote({**body, "max_tokens": 30}))
     assert len(pieces) > 20
 shutil.rmtree(folder)

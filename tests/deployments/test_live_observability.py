@@ -12,9 +12,10 @@ import pytest
 
 from deployments.app import assemble
 from deployments.cli import status
-from deployments.config import parse_config
-from deployments.replica import ReplicaSettings
+from deployments.config.load import parse_config
+from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
+from tests.deployments.live import parse_metrics
 from tests.deployments.serve_cluster import FAKE, Cluster, ray_and_serve, tiny_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -138,6 +139,31 @@ def test_status_of_a_running_application(cluster: Cluster) -> None:
     status.page(json.loads(json.dumps(found)))
     with pytest.raises(status.ClusterError, match=APP):
         status.look("other")
+
+
+def test_metrics_are_of_all_routers_whichever_answers(cluster: Cluster) -> None:
+    """A scrape of the port was one of two routers in turn, and its counters went back and forth."""
+    last: dict[str, float] = {}
+    took = []
+    for number in range(24):
+        if number % 3 == 0:
+            ask(cluster, f"scraped-{number}")
+        began = time.monotonic()
+        found = parse_metrics(cluster.get("/metrics"))
+        took.append(time.monotonic() - began)
+        names = {match[1] for name in found if (match := re.search(r'router="([^"]+)"', name))}
+        assert len(names) == 2
+        for name, value in found.items():
+            if name.split("{")[0].endswith(("_total", "_bucket", "_count", "_sum")):
+                assert value >= last.get(name, 0.0), name
+                last[name] = value
+        engines = [name for name in found if name.startswith("manta_engine_steps_total{")]
+        assert len(engines) == 2
+    took.sort()
+    print(f"a scrape takes {1000 * took[12]:.1f} ms, {1000 * took[-1]:.1f} at most")
+    assert took[12] < 0.5
+    models = {cluster.get("/v1/models") for _ in range(12)}
+    assert len(models) == 1  # `created` was the start of whichever router answered
 
 
 def test_metrics_reach_rays_exporter(cluster: Cluster) -> None:

@@ -18,7 +18,6 @@ from tests.deployments.live import (
     NAME,
     REPLICAS,
     ROOT,
-    ROUTERS,
     Live,
     grown,
     holdings,
@@ -46,6 +45,8 @@ def test_requests_leave_nothing_behind(live: Live, count: int) -> None:
     """A leak of blocks, tasks, ledger entries or file handles in some interleaving of tokens,
     ends and clients that leave."""
     asyncio.run(load(live.port, 80, AT_ONCE, seed=1))  # lazy imports, threads, connections
+    for _ in range(8):  # those between routers too, whichever is asked
+        live.metrics()
     settled(lambda: quiet(live))
     before, counted = holdings(live), live.metrics()
     began = time.monotonic()
@@ -227,8 +228,7 @@ def test_health_and_metrics_before_and_after_work(live: Live) -> None:
     assert moved("manta_inter_token_latency_seconds_count") == 4 * 2 * 4
     assert moved("manta_request_generation_tokens_sum") == 40
     assert moved("manta_http_requests_total", 'route="/v1/completions"', 'status="200"') == 4
-    # Both routers know the state that each replica came to rest with.
-    assert moved("manta_engine_generation_tokens_total") == ROUTERS * 4 * 2 * 5
+    assert moved("manta_engine_generation_tokens_total") == 4 * 2 * 5
     usage = [value for name, value in live.metrics().items() if "kv_cache_usage" in name]
     assert usage == [0.0] * REPLICAS
     assert live.get("/health")[0] == live.get("/ready")[0] == 200

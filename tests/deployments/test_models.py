@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments import models
-from deployments.gguf import convert
-from deployments.models import check_model, resolve_model
+from deployments.checkpoints import resolve as models
+from deployments.checkpoints.gguf import convert
+from deployments.checkpoints.resolve import check_model, resolve_model
 from engine.errors import ConfigError
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
@@ -203,7 +203,7 @@ def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
     """Dropping rope_freqs.weight makes Llama 3.1 fall apart after a few thousand tokens, and only
     there.
     """
-    from deployments import gguf as module
+    from deployments.checkpoints import gguf as module
 
     head_dim, base, factor = 128, 500000.0, 8.0
     wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)

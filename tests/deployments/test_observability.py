@@ -9,7 +9,7 @@ import pytest
 
 from deployments.backend import BackendState
 from deployments.cli.status import Look, page, summarise
-from deployments.metrics import (
+from deployments.observe.metrics import (
     PREFIX,
     SCALING_HELP,
     RouterMetrics,
@@ -27,7 +27,7 @@ def exported() -> set[str]:
     """Names that Ray's exporter gives ours."""
     names = {PREFIX + name for name in SCALING_HELP}
     state = BackendState()
-    for family in (*families(RouterMetrics(), state), *replica_families({"": EngineStats()})):
+    for family in (*families(RouterMetrics(), state), *replica_families(EngineStats())):
         if family.kind == "histogram":
             names |= {family.name + suffix for suffix in ("_bucket", "_sum", "_count")}
         else:
@@ -107,7 +107,9 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
 
 def test_standard_names_are_there() -> None:
     """Dashboards and alerts that people bring along look for them."""
-    text = render(RouterMetrics(), BackendState({"r": EngineStats()}), "m")
+    text = render(
+        (*families(RouterMetrics(), BackendState()), *replica_families(EngineStats())), "m"
+    )
     for name in (
         "num_requests_running",
         "num_requests_waiting",
@@ -154,19 +156,19 @@ class FakeMetric:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
-    from deployments import serve_metrics
+    from deployments.observe import ray_exporter
 
     found: dict[str, FakeMetric] = {}
     for kind in ("Counter", "Gauge"):
         monkeypatch.setattr(
-            serve_metrics.ray_metrics, kind, type(kind, (FakeMetric,), {"made": found})
+            ray_exporter.ray_metrics, kind, type(kind, (FakeMetric,), {"made": found})
         )
     return found
 
 
 async def test_counters_go_on_and_histograms_are_whole(made: dict[str, FakeMetric]) -> None:
     """A counter that is counted twice at each export; a histogram whose buckets are not sums."""
-    from deployments.serve_metrics import ServeExport
+    from deployments.observe.ray_exporter import ServeExport
 
     metrics = RouterMetrics()
     export = ServeExport(lambda: families(metrics, BackendState(in_flight=3)))
@@ -195,7 +197,7 @@ async def test_counters_go_on_and_histograms_are_whole(made: dict[str, FakeMetri
 
 def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
     """A policy that swings, which nobody sees in the number of replicas."""
-    from deployments.serve_metrics import ScalingExport
+    from deployments.observe.ray_exporter import ScalingExport
 
     export = ScalingExport("manta")
     limits = {"gpu": (0, 3), "cpu": (0, 1)}
@@ -222,7 +224,7 @@ def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
 
 def test_pools_with_a_policy_each_are_counted(made: dict[str, FakeMetric]) -> None:
     """Each policy tells of its own pool, and the other's number is forgotten: nothing changes."""
-    from deployments.serve_metrics import ScalingExport
+    from deployments.observe.ray_exporter import ScalingExport
 
     export = ScalingExport("manta")
     for target in (1, 2, 3):

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from deployments.channel import RouterEnd, Submit
-from deployments.dispatcher import DispatchLimits
-from deployments.relay import Relay
-from deployments.watch import StallLimits
+from deployments.replica.server import Relay
+from deployments.replica.watchdog import StallLimits
+from deployments.router.dispatcher import DispatchLimits
+from deployments.transport.channel import RouterEnd, Submit
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Abort, EngineRequest, Failed, StepFrame
@@ -275,5 +275,34 @@ def test_a_start_that_fails_says_why():
         with pytest.raises(ConfigError, match="told not to start"):
             await relay.start(EngineConfig(model="fake:fail_start=true"), "127.0.0.1")
         await relay.stop()
+
+    run(case())
+
+
+def test_each_router_is_told_which_of_its_requests_the_figures_count():
+    """A router that hears of another's requests, or of its own twice or never: its bookings end too
+    early or not at all, and a replica is given its rows twice or looks full for ever."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            relay = await fleet.add("r0")
+            one, other = await Router().connect(relay), await Router().connect(relay)
+            for id in range(3):
+                one.submit(id, max_tokens=4)
+                other.submit(id + 1, max_tokens=400)  # the other's numbers are its own
+            await until(lambda: len([id for f in other.frames for id in f.taken]) == 3)
+            await until(lambda: one.finish(2) != "")
+            assert sorted(id for frame in one.frames for id in frame.taken) == [0, 1, 2]
+            assert sorted(id for frame in other.frames for id in frame.taken) == [1, 2, 3]
+            for frame in one.frames + other.frames:
+                assert frame.stats.running >= len(frame.taken)
+            fleet.engines["r0"].pace = 0.5  # a long step begins
+            await asyncio.sleep(0.05)
+            seen = len(one.frames)
+            one.submit(7)
+            await asyncio.sleep(0.3)
+            assert len(one.frames) > seen, "beats, with the old figures"
+            assert not any(frame.taken for frame in one.frames[seen:])
+            await until(lambda: 7 in [id for frame in one.frames for id in frame.taken])
 
     run(case())

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from deployments.backend import GenerationRequest
-from deployments.channel import ChannelLimits
-from deployments.dispatcher import DispatchLimits
-from deployments.ledger import Entry
-from deployments.metrics import RouterMetrics
+from deployments.observe.metrics import RouterMetrics
+from deployments.router.dispatcher import DispatchLimits
+from deployments.router.inflight import Entry
+from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
 from engine.sampling_params import SamplingParams
@@ -36,6 +36,28 @@ def test_two_replicas_share_the_load_and_every_choice_gets_its_own_tokens():
                 assert tokens == {0: WHOLE[0], 1: WHOLE[0]}
             assert fleet.load() == {"r0": 0, "r1": 0}
             assert fleet.dispatcher.state().in_flight == 0
+
+    run(case())
+
+
+def test_a_row_is_not_given_twice_during_a_long_step():
+    """What was sent is forgotten while the replica is in a step that takes longer than those before
+    it: its beats say the old figures again, and as many as were sent are sent once more."""
+
+    async def case():
+        async with Fleet(1, rows=8) as fleet:
+            await read(fleet.generate(max_tokens=5))  # steps are known to be quick
+            fleet.engines["r0"].pace = 0.8
+            entries = [fleet.generate() for _ in range(16)]
+            state = fleet.dispatcher._links["r0"].state
+            for _ in range(7):
+                await asyncio.sleep(0.1)
+                assert state.booked == 10 and state.room() <= 0
+                assert len(fleet.engines["r0"].requests) == 11, "8 rows, 2 to spare, the first one"
+            fleet.engines["r0"].pace = 0.002
+            for tokens in await asyncio.gather(*map(read, entries)):
+                assert tokens == WHOLE
+            assert (state.booked, state.held) == (0, 0)
 
     run(case())
 
@@ -345,7 +367,7 @@ def test_a_draining_replica_gets_nothing_new_and_hands_over_what_does_not_end():
             long = [fleet.generate(max_tokens=1000) for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
             drain = asyncio.create_task(fleet.relays["r0"].drain(0.3))
-            await until(lambda: fleet.dispatcher._links["r0"].stats.draining)
+            await until(lambda: fleet.dispatcher._links["r0"].state.stats.draining)
             seen = len(fleet.engines["r0"].requests)
             short = [fleet.generate() for _ in range(6)]
             assert await asyncio.gather(*map(read, short)) == [WHOLE] * 6
@@ -370,7 +392,7 @@ def test_a_replica_that_serve_takes_out_finishes_and_is_left():
             assert await asyncio.gather(*map(read, entries)) == [WHOLE] * 4
             await until(lambda: fleet.relays["r0"].num_routers == 0)
             assert fleet.dispatcher.metrics.migrations.values[()] == 0
-            assert not fleet.dispatcher._closing
+            assert not fleet.dispatcher._links.closing
 
     run(case())
 

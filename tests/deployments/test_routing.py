@@ -2,17 +2,18 @@
 
 import time
 from collections import Counter
+from itertools import count
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.decision import Decision, Work
-from deployments.fleet import Fleet
-from deployments.prefix_index import LINK_BYTES, STRIDE, PrefixIndex, chain, pack, unpack
-from deployments.routing import route
-from deployments.steps import Cost, StepModel
+from deployments.routing.decision import Decision, Work
+from deployments.routing.fleet import Fleet
+from deployments.routing.prefix_index import LINK_BYTES, STRIDE, PrefixIndex, chain, pack, unpack
+from deployments.routing.route import route
+from deployments.routing.step_cost import Cost, StepModel
 from engine.messages import EngineStats
 
 WORK = Work(prompt_tokens=100, max_tokens=64)
@@ -28,11 +29,24 @@ def fleet(**replicas: EngineStats) -> Fleet:
     """Replicas of one speed, heard of at second 0."""
     made = Fleet()
     for name, figures in replicas.items():
-        made.add(name, "gpu", step_tokens=512, adapter_slots=2)
-        made.replicas[name].steps.cost = FAST
-        made.set_available(name, True)
-        made.observe(name, figures, 0.0)
+        made.add(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
+        made.opened(made.replicas[name], 0.0)
+        see(made, name, figures)
     return made
+
+
+def see(made: Fleet, name: str, figures: EngineStats, now: float = 0.0, taken=()) -> None:
+    made.observe(made.replicas[name], figures, taken, now)
+
+
+_choices = count(1)
+
+
+def sent(made: Fleet, decision: Decision, work: Work, now: float = 0.0) -> int:
+    """The choice's number."""
+    choice = next(_choices)
+    made.send(made.replicas[decision.replica], [choice], decision, work, now)
+    return choice
 
 
 def choose(made: Fleet, work: Work = WORK, now: float = 0.0, **more) -> Counter:
@@ -42,7 +56,7 @@ def choose(made: Fleet, work: Work = WORK, now: float = 0.0, **more) -> Counter:
 
 def send(made: Fleet, work: Work, now: float = 0.0, seed: int = 0) -> Decision:
     decision = route(work, made, Random(seed), now)
-    made.send(decision, work, now)
+    sent(made, decision, work, now)
     return decision
 
 
@@ -69,9 +83,9 @@ def test_a_slow_replica_gets_work_only_when_the_fast_one_is_behind():
     """A CPU replica that is given half of the traffic because it is idle."""
     made = fleet(gpu=stats(running=20), cpu=stats())
     made.replicas["cpu"].steps.cost = Cost(0.03, 0.005, 0.001)
-    made.observe("cpu", stats(), 0.0)
+    see(made, "cpu", stats(), 0.0)
     assert choose(made) == {"gpu": 100}
-    made.observe("gpu", stats(running=20, waiting_tokens=100_000), 0.0)
+    see(made, "gpu", stats(running=20, waiting_tokens=100_000), 0.0)
     assert choose(made) == {"cpu": 100}
 
 
@@ -80,12 +94,27 @@ def test_what_was_just_sent_counts_until_the_figures_contain_it():
     made = fleet(a=stats(), b=stats(waiting_tokens=500))
     counts = Counter(send(made, WORK, seed=n).replica for n in range(20))
     assert min(counts.values()) > 5
-    before = made.replicas["a"].booked_tokens
+    one = made.replicas["a"]
+    before, fixed = one.booked, made.terms[0, one.row]
     assert before > 0
-    made.observe("a", stats(), 0.001)
-    assert made.replicas["a"].booked_tokens == before
-    made.observe("a", stats(), 1.0)
-    assert made.replicas["a"].booked_tokens == 0 == made.replicas["a"].booked_sequences
+    see(made, "a", stats(), 30.0)
+    assert one.booked == before and made.terms[0, one.row] == fixed, "an old figure, said again"
+    see(made, "a", stats(), 31.0, list(one._booked))
+    assert one.booked == 0 == one.uncached_tokens and made.terms[0, one.row] < fixed
+
+
+def test_what_is_taken_back_before_it_was_counted_counts_no_more():
+    """A thousand requests whose clients left at once, and their replica is avoided for it."""
+    made = fleet(a=stats())
+    one = made.replicas["a"]
+    fixed = made.terms[0, one.row]
+    decision = route(WORK, made, Random(0), 0.0)
+    made.send(one, [1, 2], decision, Work(100, 64, 2), 0.0)
+    assert (one.booked, one.booked_tokens, one.uncached_tokens) == (2, 200, 100)
+    assert made.terms[0, one.row] > fixed
+    made.unbook(one, 1)
+    made.unbook(one, 2)
+    assert made.terms[0, one.row] == fixed
 
 
 def test_what_does_not_fit_waits_elsewhere():
@@ -99,7 +128,7 @@ def test_silence_of_a_busy_replica_counts_as_waiting():
     """A hanging replica that looks attractive because its last figures were good."""
     made = fleet(a=stats(running=1), b=stats(running=2, waiting_tokens=1000))
     assert choose(made, now=0.01) == {"a": 100}
-    made.observe("b", stats(running=2, waiting_tokens=1000), 3.0)
+    see(made, "b", stats(running=2, waiting_tokens=1000), 3.0)
     assert choose(made, now=3.0) == {"b": 100}
 
 
@@ -109,10 +138,10 @@ def test_who_has_the_prefix_gets_it_until_it_is_too_busy():
     first = send(made, prompt(1))
     assert first.reason == "owner" and first.cached == 0
     for name in "abc":
-        made.observe(name, stats(), 1.0)
+        see(made, name, stats(), 1.0)
     again = route(prompt(1), made, Random(5), 1.0)
     assert (again.replica, again.reason, again.cached) == (first.replica, "prefix", 8 * STRIDE)
-    made.observe(first.replica, stats(running=60, waiting_tokens=50_000), 1.0)
+    see(made, first.replica, stats(running=60, waiting_tokens=50_000), 1.0)
     moved = route(prompt(1), made, Random(5), 1.0)
     assert moved.replica != first.replica and moved.reason == "spill"
 
@@ -151,18 +180,20 @@ def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
     made = fleet(a=stats(adapters=["x", "y"]), b=stats(adapters=["z", "w"]))
     for name in ("w", "w", "w", "y"):
         made.popularity.count(name, 0.0)
-    made.observe("a", stats(adapters=["x", "y"]), 0.0)
-    made.observe("b", stats(adapters=["z", "w"]), 0.0)
+    see(made, "a", stats(adapters=["x", "y"]), 0.0)
+    see(made, "b", stats(adapters=["z", "w"]), 0.0)
     decision = route(Work(100, 64, adapter="x"), made, Random(0), 0.0)
     assert (decision.replica, decision.reason, decision.loads) == ("a", "adapter", False)
     decision = route(Work(100, 64, adapter="new"), made, Random(0), 0.0)
     assert (decision.replica, decision.loads) == ("a", True)  # y is wanted less than w
-    made.send(decision, Work(100, 64, adapter="new"), 0.0)
-    assert made.replicas["a"].adapters == ("new", "x")
-    made.observe("a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
-    assert "new" in made.replicas["a"].adapters
-    made.observe("a", stats(adapters=["x", "y"]), 1.0)
-    assert made.replicas["a"].adapters == ("x", "y")
+    choice = sent(made, decision, Work(100, 64, adapter="new"))
+    one = made.replicas["a"]
+    assert made.adapters_of(one) == ("new", "x")
+    see(made, "a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
+    assert "new" in made.adapters_of(one)
+    made.unbook(one, choice)
+    see(made, "a", stats(adapters=["x", "y"]), 1.0)
+    assert made.adapters_of(one) == ("x", "y")
 
 
 def test_unavailable_avoided_and_other_replicas():
@@ -171,9 +202,9 @@ def test_unavailable_avoided_and_other_replicas():
     assert choose(made, among=["b"]) == {"b": 100}
     assert choose(made, avoid="a") == {"b": 100}
     assert choose(made, among=["a"], avoid="a") == {"a": 100}
-    made.observe("a", stats(draining=True), 0.0)
+    see(made, "a", stats(draining=True), 0.0)
     assert choose(made) == {"b": 100}
-    made.lost("b")
+    made.lost(made.replicas["b"])
     assert choose(made) == {None: 100}
     assert route(WORK, Fleet(), Random(0), 0.0) is None
 
@@ -182,15 +213,15 @@ def test_a_replica_that_left_leaves_nothing():
     """A new replica in the row of an old one that seems to hold the old one's prefixes."""
     made = fleet(a=stats(adapters=["x"]))
     send(made, prompt(1))
-    made.remove("a")
+    made.remove(made.replicas["a"])
     assert len(made.index) == 0 and not made.holders["x"]
     assert choose(made) == {None: 100}
     made.add("b", "gpu", step_tokens=512)
-    made.set_available("b", True)
+    made.opened(made.replicas["b"], 0.0)
     assert route(prompt(1), made, Random(0), 0.0).cached == 0
     for n in range(40):  # and rows are added beyond the first table
         made.add(f"more{n}", "gpu", step_tokens=512)
-        made.set_available(f"more{n}", True)
+        made.opened(made.replicas[f"more{n}"], 0.0)
     assert len(choose(made)) > 10
 
 
@@ -323,16 +354,16 @@ def test_the_choice_is_available(snapshots, tokens, output, n, adapter):
         return
     assert decision.replica in available
     assert decision.seconds < float("inf") and decision.loads <= adapter
-    made.send(decision, work, 0.0)
+    sent(made, decision, work)
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize(("count", "limit"), [(64, 50e-6), (1000, 500e-6)])
-def test_a_decision_is_quick(count, limit, record_property):
+@pytest.mark.parametrize(("replicas", "limit"), [(64, 50e-6), (1000, 500e-6)])
+def test_a_decision_is_quick(replicas, limit, record_property):
     """A loop over the replicas in Python. The bound here is generous, for busy machines."""
-    made = fleet(**{f"r{n}": stats(running=n % 40, waiting_tokens=n * 7) for n in range(count)})
+    made = fleet(**{f"r{n}": stats(running=n % 40, waiting_tokens=n * 7) for n in range(replicas)})
     work = prompt(1, 32)
-    for n in range(count):
+    for n in range(replicas):
         made.index.add(work.links[: n % 9], n)
     best, dice = float("inf"), Random(0)
     for _ in range(20):
@@ -341,5 +372,5 @@ def test_a_decision_is_quick(count, limit, record_property):
             route(work, made, dice, 0.0)
         best = min(best, (time.process_time() - began) / 50)
     record_property("microseconds", best * 1e6)
-    print(f"{count} replicas: {best * 1e6:.0f} us a decision")
+    print(f"{replicas} replicas: {best * 1e6:.0f} us a decision")
     assert best < 3 * limit

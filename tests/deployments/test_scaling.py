@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.autoscaling import PoolPolicy, PoolsPolicy, Rates, _demand
-from deployments.scaling import Demand, Memory, Pool, Promise, Seen, decide
+from deployments.scaling.decide import Demand, Memory, Pool, Promise, Seen, decide
+from deployments.scaling.policy import PoolPolicy, PoolsPolicy, Rates, _demand
 
 GPU = Pool(10_000, 5_000, start_seconds=30, price=1.0, maximum=20)
 GPU_60 = replace(GPU, maximum=60)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments import replica
-from deployments.models import Identity
+from deployments.checkpoints.resolve import Identity
+from deployments.replica import deployment
 from engine.errors import Overloaded
 from tests.deployments.fleet import PROMPT, Fleet, read, text, until
 
@@ -72,8 +72,8 @@ def test_what_comes_after_the_farewell_is_given_back():
         async with Fleet(2) as fleet:
             link = fleet.dispatcher._links["r0"]
             fleet.relays["r0"].hand_over()
-            link.stats.draining = False  # the news has not come yet
-            fleet.dispatcher._fleet.set_available("r0", True)
+            link.state.stats.draining = False  # the news has not come yet
+            fleet.dispatcher._fleet.opened(link.state, 0.0)
             entries = [fleet.generate() for _ in range(8)]
             read_all = asyncio.gather(*map(read, entries))
             assert await read_all == [{0: text(len(PROMPT), 50)}] * 8
@@ -114,7 +114,7 @@ def test_replicas_with_another_tokenizer_are_left_to_their_routers():
     async def case():
         async with Fleet(0) as fleet:
             dispatcher = fleet.dispatcher
-            dispatcher._vocabulary = "mine"
+            dispatcher._links._vocabulary = "mine"
             await fleet.add("r0")
             dispatcher.set_replicas({"r0": told(fleet, "r0", tokenizer="other")})
             waiting = fleet.generate()
@@ -181,11 +181,11 @@ def test_a_notice_with_a_deadline_hands_over_before_it(monkeypatch: pytest.Monke
             calls.append(("hand over", time.time() - began))
 
     deadlines = iter([{}, {"other": 1}, {"here": int(began * 1000) + 600}])
-    monkeypatch.setattr(replica, "_draining_nodes", lambda: next(deadlines))
-    monkeypatch.setattr(replica, "_NOTICE_SECONDS", 0.05)
-    monkeypatch.setattr(replica, "_BEFORE_DEADLINE", 0.2)
+    monkeypatch.setattr(deployment, "_draining_nodes", lambda: next(deadlines))
+    monkeypatch.setattr(deployment, "_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(deployment, "_BEFORE_DEADLINE", 0.2)
     here = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(replica, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    run(replica.EngineReplica._await_notice(SimpleNamespace(_relay=Told())))
+    monkeypatch.setattr(deployment, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    run(deployment.EngineReplica._await_notice(SimpleNamespace(_relay=Told())))
     assert [what for what, _ in calls] == ["refuse", "hand over"]
     assert calls[0][1] < 0.35 < calls[1][1] < 0.6

@@ -11,6 +11,7 @@ from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
+from kernels.metadata import LoraStep
 from tests.kernels.layout import lay_out
 
 SIZES: dict[str, Any] = {
@@ -63,13 +64,16 @@ class Paged:
         self.kv = [(keys, values) for keys, values in stores]
 
     @torch.inference_mode()
-    def run(self, *entries: tuple[Tensor, list[int], int]) -> list[Tensor]:
+    def run(
+        self, *entries: tuple[Tensor, list[int], int], lora: LoraStep | None = None
+    ) -> list[Tensor]:
         """entries: (all token ids, block ids, start); computes from start to the end of each."""
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )
         for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
             setattr(meta, name, getattr(meta, name).to(self.device))
+        meta.lora = lora
         self.kernels.prepare(meta, self.model.config.num_heads, self.kv[0][0])
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, meta, self.kv))

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.batch import Batch
 from engine.messages import EngineRequest
-from engine.request import Phase, Request
+from engine.scheduling.request import Phase, Request
 from tests.fakes import (
     VIRTUAL,
     Output,

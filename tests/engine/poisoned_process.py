@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine import process
 from engine.config import EngineConfig
+from engine.process import main as process
 
 AT = 12  # steps
 

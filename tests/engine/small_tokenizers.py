@@ -11,8 +11,8 @@ from tokenizers import (
     trainers,
 )
 
-from engine.chat_template import ChatTemplate
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

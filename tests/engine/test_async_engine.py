@@ -13,7 +13,7 @@ import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, RequestReleased
-from engine.outputs import RequestStatus
+from engine.library.outputs import RequestStatus
 from tests.engine import small_tokenizers
 
 FIRST, VOCAB = 32, 390

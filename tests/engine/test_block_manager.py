@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine import block_manager as module
-from engine.block_manager import BlockManager
-from engine.lora.adapter import Adapter
+from engine.lora.tiers.adapter import Adapter
 from engine.messages import AdapterInfo
-from engine.prefix_hash import extend_hashes, root_hash
-from engine.request import Request
+from engine.scheduling import block_manager as module
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.request import Request
 from tests.fakes import make_config, make_request
 
 SIZE = 4

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import BlockingEngineClient, EngineClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.messages import EngineRequest, StepFrame
+from engine.process.client import BlockingEngineClient, EngineClient
 from engine.sampling_params import SamplingParams
 
 FAKE = EngineConfig(model="fake:")

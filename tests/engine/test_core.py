@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from deployments.metrics import REPLICA_METRICS
+from deployments.observe.metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
-from engine.busy import BusyTime
-from engine.core import EngineCore
 from engine.messages import EngineRequest
-from engine.request import Request
+from engine.scheduling.core import EngineCore
+from engine.scheduling.request import Request
+from engine.scheduling.step_timer import BusyTime
 from tests.fakes import (
     VOCAB,
     collect,
@@ -384,7 +384,9 @@ def test_prompt_tokens_count_when_they_are_computed() -> None:
 def test_seconds_without_work_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the pause between two requests makes the second one's step look slow; or the time
     between two steps is lost."""
-    monkeypatch.setattr("engine.busy.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(
+        "engine.scheduling.step_timer.time", SimpleNamespace(perf_counter=lambda: now)
+    )
     busy, now = BusyTime(), 12.0
     busy.stepped(10.0, result=False, more=True)  # launched; its result is the next step's
     assert (busy.step, busy.total) == (2.0, 0.0)

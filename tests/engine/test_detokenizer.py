@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import ChoiceDecoder
 from engine.sampling_params import SamplingParams
-from engine.text_stream import TextStream
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import ChoiceDecoder
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
 from tests.engine import small_tokenizers
 
 make = {

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import first_start
 from engine.config import EngineConfig
-from engine.first_start import FirstStart, cache_folder
+from engine.layers.build import Builder
 from engine.model_config import ModelConfig
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
+from engine.process import first_start
+from engine.process.first_start import FirstStart, cache_folder
 from engine.quantization.method import DenseCuda
 from engine.runner import inputs
 from engine.runner.graphs import StepGraphs
@@ -153,7 +154,7 @@ class _Unpinned:
         self.array = self.tensor.numpy()
 
 
-def runner_of(model: Llama, config: ModelConfig, rows: RequestRows, layers: int) -> ModelRunner:
+def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: int) -> ModelRunner:
     """As CUDA has it, with its tensors on the CPU."""
     device = torch.device("cpu")
     sampler = Sampler(SEQS + 1, config.vocab_size, device)
@@ -211,10 +212,11 @@ def test_what_a_start_launches_has_been_collected(
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
     config = ModelConfig.from_folder(model)
     method = DenseCuda(kernels.cuda)
-    whole = Llama(
-        config, torch.bfloat16, torch.bfloat16, torch.device("cpu"), kernels.cuda, method, method,
-        TensorParallelGroup(), 0,
+    build = Builder(
+        config, kernels.cuda, method, TensorParallelGroup(),
+        torch.bfloat16, torch.bfloat16, torch.device("cpu"),
     )  # fmt: skip
+    whole = Decoder(build, method, virtual_tokens=0)
     rows = RequestRows.allocate(SEQS, 256, 16, torch.device("cpu"))
     with compilers.collecting():
         runner_of(whole.one_layer(), config, rows, 1).launch_everything(SIZES)

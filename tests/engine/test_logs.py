@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.messages import EngineRequest, StepFrame
+from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 from tests.fakes import Inline, make_core, make_request, make_store, run
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, MantaError
 from engine.messages import EngineRequest, StepFrame
+from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 
 MODEL = {
@@ -74,7 +74,7 @@ def test_f9_a_poisoned_device_ends_the_process(
     spawn = subprocess.Popen
 
     def spawn_poisoned(command: list[str], **more: Any) -> Any:
-        assert command[1:] == ["-m", "engine.process"]
+        assert command[1:] == ["-m", "engine.process.main"]
         return spawn([sys.executable, "-m", "tests.engine.poisoned_process"], **more)
 
     async def case() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.architectures import ARCHITECTURES
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 from engine.models.registry import MODELS, build_model
@@ -67,7 +68,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model_type, changes = MODELS_UNDER_TEST[name]
     theirs = save_checkpoint(tmp_path, model_type, **changes)
     model = load_model(tmp_path)
-    assert model.config.num_parameters() == sum(p.numel() for p in theirs.parameters())
+    assert model.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert model.config.head_dim == theirs.model.layers[0].self_attn.head_dim
     ids = torch.randint(3, 101, (40,))
     want = theirs(ids[None]).logits[0]
@@ -141,10 +142,13 @@ def test_indivisible_shards_are_refused() -> None:
 
 
 def test_every_architecture_has_a_model() -> None:
-    """An architecture that the configuration accepts and the registry does not know fails late."""
-    from engine.model_config import ARCHITECTURES
-
-    assert set(MODELS) == set(ARCHITECTURES)
+    """An architecture that the configuration accepts and the registry does not know fails late, and
+    so does a switch that is none."""
+    fields = ModelConfig.__dataclass_fields__.keys()
+    for name, architecture in ARCHITECTURES.items():
+        assert name == architecture.name
+        assert architecture.network in MODELS
+        assert set(architecture.switches) <= fields
 
 
 def written(tmp_path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:

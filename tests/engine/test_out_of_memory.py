@@ -12,8 +12,8 @@ import torch
 from engine import factory
 from engine.batch import Batch, OutOfMemory
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.scheduling.core import EngineCore
 from tests.fakes import FakeRunner, _Step, expected, make_config, make_request, run
 
 MODEL = {

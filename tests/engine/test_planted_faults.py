@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine import block_manager, core, queue, request, scheduler
-from engine.block_manager import BlockManager
-from engine.core import EngineCore
-from engine.decode_group import DecodeGroup
-from engine.prefix_hash import extend_hashes, root_hash
-from engine.request import Request
-from engine.scheduler import Release, Scheduler
+from engine.scheduling import block_manager, core, queue, request, scheduler
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.core import EngineCore
+from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.prefix_hash import extend_hashes, root_hash
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Release, Scheduler
 from tests.engine import test_block_manager, test_core, test_scheduler
 from tests.engine.driver import random_run
 
@@ -334,7 +334,7 @@ def three_steps_are_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def the_peak_is_sorted_upside_down(patch: pytest.MonkeyPatch) -> None:
-    from engine import admission
+    from engine.scheduling import admission
 
     class Upside:
         def __getattr__(self, name: str) -> Any:

@@ -14,11 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine import process
-from engine.client import BlockingEngineClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
-from engine.fake import FakeCore
 from engine.messages import (
     Abort,
     Control,
@@ -27,14 +24,17 @@ from engine.messages import (
     FromEngine,
     StepFrame,
 )
-from engine.process import EngineLoop
+from engine.process import main
+from engine.process.client import BlockingEngineClient
+from engine.process.fake import FakeCore
+from engine.process.main import EngineLoop
 from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
 PARENT = """
 import sys, threading, time
-from engine.client import BlockingEngineClient
+from engine.process.client import BlockingEngineClient
 from engine.config import EngineConfig
 client = BlockingEngineClient(lambda frame: None)
 def start():
@@ -216,7 +216,7 @@ def test_one_frame_a_step_and_a_check_when_idle(loop: Loop) -> None:
 
 def test_an_idle_core_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes due by the clock, such as adapters that leave memory, waits for a request."""
-    monkeypatch.setattr(process, "IDLE_MS", 10)
+    monkeypatch.setattr(main, "IDLE_MS", 10)
     loop = Loop()
     try:
         assert wait_until(lambda: loop.checks == 1, 2)
@@ -235,6 +235,22 @@ def test_the_check_is_in_nobodys_way(loop: Loop) -> None:
         assert wait_until(lambda ended=ended: len(loop.deltas()) == ended, 1)  # type: ignore[misc]
     assert loop.checks == 0
     assert wait_until(lambda: loop.checks == 1, 2)
+
+
+def test_a_frame_names_the_requests_that_it_is_the_first_to_count(loop: Loop) -> None:
+    """Who has sent a request cannot know from when on it is in the figures, and guesses by a clock:
+    wrong in each step that is longer than the one before. One that is refused is told, too."""
+    loop.send(request(1, max_tokens=500))
+    assert wait_until(lambda: loop.deltas(), 1)
+    loop.send(request(2, max_tokens=5))
+    loop.send(EngineRequest(3, [], 0, SamplingParams(), seed=0, adapter="none"))
+    assert wait_until(lambda: sum(bool(d.finish) for d in loop.deltas()) == 3, 2)
+    frames = [message for message in loop.sent if isinstance(message, StepFrame)]
+    assert [id for frame in frames for id in frame.taken] == [1, 2, 3]
+    for frame in frames:
+        assert {delta.id for delta in frame.deltas} <= {
+            id for earlier in frames[: frames.index(frame) + 1] for id in earlier.taken
+        }
 
 
 def test_malformed_input_ends_one_request_only(loop: Loop) -> None:

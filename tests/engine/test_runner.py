@@ -315,7 +315,8 @@ def test_what_does_not_fit_is_told_with_numbers_and_three_ways_out(tmp_path: Pat
             factory.build(config_of(path, **changes))
         found.append(raised.value.message)
     with pytest.raises(ConfigError) as raised:
-        check_weights(16 * GIB, 10 * GIB)
+        sizes = SimpleNamespace(loading_bytes=16 * GIB, num_bytes=8 * GIB)
+        check_weights(sizes, 10 * GIB)  # type: ignore[arg-type]
     found.append(raised.value.message)
     for text in found:
         assert text.count("GiB") >= 2
@@ -404,6 +405,27 @@ def test_on_the_cpu_a_step_brings_its_own_tokens(tmp_path: Path) -> None:
     core, _ = factory.build(config_of(folder(tmp_path)), lambda name, done: None)
     core.add(EngineRequest(1, prompt(8), 8, SamplingParams(temperature=0.0), seed=0))
     assert [len(delta.token_ids) for delta in core.step()] == [1]
+
+
+def test_a_gpu_without_bfloat16_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    """Bug: a T4 loaded the weights in bfloat16, and the first kernel did not compile."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    path = folder(tmp_path)
+    for capability, dtype, expected in (
+        ((7, 5), "bfloat16", None),
+        ((7, 5), "float16", torch.float16),
+        ((8, 0), "bfloat16", torch.bfloat16),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        config = EngineConfig(model=str(path), device="cuda", dtype=dtype)
+        if expected is None:
+            with pytest.raises(ConfigError, match=r"Tesla T4 has no bfloat16.* dtype: float16"):
+                resolve(config)
+        else:
+            assert resolve(config).dtype is expected
+    assert resolve(EngineConfig(model=str(path), device="cpu")).dtype is torch.bfloat16
 
 
 def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:

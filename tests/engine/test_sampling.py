@@ -13,7 +13,7 @@ from engine.sampling import host
 from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import Sampled, SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
-from kernels import philox
+from kernels.sampling import philox
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """SamplingParams: what is refused when it is made, and in which words."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -76,3 +76,34 @@ def test_a_long_list_is_not_walked_through() -> None:
         many = Counting([1] * 1000)
         assert refusal(**{name: many}).message == f"{name} takes at most {what}"
         assert many.read == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**309, -(10**309), 10**5000, float("nan"), float("inf")],
+    ids=["310 digits", "negative", "5001 digits", "nan", "inf"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [n for n, kind in get_type_hints(SamplingParams).items() if kind is float],
+)
+def test_a_number_that_no_float_holds_is_refused(name: str, value: float) -> None:
+    """An integer of 309 digits raised OverflowError in the check itself: a 500, sent again by every
+    client. Of 4,301 digits Python prints none either."""
+    error = refusal(**{name: value})
+    assert (error.param, error.code) == (name, "invalid_value") and len(error.message) < 100
+    assert refusal(logit_bias={5: value}).param == "logit_bias"
+
+
+def test_integers_out_of_any_range_are_refused() -> None:
+    """The message itself cannot be made of an integer that Python does not print."""
+    for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+        assert refusal(**{name: 10**5000}).param == name
+    assert refusal(stop_token_ids=[10**5000]).param == "stop_token_ids"
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-38, 0.0099])
+def test_a_penalty_that_makes_logits_infinite_is_refused(penalty: float) -> None:
+    """Logits divided by 1e-38 are infinite: the request ended with numerical_error."""
+    assert refusal(repetition_penalty=penalty).param == "repetition_penalty"
+    assert SamplingParams(repetition_penalty=0.01).repetition_penalty == 0.01

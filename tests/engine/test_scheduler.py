@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from engine.admission import POLICIES, future_peak
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.messages import Delta
-from engine.pace import pace, steps_until_computed
-from engine.request import Phase, Request
-from engine.scheduler import Scheduler
+from engine.scheduling.admission import POLICIES, future_peak
+from engine.scheduling.chunking import pace, steps_until_computed
+from engine.scheduling.request import Phase, Request
+from engine.scheduling.scheduler import Scheduler
 from tests.fakes import EOS, make_config, make_request
 
 
@@ -416,3 +416,29 @@ def test_what_fits_alone_always_starts(policy: str) -> None:
     while request.phase is not Phase.ENDED:
         hand.go()
     assert len(request.token_ids) == 32
+
+
+def test_scoring_a_prompt_takes_small_chunks_beside_decodes() -> None:
+    """Logits over the whole vocabulary for each token of a chunk, for one caller's
+    `prompt_logprobs`, made a step nearly twice as long for all others; and two such requests must
+    not have twice the share."""
+    hand = Hand(max_num_batched_tokens=512, max_model_len=512, num_blocks=512)
+    hand.add(1, 4)
+    hand.go()
+    for id in (2, 3):
+        hand.add(id, 400, prompt_logprobs=0, max_tokens=1)
+    batch = hand.schedule()
+    lengths = hand.lengths(batch)
+    assert lengths.pop(1) == 1 and sum(lengths.values()) == 256
+    hand.update(prompt_logprobs=_scores(lengths))
+    while len(hand.scheduler.running) > 1:
+        lengths = hand.lengths(hand.schedule())
+        assert lengths.pop(1) == 1 and 0 < sum(lengths.values()) <= 256
+        hand.update(prompt_logprobs=_scores(lengths))
+    alone = Hand(max_num_batched_tokens=512, max_model_len=512, num_blocks=512)
+    alone.add(1, 400, prompt_logprobs=0, max_tokens=1)
+    assert alone.lengths(alone.schedule()) == {1: 400}
+
+
+def _scores(lengths: dict[int, int]) -> dict[int, list[TokenLogprobs]]:
+    return {id: [TokenLogprobs(5, -1.0, 1, [], [])] * length for id, length in lengths.items()}

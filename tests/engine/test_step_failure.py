@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.batch import Batch, StepResult
-from engine.core import EngineCore
 from engine.messages import EngineRequest
+from engine.scheduling.core import EngineCore
 from tests.engine.driver import random_run
 from tests.fakes import (
     FakeRunner,

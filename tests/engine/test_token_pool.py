@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.admission import POLICIES
-from engine.block_manager import FreeBlocks, FreeList
-from engine.core import EngineCore
 from engine.runner.token_pool import TokenPool
+from engine.scheduling.admission import POLICIES
+from engine.scheduling.block_manager import FreeBlocks, FreeList
+from engine.scheduling.core import EngineCore
 from tests.fakes import FakeRunner, expected, make_config, make_request, make_store, run
 
 

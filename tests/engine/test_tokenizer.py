@@ -3,17 +3,21 @@ time.
 """
 
 import json
+import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import engine.tokenizer as module
-from engine.chat_template import ChatTemplate
+import engine.text.tokenizer as module
 from engine.errors import ConfigError, InvalidRequest
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer, TooManyTokens
 from tests.engine import small_tokenizers
 
 CHATS: list[list[dict[str, Any]]] = [
@@ -188,8 +192,49 @@ def test_refusals_speak_in_words_of_ours() -> None:
         template("{{ raise_exception('no ' ~ messages[0].content) }}").render(
             [{"role": "user", "content": "x" * 10**6}]
         )
-    assert "refused the messages: no xxx" in raised.value.message
+    assert "refused messages[0]: no xxx" in raised.value.message
     assert len(raised.value.message) < 400
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{% endfor %}"
+)
+
+
+def test_a_chat_that_cannot_be_rendered_names_the_message_and_the_reason() -> None:
+    """A history with a tool call in its middle got "cannot render these messages
+    (UndefinedError)": neither which one nor why."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    history = [
+        {"role": "user", "content": "What is the weather?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "mild"},
+        {"role": "user", "content": "And tomorrow?"},
+    ]
+    with pytest.raises(InvalidRequest) as raised:
+        template(CHATML).render(history)
+    assert raised.value.param == "messages[1]"
+    assert raised.value.message == (
+        'the chat template cannot render messages[1]: it has no "content"; '
+        "this model's template knows no tool calls"
+    )
+    inner = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.arguments.city }}{% endfor %}"
+        "{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest) as raised:
+        template(inner).render(history)
+    assert raised.value.message == (
+        'the chat template cannot render messages[1]: a part of it has no "arguments"'
+    )
+    strict = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('only chats') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest) as raised:
+        template(strict).render(history * 100)
+    assert raised.value.message == "the chat template refused messages[2]: only chats"
+    assert raised.value.param == "messages[2]"
 
 
 def test_text_parts_are_joined_where_the_template_wants_strings() -> None:
@@ -268,3 +313,103 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+PIECES = [
+    "7",
+    "a",
+    " ",
+    "\n",
+    "the ",
+    "cat",
+    "日本",
+    "é",
+    "<|im_end|>",
+    "Zq",
+    "/",
+    "'s",
+    "😀",
+    "x1 ",
+]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 30_000)), min_size=1, max_size=6),
+    st.sampled_from([small_tokenizers.byte_level, small_tokenizers.byte_fallback]),
+    st.floats(0.3, 1.5),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_text_that_fits_is_refused(
+    runs: list[tuple[str, int]], make: Callable[[], Tokenizer], part: float
+) -> None:
+    """A limit on the work of encoding that refuses what it never counted. Runs of one character are
+    words without end: a cut through one must not look like more tokens than there are."""
+    small = make()
+    text = "".join(piece * count for piece, count in runs)
+    count = len(small.encode(text))
+    small.check_length(text, count)
+    limit = max(1, int(count * part))
+    try:
+        small.check_length(text, limit)
+    except TooManyTokens as error:
+        assert limit < error.at_least <= count
+        assert error.code == "context_length_exceeded"
+
+
+def test_real_text_around_the_limit(tokenizer: Tokenizer) -> None:
+    """The same with a vocabulary of 49,152, prose, code and digits."""
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    code = Path(module.__file__).read_text(encoding="utf-8")
+    for text in (readme * 20, code * 10, "3.14159 " * 20_000, "a" * 100_000, " " * 200_000):
+        count = len(tokenizer.encode(text))
+        tokenizer.check_length(text, count)
+        with pytest.raises(TooManyTokens):
+            tokenizer.check_length(text, count // 8)
+
+
+def test_a_text_far_too_long_is_refused_for_little(tokenizer: Tokenizer) -> None:
+    """4 MB of digits took six seconds and 480 MiB to be told too long for 8,192 tokens."""
+    for text in ("7" * 4_000_000, "日本" * 600_000, "hello world " * 350_000):
+        began = time.process_time()
+        with pytest.raises(TooManyTokens):
+            tokenizer.check_length(text, 8192)
+        with pytest.raises(TooManyTokens):
+            tokenizer.encode_chat([{"role": "user", "content": text}], max_tokens=8192)
+        assert time.process_time() - began < 1.0
+
+
+@given(st.lists(st.sampled_from(["<|end|>", "<|im_", "end|>", "<", "|", "a", "<|im_end|>"])))
+def test_control_tokens_are_found_across_slices(pieces: list[str]) -> None:
+    """A control token that a cut goes through, and that then is one again in the prompt."""
+    text = "".join(pieces)
+    pattern = re.compile(r"<\|im_end\|>|<\|end\|>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE", 5)
+        found = module._substitute(pattern, lambda match: match[0].upper(), text, 10)
+    assert found == pattern.sub(lambda match: match[0].upper(), text)
+
+
+def test_what_nearly_is_a_control_token_stops_no_other_thread(tokenizer: Tokenizer) -> None:
+    """4 MB of `<|` in a message kept the interpreter lock for 80 ms in one call of `re`."""
+    text, held, done = "<|" * 2_000_000, [0.0], threading.Event()
+
+    def watch() -> None:
+        wall, spent = time.perf_counter(), time.process_time()
+        while not done.is_set():
+            time.sleep(0.001)
+            now, cpu = time.perf_counter(), time.process_time()
+            held[0] = max(held[0], min(now - wall, cpu - spent))
+            wall, spent = now, cpu
+
+    best = 1.0
+    for _ in range(3):
+        held[0] = 0.0
+        done.clear()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with pytest.raises(TooManyTokens):
+            tokenizer.encode_chat([{"role": "user", "content": text}], max_tokens=8192)
+        done.set()
+        watcher.join()
+        best = min(best, held[0])
+    assert best < 0.05

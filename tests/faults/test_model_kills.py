@@ -74,7 +74,7 @@ def test_f1_f2_f3_same_text_from_another_replica(
 ) -> None:
     """Bug: recomputed keys, random counters or the detokeniser's state differ from the first
     replica's. 0.3 s: in the long prompt; 2.5 s: while the others stream. SIGSEGV: as if a request
-    were to blame, so all are tried first, which must not show."""
+    were to blame, so those that had hardly begun are tried first, which must not show."""
 
     async def case() -> None:
         await broken.settled(120)

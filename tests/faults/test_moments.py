@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from deployments.dispatcher import DispatchLimits
+from deployments.router.dispatcher import DispatchLimits
 from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text
 
 TOKENS = 24

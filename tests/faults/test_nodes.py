@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.processes import _table
+from loadtest.chaos.server_processes import _table
 from tests.deployments.serve_cluster import Cluster, free_port, tiny_model
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed

@@ -9,7 +9,7 @@ import random
 import time
 
 from deployments.api.app import build_asgi
-from deployments.dispatcher import DispatchLimits
+from deployments.router.dispatcher import DispatchLimits
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.fleet import FAST, Fleet, until
@@ -100,8 +100,8 @@ async def test_f19_thousands_of_disconnects_leave_nothing():
         gate = two.dispatcher._gate
         assert (gate.choices, gate.tokens, gate._queue.keys, gate._tickets) == (0, 0, 0, {})
         for link in two.dispatcher._links.values():
-            intake = link.intake
-            assert not intake._ours and not intake._unbegun and not intake._booked
+            state = link.state
+            assert not state.held and not state._unbegun and not state.booked
         for engine in two.engines.values():
             engine.core.check_integrity()
         assert metrics.finished.values[("abort",)] > 900

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 import pytest
 import uvicorn
 
-from deployments import ledger
 from deployments.api.app import Api, build_asgi
-from deployments.api.edge import Protocol
 from deployments.api.options import ApiOptions
-from deployments.dispatcher import DispatchLimits
-from deployments.ledger import UNREAD_BYTES
+from deployments.api.uvicorn_hooks import Protocol
+from deployments.router import inflight
+from deployments.router.dispatcher import DispatchLimits
+from deployments.router.inflight import UNREAD_BYTES
 from engine.errors import MantaError
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.fleet import FAST, Fleet, read, until
@@ -142,7 +142,7 @@ async def test_f20_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(lo
 async def test_f20_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
     """Tokens lost or told twice where a stream paused; or, its old number in use, the whole
     connection to the replica closed."""
-    monkeypatch.setattr(ledger, "UNREAD_BYTES", 2**16)
+    monkeypatch.setattr(inflight, "UNREAD_BYTES", 2**16)
     async with fleet_of_one() as fleet:
         fleet.engines["r0"].pace = 0.0
         entry = fleet.generate(max_tokens=2000)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import cuda, cuda_deterministic
-from kernels.attention_decode import attention_decode, plan
+from kernels.attention.decode import attention_decode, plan
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
 

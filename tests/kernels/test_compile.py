@@ -26,20 +26,20 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels.activation import gelu_tanh_mul, silu_mul  # noqa: E402
-from kernels.attention_decode import attention_decode, plan  # noqa: E402
-from kernels.attention_prefill import attention_prefill  # noqa: E402
+from kernels.attention.decode import attention_decode, plan  # noqa: E402
+from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
-from kernels.gemm_fixed import TILES, product  # noqa: E402
-from kernels.gemm_small_m import few_rows  # noqa: E402
-from kernels.gemv import gemv  # noqa: E402
+from kernels.gemm.deterministic import TILES, product  # noqa: E402
+from kernels.gemm.gemv import gemv  # noqa: E402
+from kernels.gemm.small_m import few_rows  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
-from kernels.sampling import choose  # noqa: E402
-from kernels.sampling_edits import add_bias, ban, penalise  # noqa: E402
-from kernels.sampling_filters import filter_thresholds  # noqa: E402
-from kernels.sampling_layout import NUM_WORDS  # noqa: E402
-from kernels.sampling_logprobs import logprobs  # noqa: E402
+from kernels.sampling.choose import choose  # noqa: E402
+from kernels.sampling.edits import add_bias, ban, penalise  # noqa: E402
+from kernels.sampling.filters import filter_thresholds  # noqa: E402
+from kernels.sampling.layout import NUM_WORDS  # noqa: E402
+from kernels.sampling.logprobs import logprobs  # noqa: E402
 from tests.kernels.hopper import Hopper  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
@@ -72,9 +72,8 @@ class Launches:
 
 
 def modules() -> Iterator[ModuleType]:
-    for module in pkgutil.iter_modules(kernels.__path__):
-        if not module.name.startswith("bench"):  # its command line
-            yield importlib.import_module(f"kernels.{module.name}")
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        yield importlib.import_module(module.name)
 
 
 @pytest.fixture

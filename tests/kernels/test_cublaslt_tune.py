@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
-from kernels import cublaslt, cublaslt_kept, cublaslt_tune
-from kernels.cublaslt import Algorithm, LibraryError, choices, key_of
+from kernels.gemm import cublaslt, cublaslt_cache, cublaslt_tune
+from kernels.gemm.cublaslt import Algorithm, LibraryError, choices, key_of
 
 
 class FakeProduct:
@@ -50,8 +50,8 @@ class FakeSearch:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeSearch]]:
     monkeypatch.setattr(cublaslt_tune, "_Search", FakeSearch)
     monkeypatch.setattr(cublaslt_tune, "library", lambda device: SimpleNamespace(version=1))
-    monkeypatch.setattr(cublaslt_kept, "read", lambda path: {})
-    monkeypatch.setattr(cublaslt_kept, "add", lambda path, found: None)
+    monkeypatch.setattr(cublaslt_cache, "read", lambda path: {})
+    monkeypatch.setattr(cublaslt_cache, "add", lambda path, found: None)
     monkeypatch.setattr(cublaslt_tune, "_text", str)
     monkeypatch.setattr(cublaslt_tune, "_searched", set())
     FakeSearch.asked, FakeSearch.library_wins = {}, set()

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cublaslt, cublaslt_tune, cuda, cuda_deterministic, gemm_fixed
-from kernels.gemm_small_m import few_rows
+from kernels import cuda, cuda_deterministic
+from kernels.gemm import cublaslt, cublaslt_tune, deterministic
+from kernels.gemm.small_m import few_rows
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 
@@ -61,8 +62,8 @@ def test_every_tile_means_the_same() -> None:
     """A tile that only large steps on a GPU would take: its grid, its groups, its edges."""
     x, weight = random(200, 40, dtype=torch.float16), random(270, 40, dtype=torch.float16)
     ref = x.double() @ weight.double().T
-    for tile in gemm_fixed.TILES[2]:
-        out = gemm_fixed.product(x, weight, None, None, tile)
+    for tile in deterministic.TILES[2]:
+        out = deterministic.product(x, weight, None, None, tile)
         assert row_error(out, ref) < BOUND[torch.float16]
 
 

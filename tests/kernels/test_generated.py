@@ -163,7 +163,7 @@ def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], qk_norm
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """A panel or a head that is not full would read and write beside its memory."""
-    assert not PackedLinear.fits(torch.empty(96, 40))
-    assert not PackedLinear.fits(torch.empty(48, 96))
+    assert not PackedLinear.fits(4 * lanes(), 2 * lanes() + 4)
+    assert not PackedLinear.fits(3 * lanes(), 2 * lanes())
     assert attention_for(4, 2, 20, 16, 20, False, torch.bfloat16) is None
     assert attention_for(4, 2, 64, 16, 64, False, torch.float32) is None

@@ -20,10 +20,8 @@ WRITES = {"store", "atomic_add", "atomic_xchg"}
 def early_kernels() -> dict[str, ast.FunctionDef]:
     """Kernels that may be launched before the one before them has ended: those with a PDL flag."""
     found = {}
-    for module in pkgutil.iter_modules(kernels.__path__):
-        if module.name.startswith("bench"):
-            continue
-        for name, value in vars(importlib.import_module(f"kernels.{module.name}")).items():
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
             function: Any = getattr(value, "fn", None)
             if name.endswith("_kernel") and function is not None:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]

@@ -15,11 +15,11 @@ from engine.batch import NewRow
 from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
-from kernels import philox
-from kernels.sampling import _group_noise, choose
-from kernels.sampling_edits import add_bias, ban, penalise
-from kernels.sampling_filters import filter_thresholds
-from kernels.sampling_logprobs import logprobs
+from kernels.sampling import philox
+from kernels.sampling.choose import _group_noise, choose
+from kernels.sampling.edits import add_bias, ban, penalise
+from kernels.sampling.filters import filter_thresholds
+from kernels.sampling.logprobs import logprobs
 from tests.engine.test_sampling import naive_edit, naive_kept
 from tests.kernels.oracle import DEVICE, DTYPES
 

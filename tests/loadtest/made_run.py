@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.records import (
+from loadtest.measure.records import (
     ClientLoad,
     FaultMark,
     Goodput,

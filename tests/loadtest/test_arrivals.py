@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest import arrivals
 from loadtest.errors import ScenarioError
+from loadtest.scenario import arrivals
 
 
 def times(segments, cv, *, seed=1, duration=None, requests=None):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtest.chaos import Chaos, Fault, parse_chaos, schedule
+from loadtest.chaos.faults import Chaos, Fault, parse_chaos, schedule
+from loadtest.chaos.server_processes import Instance, Process, instance_at
 from loadtest.errors import ScenarioError
-from loadtest.processes import Instance, Process, instance_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -26,7 +26,7 @@ import subprocess, sys
 log, port, python = sys.argv[1:]
 sleep = "import time; time.sleep(60)"
 listen = f"import socket; s = socket.create_server(('127.0.0.1', {port})); {sleep}"
-command = [python, "-c", sleep, "-m", "engine.process"]
+command = [python, "-c", sleep, "-m", "engine.process.main"]
 engine = f"import subprocess; subprocess.Popen({command!r}).wait()"
 
 def child(title, code):
@@ -84,7 +84,7 @@ def cluster() -> Iterator[tuple[Instance, subprocess.Popen[bytes]]]:
         stranger.kill()
         stranger.wait()
         for pid in started:  # the engine stand-in outlives its killed parent
-            if "engine.process" in cmdline(pid):
+            if "engine.process.main" in cmdline(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -166,7 +166,7 @@ class Respawning:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     def find(self, target: str) -> list[Process]:
-        from loadtest.processes import _read
+        from loadtest.chaos.server_processes import _read
 
         dead = [c for c in self.children if c.poll() is not None]
         if dead and self.died is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.records import read_records, read_summary
+from loadtest.measure.records import read_records, read_summary
 from tests.loadtest.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,8 @@ def test_needs_neither_ray_nor_torch() -> None:
         "triton",
     )
     code = (
-        "import loadtest.cli, loadtest.runner, loadtest.reference, loadtest.live, loadtest.worker\n"
+        "import loadtest.cli, loadtest.runner, loadtest.reference, loadtest.live\n"
+        "import loadtest.client.process\n"
         f"import sys; print([m for m in {heavy!r} if m in sys.modules])"
     )
     done = subprocess.run(

@@ -8,13 +8,13 @@ from collections import Counter
 
 import pytest
 
-from loadtest.client import Client
-from loadtest.measure import service_gaps, summarise
-from loadtest.plan import lay_out
-from loadtest.records import RequestRecord, RunInfo
-from loadtest.scenario_file import parse
-from loadtest.verify import reference_of
-from loadtest.wire import clock
+from loadtest.client.load import Client
+from loadtest.http import clock
+from loadtest.measure.figures import service_gaps, summarise
+from loadtest.measure.records import RequestRecord, RunInfo
+from loadtest.measure.verify import reference_of
+from loadtest.scenario.parse import parse
+from loadtest.scenario.schedule import lay_out
 from tests.loadtest.fake_server import FakeServer
 
 SLACK = 1.0  # seconds that a busy machine may add

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtest.compare import Side, compare, mann_whitney, parse_conditions, read_side, tidy
 from loadtest.errors import ScenarioError
+from loadtest.report.compare import Side, compare, mann_whitney, parse_conditions, read_side, tidy
 from loadtest.report.comparison import comparison_page
 from loadtest.report.series import Run
 from tests.loadtest.made_run import make_records, make_run, summarise

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import asserts
-from loadtest.plan import lay_out
-from loadtest.records import ERROR_CLASSES
-from loadtest.scenario_file import parse
+from loadtest.measure import asserts
+from loadtest.measure.records import ERROR_CLASSES
+from loadtest.scenario.parse import parse
+from loadtest.scenario.schedule import lay_out
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "loadtest.md").read_text("utf-8")

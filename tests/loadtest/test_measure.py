@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from loadtest.asserts import evaluate, parse
-from loadtest.measure import (
+from loadtest.measure.asserts import evaluate, parse
+from loadtest.measure.figures import (
     is_good,
     jain,
     judge,
@@ -16,7 +16,7 @@ from loadtest.measure import (
     token_gaps,
     wilson,
 )
-from loadtest.records import Percentiles, RequestRecord, RunInfo
+from loadtest.measure.records import Percentiles, RequestRecord, RunInfo
 
 RUN = RunInfo(
     name="x", scenario="", seed=0, url="", model="", client_host="", started_at="", gpus=2

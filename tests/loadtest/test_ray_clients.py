@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.measure import percentiles
-from loadtest.ray_clients import compare_clocks, files_of
+from loadtest.client.ray_nodes import compare_clocks, files_of
+from loadtest.http import clock
+from loadtest.measure.figures import percentiles
 from loadtest.runner import Options, Task, run
-from loadtest.scenario_file import parse
-from loadtest.wire import clock
+from loadtest.scenario.parse import parse
 from tests.loadtest.fake_server import FakeServer
 
 

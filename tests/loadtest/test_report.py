@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loadtest.errors import ScenarioError
-from loadtest.records import RequestRecord
+from loadtest.measure.records import RequestRecord
 from loadtest.report import write_report
 from loadtest.report.charts import (
     Axis,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import yaml_text
 from loadtest.errors import ScenarioError
-from loadtest.plan import lay_out
-from loadtest.scenario import Closed
-from loadtest.scenario_file import parse
+from loadtest.scenario import yaml_text
+from loadtest.scenario.parse import parse
+from loadtest.scenario.schedule import lay_out
+from loadtest.scenario.schema import Closed
 
 GOOD = """\
 name: mixed

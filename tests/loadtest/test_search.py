@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.errors import RunError, ScenarioError
-from loadtest.measure import percentiles
-from loadtest.records import RequestRecord, RunInfo, Summary
+from loadtest.measure.figures import percentiles
+from loadtest.measure.records import RequestRecord, RunInfo, Summary
 from loadtest.search import (
     Count,
     Limit,

@@ -9,10 +9,10 @@ import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.factory import build
 from engine.messages import AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
 from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
 from tests.parity.engine_driver import Output, add_adapter, engine, run
 
 SIZES: dict[str, Any] = {

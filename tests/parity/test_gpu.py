@@ -218,7 +218,7 @@ def test_without_the_flag_numbers_differ(folder: Path) -> None:
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1024, 3072)], ids=str)
 def test_all_tiles_of_the_deterministic_product_agree(shape: tuple[int, int]) -> None:
     """If one does not, it is left out and large steps take longer than need be."""
-    from kernels.gemm_fixed import TILES, agreeing
+    from kernels.gemm.deterministic import TILES, agreeing
 
     weight = torch.randn(shape, device="cuda").bfloat16()
     assert agreeing(weight) == TILES[2] == agreeing(weight, add=True)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.scheduling.core import EngineCore
+from engine.text.tokenizer import Tokenizer
 from tests.parity.engine_driver import Output, engine, run
 
 # Half a minute each on two idle cores; shared cores may take ten times as long.

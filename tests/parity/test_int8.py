@@ -8,7 +8,7 @@ import torch
 
 from engine.model_config import ModelConfig
 from engine.models.registry import build_model
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.weights import load_weights
 from kernels.cpu.compiler import has_int8
 from kernels.dispatch import kernels_for

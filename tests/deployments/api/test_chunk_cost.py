@@ -46,7 +46,7 @@ class Source(FakeBackend):
         return Ready(self.ready_made)
 
 
-async def through_the_app(source: Source, fields: dict[str, Any]) -> float:
+async def through_the_app(source: Source, fields: dict[str, Any], ids: bool = False) -> float:
     """Seconds of CPU a chunk."""
     app, sends = build_asgi(source), 0
     body = json.dumps({**CHAT, "stream": True, **fields}).encode()
@@ -62,7 +62,10 @@ async def through_the_app(source: Source, fields: dict[str, Any]) -> float:
         nonlocal sends
         sends += 1
 
-    scope = scope_of("POST", "/v1/chat/completions", [(b"content-type", b"application/json")])
+    headers = [(b"content-type", b"application/json")]
+    if ids:
+        headers.append((b"x-event-ids", b"1"))
+    scope = scope_of("POST", "/v1/chat/completions", headers)
     began = time.process_time()
     await app(scope, receive, send)
     spent = time.process_time() - began
@@ -89,6 +92,7 @@ async def null_path(source: Source) -> float:
     ("name", "fields", "size", "limit"),
     [
         ("plain", {}, 1, 3.5),
+        ("with event ids", {}, 1, 4.5),
         ("with a stop string", {"stop": ["zzz"]}, 1, 6.0),
         ("four tokens a chunk", {}, 4, 3.5),
         ("logprobs, top 5", {"logprobs": True, "top_logprobs": 5}, 1, 9.0),
@@ -106,7 +110,7 @@ def test_cost_of_a_chunk(
     pairs = []
     for _ in range(5):
         null = asyncio.run(null_path(source))
-        pairs.append((asyncio.run(through_the_app(source, fields)), null))
+        pairs.append((asyncio.run(through_the_app(source, fields, "ids" in name)), null))
     chunk, null = min(c for c, _ in pairs), min(n for _, n in pairs)
     with capsys.disabled():
         print(f"\n{name}: {chunk * 1e6:.1f} us a chunk, null {null * 1e6:.1f}, {chunk / null:.1f}x")

@@ -8,8 +8,10 @@ import uvicorn
 from ray.serve._private import http_util
 from starlette.applications import Starlette
 
-from deployments.api.edge import Edge, JsonRefusals, install
+from deployments.api.app import build_asgi
+from deployments.api.uvicorn_hooks import Edge, JsonRefusals, install
 from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.fake_backend import FakeBackend
 
 
 def answering(status: int, content_type: bytes | None, body: bytes = b"replica abc is gone") -> Any:
@@ -74,6 +76,34 @@ def test_an_exception_has_the_error_object() -> None:
     assert (reply.header("x-request-id") or "").startswith("req-") and b"secret" not in reply.body
 
 
+def test_a_log_line_of_an_exception_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    """A recursion that had gone too deep wrote 183 KB into the log, once for each such request."""
+
+    def deeper(value: Any, depth: int = 0) -> Any:
+        return [shallower(value, depth)] if depth % 2 else deeper(value, depth + 1)
+
+    def shallower(value: Any, depth: int) -> Any:
+        return deeper(value, depth + 1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            deeper("")
+        except RecursionError as error:
+            raise ValueError("x" * 1_000_000) from error
+
+    class Recursive(FakeBackend):
+        def admit(self, key: str) -> None:
+            deeper("")
+
+    assert get(Edge(app)).status == 500
+    reply = asyncio.run(Client(build_asgi(Recursive())).chat())
+    assert reply.status == 500
+    lines = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(lines) == 2 and all(1000 < len(line) < 7000 for line in lines)
+    assert "ValueError" in lines[0] and "RecursionError" in lines[1]
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_an_exception_in_mid_answer_goes_on() -> None:
     """A second head inside a body; or a short body that looks whole."""
 
@@ -89,7 +119,9 @@ def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of Ray or uvicorn that builds its HTTP server in another way: then the refusals of
     the parser are plain text again, and nothing else would tell."""
     monkeypatch.setattr(
-        http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "deployments.api.edge:install"
+        http_util,
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
+        "deployments.api.uvicorn_hooks:install",
     )
     protocols = uvicorn.config.HTTP_PROTOCOLS
     monkeypatch.setitem(protocols, "auto", protocols["auto"])  # put back afterwards

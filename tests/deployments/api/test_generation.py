@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from deployments import asgi_call
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
+from deployments.router.serve import handle_call
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from engine.messages import Delta
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
@@ -355,6 +355,63 @@ def test_errors_before_the_first_token_have_a_status(
     assert not backend.live
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "param", "told"),
+    [
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "a" * 300}], "max_tokens": None},
+            "messages",
+            "your messages resulted in 316 tokens. Please reduce the length of the messages.",
+        ),
+        (
+            "chat",
+            {"max_tokens": 250},
+            "max_tokens",
+            "you requested 271 tokens (21 in the messages, 250 in the completion). Please reduce "
+            "the length of the messages or completion.",
+        ),
+        (
+            "completion",
+            {"prompt": [75] * 256, "max_tokens": 9},
+            "prompt",
+            "your prompt resulted in 256 tokens, which leaves none for the completion. Please "
+            "reduce the length of the prompt.",
+        ),
+        (
+            "completion",
+            {"prompt": [75] * 10_000},
+            "prompt",
+            "your prompt resulted in 10000 tokens. Please reduce the length of the prompt.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_in_openais_words(
+    client: Client, route: str, fields: dict[str, Any], param: str, told: str
+) -> None:
+    """LiteLLM knows the error by its words: other ones made it a BadRequestError, and the fallback
+    to a model with a larger context did not start."""
+    reply = run(getattr(client, route)(**fields))
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert error["message"] == (
+        f"This model's maximum context length is 256 tokens. However, {told}"
+    )
+
+
+def test_ignored_fields_are_named_with_what_they_are_in(client: Client) -> None:
+    """`stream_options` was named as ignored although its include_usage was heeded."""
+    options = {"include_usage": True, "include_obfuscation": False, "a b": 1}
+    reply = run(client.chat(stream=True, stream_options=options))
+    assert reply.header("x-ignored-fields") == (
+        "stream_options.include_obfuscation, stream_options.a?b"
+    )
+    assert reply.events()[-2]["usage"]["completion_tokens"] > 0
+    many = {f"f{number}": 1 for number in range(40)}
+    named = (run(client.chat(**many)).header("x-ignored-fields") or "").split(", ")
+    assert named == [*(f"f{number}" for number in range(15)), "..."]
+
+
 def test_a_model_that_is_not_there(client: Client, backend: FakeBackend) -> None:
     """ "does not exist", and no word of what does."""
 
@@ -369,7 +426,9 @@ def test_a_model_that_is_not_there(client: Client, backend: FakeBackend) -> None
     assert message("gpt-4").endswith(
         'served: "tiny", "legal-0", "legal-1", "legal-2" and 2 more, see /v1/models'
     )
-    told = run(asgi_call.call(client.app, {**COMPLETION, "model": "gpt-4"}))  # the Python client's
+    told = run(
+        handle_call.call(client.app, {**COMPLETION, "model": "gpt-4"})
+    )  # the Python client's
     assert 'served: "tiny"' in told["error"]["message"]
 
 

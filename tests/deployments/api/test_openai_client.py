@@ -11,7 +11,16 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from engine.errors import EngineDead, MantaError
+from deployments.openai_client import async_http_client, http_client
+from engine.errors import (
+    AdapterError,
+    EngineDead,
+    MantaError,
+    Overloaded,
+    RequestFailed,
+    context_too_long,
+)
+from tests.deployments.api.cutter import cutter
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import FakeBackend
 
@@ -68,6 +77,127 @@ def test_chat_stream(client: openai.OpenAI) -> None:
             text += choice.delta.content or ""
             finish = choice.finish_reason or finish
     assert (text, finish, usage) == (whole.choices[0].message.content, "stop", whole.usage)
+
+
+CUT: tuple[dict[str, Any], ...] = (
+    {"messages": MESSAGES, "n": 2, "temperature": 1, "seed": 3, "stream_options": {}},
+    {"messages": MESSAGES, "temperature": 1, "seed": 4, "logprobs": True},
+    {"prompt": ["one", "two"], "temperature": 0, "logprobs": 1, "echo": True, "max_tokens": 9},
+)
+
+
+def put_together(chunks: list[Any]) -> dict[int, list[Any]]:
+    """Of each choice: text, tokens of its log-probabilities, its end."""
+    out: dict[int, list[Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        of = out.setdefault(choice.index, ["", 0, None])
+        chat = hasattr(choice, "delta")
+        of[0] += (choice.delta.content or "") if chat else choice.text
+        if choice.logprobs:
+            of[1] += len(choice.logprobs.content if chat else choice.logprobs.tokens)
+        assert of[2] is None
+        of[2] = choice.finish_reason
+    return out
+
+
+@pytest.mark.parametrize("fields", CUT, ids=["choices", "logprobs", "prompts"])
+def test_a_stream_that_is_cut_goes_on(fields: dict[str, Any], backend: FakeBackend) -> None:
+    """Bug: RemoteProtocolError in the middle of an answer when a router or HAProxy dies. Every
+    connection is cut after some bytes, the one that goes on too, and some are refused."""
+    body: Any = {"model": "tiny", "stream": True, **fields}
+
+    def ask(client: openai.OpenAI) -> dict[int, list[Any]]:
+        resource: Any = client.chat if "messages" in fields else client
+        return put_together(list(resource.completions.create(**body)))
+
+    async def ask_async(options: Any) -> dict[int, list[Any]]:
+        async with openai.AsyncOpenAI(**options, http_client=async_http_client()) as client:
+            resource: Any = client.chat if "messages" in fields else client
+            return put_together([one async for one in await resource.completions.create(**body)])
+
+    with serve(build_asgi(backend)) as port, cutter(port) as edge:
+        # Each request has a connection of its own.
+        options: Any = {
+            "base_url": f"http://127.0.0.1:{edge.port}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "default_headers": {"Connection": "close"},
+        }
+        plain = openai.OpenAI(**options)
+        expected = ask(plain)
+        edge.limits = [1500]
+        with pytest.raises(Exception, match=r"peer|closed|reset|incomplete|Connection"):
+            ask(plain)
+        client = openai.OpenAI(**options, http_client=http_client())
+        for limits in ([700], [1500, 0, 1000], [2000, 260, 1500]):
+            edge.limits, before = list(limits), edge.connections
+            assert ask(client) == expected, limits
+            assert edge.connections == before + 1 + len(limits)
+            edge.limits = list(limits)
+            assert asyncio.run(ask_async(options)) == expected, limits
+            assert edge.connections == before + 2 * (1 + len(limits))
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("none")
+
+
+def test_an_edge_that_is_away_is_waited_for(backend: FakeBackend) -> None:
+    """Bug: while HAProxy comes back it refuses connections, and then says 404 until it knows the
+    routers: 362 of 449 requests of a client that asked on were lost."""
+    lines = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    body = b'{"error":{"message":"nothing is served at this path","code":"not_found"}}'
+    answer = lines + b"content-length: %d\r\n\r\n" % len(body) + body
+    fields: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0}
+
+    def put(client: Any) -> str:
+        return client.chat.completions.create(**fields).choices[0].message.content or ""
+
+    with serve(build_asgi(backend)) as port, cutter(port) as edge:
+        options: Any = {
+            "base_url": f"http://127.0.0.1:{edge.port}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "default_headers": {"Connection": "close"},
+        }
+        client = openai.OpenAI(**options, http_client=http_client())
+        edge.says = [answer]
+        with pytest.raises(openai.NotFoundError):  # who has never served is not waited for
+            put(client)
+        expected = put(client)
+        edge.limits, edge.says = [0, 0], [answer, answer]
+        assert put(client) == expected and not edge.says and not edge.limits
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.chat.completions.create(**{**fields, "model": "none"})
+
+        async def case() -> None:
+            async with openai.AsyncOpenAI(**options, http_client=async_http_client()) as client:
+                await client.chat.completions.create(**fields)
+                edge.limits, edge.says = [0], [answer]
+                said = await client.chat.completions.create(**fields)
+                assert said.choices[0].message.content == expected and not edge.says
+
+        asyncio.run(case())
+
+
+def test_a_stream_that_cannot_go_on_says_so(backend: FakeBackend) -> None:
+    """Bug: attempts without an end, or a short answer that looks whole."""
+    fields: Any = {"model": "tiny", "messages": MESSAGES, "stream": True}
+    with serve(build_asgi(backend)) as port, cutter(port) as edge:
+        url = f"http://127.0.0.1:{edge.port}/v1"
+        client = openai.OpenAI(
+            base_url=url, api_key="none", http_client=http_client(patience=1.0), max_retries=0
+        )
+        edge.limits = [1500] + [0] * 500
+        began = time.monotonic()
+        with pytest.raises(Exception, match=r"peer|closed|reset|incomplete|Connection|disconnect"):
+            list(client.chat.completions.create(**fields))
+        assert 0.9 < time.monotonic() - began < 5
+        # The server's own words, once it has any: the secret is another one after a new start.
+        edge.limits = [1500]
+        with serve(build_asgi(backend)) as other:
+            stream = client.chat.completions.create(**fields)
+            edge.send_to(other)
+            with pytest.raises(openai.APIError, match="this is no id of a stream"):
+                list(stream)
 
 
 def test_chat_stream_helper(client: openai.OpenAI) -> None:
@@ -150,6 +280,74 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, backend: Fa
         assert late.value.code == "engine_dead"
     finally:
         backend.errors = {}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "exception", "tries"),
+    [
+        (context_too_long(9, 12), 400, "invalid_request_error", openai.BadRequestError, 1),
+        (
+            AdapterError("add it again", code="adapter_changed"),
+            409,
+            "invalid_request_error",
+            openai.ConflictError,
+            1,
+        ),
+        (
+            MantaError("late", code="deadline_exceeded"),
+            408,
+            "timeout_error",
+            openai.APIStatusError,
+            1,
+        ),
+        (MantaError("slow", code="slow_reader"), 408, "timeout_error", openai.APIStatusError, 1),
+        (
+            RequestFailed("not finite", code="numerical_error"),
+            500,
+            "server_error",
+            openai.InternalServerError,
+            1,
+        ),
+        (Overloaded("full"), 503, "overloaded_error", openai.InternalServerError, 3),
+        (
+            Overloaded("none", code="no_replica"),
+            503,
+            "overloaded_error",
+            openai.InternalServerError,
+            3,
+        ),
+        (
+            Overloaded("your turn", code="rate_limit_exceeded"),
+            429,
+            "rate_limit_error",
+            openai.RateLimitError,
+            3,
+        ),
+        (EngineDead("gone"), 503, "server_error", openai.InternalServerError, 3),
+    ],
+)
+def test_what_is_tried_again_may_be_better_then(
+    url: str,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    error: MantaError,
+    status: int,
+    kind: str,
+    exception: type[openai.APIStatusError],
+    tries: int,
+) -> None:
+    """An adapter that has to be added again was asked for three times, since clients repeat every
+    409; and a timeout with the type of a faulty request is a BadRequestError to LiteLLM, which
+    then does not fall back to another model."""
+    asked = []
+    monkeypatch.setattr(backend, "refuse", error)
+    monkeypatch.setattr(backend, "admit", lambda key: asked.append(key))
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=2, timeout=20)
+    monkeypatch.setattr(client, "_calculate_retry_timeout", lambda *_: 0.0)
+    with client, pytest.raises(exception) as raised:
+        client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert (raised.value.status_code, raised.value.type) == (status, kind)
+    assert raised.value.code == error.code and len(asked) == tries
 
 
 def test_what_came_too_late_is_not_done_again(url: str, backend: FakeBackend) -> None:

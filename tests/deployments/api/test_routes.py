@@ -1,7 +1,9 @@
 """Routes that generate nothing: tokens, health, metrics, models; and what is counted of any."""
 
-import asyncio
+import re
 from asyncio import run
+
+import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
@@ -24,27 +26,14 @@ def test_tokenize_and_back(client: Client) -> None:
     assert usage["prompt_tokens"] == chat["count"]
 
 
-def test_long_prompts_leave_the_loop_free(client: Client) -> None:
-    """Row 70: megabytes to tokenise while other clients wait for their next token."""
-
-    async def lag() -> tuple[int, float]:
-        loop, worst = asyncio.get_running_loop(), 0.0
-        work = asyncio.create_task(client.post("/tokenize", {"prompt": "the answer " * 300_000}))
-        while not work.done():
-            began = loop.time()
-            await asyncio.sleep(0.001)
-            worst = max(worst, loop.time() - began - 0.001)
-        return (await work).json()["count"], worst
-
-    count, worst = run(lag())
-    assert count >= 600_000
-    assert worst < 1.0, f"the loop stood still for {worst:.2f} s"
-
-
 def test_health_ready_metrics_models(backend: FakeBackend) -> None:
     """Live is not ready; HEAD as GET; models by name, with a slash too. A service that is to stop
     said that no replica can take requests *yet*."""
-    app = build_asgi(backend, ApiOptions(metrics=lambda: "manta_up 1\n"))
+
+    async def figures() -> str:
+        return "manta_up 1\n"
+
+    app = build_asgi(backend, ApiOptions(metrics=figures))
     client = Client(app)
     backend.is_ready = False
     assert run(client.request("GET", "/health")).status == 200
@@ -65,6 +54,42 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
     assert run(client.request("GET", "/v1/models/org/tiny")).status == 200
     head = run(client.request("HEAD", "/v1/models"))
     assert head.status == 200 and head.body == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/embeddings", None),
+        ("/v1/audio/speech", None),
+        ("/v1/responses", None),
+        ("/v1/images/generations", None),
+        ("/", None),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/health", "/health"),
+        ("/healthz", "/health"),
+    ],
+)
+def test_a_404_names_a_route_only_if_it_is_near(
+    client: Client, path: str, meant: str | None
+) -> None:
+    """/v1/embeddings was said to be nearly /v1/completions, and /v1/audio/speech /v1/adapters."""
+    reply = run(client.request("GET", path))
+    message = reply.json()["error"]["message"]
+    assert (reply.status, reply.json()["error"]["code"]) == (404, "not_found")
+    assert "served: /v1/chat/completions, /v1/completions, /v1/models" in message
+    hint = f', did you mean "{meant}"?;' if meant else ";"
+    assert message.startswith(f'there is no "{path}"{hint} served: ')
+
+
+def test_version(backend: FakeBackend) -> None:
+    """What runs there could not be asked; and it is nothing to tell those without a key."""
+    reply = run(Client(build_asgi(backend)).request("GET", "/version"))
+    assert reply.status == 200 and re.fullmatch(r"\d+\.\d+\.\d+.*", reply.json()["version"])
+    closed = build_asgi(backend, ApiOptions(api_keys=frozenset({bytes(32)})))
+    assert run(Client(closed).request("GET", "/version")).status == 401
 
 
 def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import AdapterError, ConfigError
-from engine.lora import disk as disk_module
-from engine.lora.disk import DiskCache
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from engine.lora.tiers import disk as disk_module
+from engine.lora.tiers.disk import DiskCache
 from engine.lora.weights import LoraLayout, LoraReader
 from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import save_adapter
@@ -85,7 +85,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOLD = """
 import sys
-from engine.lora.disk import DiskCache
+from engine.lora.tiers.disk import DiskCache
 cache = DiskCache(sys.argv[1], 30)
 entries = [cache.open(digest) for digest in sys.argv[2:]]
 entries[-1].reserve(10)

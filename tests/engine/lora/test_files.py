@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
-from engine.lora.disk import DiskCache
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name
-from engine.lora.remote import fetched
+from engine.lora.tiers.disk import DiskCache
+from engine.lora.tiers.remote import fetched
 from engine.lora.weights import LoraLayout, LoraReader
 from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import edit_tensors, save_adapter

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.factory import build
 from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.lora.adapters import save_adapter
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.batch import NewRow
 from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
-from engine.lora.prompts import PromptReader
+from engine.lora.virtual_tokens import PromptReader
 from engine.messages import EngineRequest
 from engine.model_config import ModelConfig
 from engine.sampling import host

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.errors import AdapterError
-from engine.lora import remote
-from engine.lora.adapter import Loaded
-from engine.lora.disk import DiskCache
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
-from engine.lora.store import AdapterStore
+from engine.lora.tiers import remote
+from engine.lora.tiers.adapter import Loaded
+from engine.lora.tiers.disk import DiskCache
+from engine.lora.tiers.store import AdapterStore
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 from tests.fakes import Inline, MemoryLoader, make_store
 

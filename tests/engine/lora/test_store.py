@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from engine.core import EngineCore
 from engine.errors import AdapterError
-from engine.lora.store import AdapterStore
+from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, RemoveAdapter
+from engine.scheduling.core import EngineCore
 from tests.fakes import Inline, collect, make_core, make_request, make_store, run
 
 

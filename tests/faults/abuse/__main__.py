@@ -8,7 +8,7 @@ Real sockets, haproxy, two routers and two replicas whose engines count instead 
 16 requests run at once, a minute of ten times the load, from two keys with two priorities each.
 
 Memory, tasks, threads, open files, blocks and entries are counted before and after. Writes
-loadtest/results/faults-abuse-<date>.json (the figures, with their bounds) and .jsonl (what came of
+bench/results/faults-abuse-<date>.json (the figures, with their bounds) and .jsonl (what came of
 each request of the overload; memory over the disconnects; the readers). Exit status 1 if a figure
 is out of its bounds.
 """
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loadtest.result_file import write
+from bench.report.result_file import write
 from tests.deployments.live import Live, live_server
 from tests.deployments.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
@@ -29,7 +29,7 @@ from tests.faults.abuse.overload import overload
 from tests.faults.abuse.report import STEP, Report
 from tests.faults.abuse.slow_readers import slow_readers
 
-RESULTS = Path(__file__).parents[3] / "loadtest" / "results"
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 ROWS = 64  # of an engine, for what leaves and what does not read
 FEW = 8  # for the overload: what two cores' clients can flood
 

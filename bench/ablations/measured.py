@@ -1,0 +1,274 @@
+"""Workloads that fit this machine's CPU, measured on it: a feature on and off, in turns, best of
+the rounds. The default model unless said otherwise, one process with the core in it.
+
+What is measured is processor time of one core, which tells the same on a busy machine.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.ablations.lengths import Sizes, batches, sharegpt
+from bench.ablations.rows import Row
+from engine.config import EngineConfig
+from engine.factory import build
+from engine.library.llm import LLM
+from engine.messages import Delta, EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+from engine.text.detokenizer import ChoiceDecoder
+from engine.text.tokenizer import Tokenizer
+from kernels.cpu.compiler import has_int8
+from kernels.cpu.gemm import PackedInt8, PackedLinear
+
+
+def _core(folder: Path, **fields: Any) -> EngineCore:
+    values = {
+        "max_model_len": 2048,
+        "num_blocks": 1024,
+        "num_threads": 1,
+        "prefix_caching": False,
+        **fields,
+    }
+    return build(EngineConfig(model=str(folder), device="cpu", **values))[0]
+
+
+def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
+    """Processor seconds for the groups one after another, each all at once."""
+    begin = time.process_time()
+    number = 0
+    for group in groups:
+        for prompt, output in group:
+            params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+            ids = [10 + (number * 31 + i) % 20_000 for i in range(prompt)]
+            core.add(EngineRequest(number, ids, prompt, params, seed=0))
+            number += 1
+        while core.has_work():
+            core.step()
+    return time.process_time() - begin
+
+
+def _in_turns(rounds: int, *sides: Callable[[], float]) -> list[float]:
+    """The best of each side's seconds."""
+    return [min(times) for times in zip(*[[side() for side in sides] for _ in range(rounds)],
+                                        strict=True)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _unfused() -> Iterator[None]:
+    """The CPU back end without generated kernels: torch's operations one by one, FBGEMM's products
+    with 16-bit weights, decodes padded to one length."""
+    with (
+        mock.patch.object(PackedLinear, "fits", staticmethod(lambda weight: False)),
+        mock.patch("kernels.cpu.native.attention_for", lambda *shape: None),
+    ):
+        yield
+
+
+def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
+    """Inputs of 5, 13, 27 and 51 tokens in turn, outputs of one length; fused and unfused."""
+    output = max(4, int(32 * scale))
+    rows = []
+    fused = _core(folder)
+    with _unfused():
+        plain = _core(folder)
+    for batch in (1, 8, 32):
+        sizes = [((5, 13, 27, 51)[i % 4], output) for i in range(batch)]
+
+        def unfused(sizes: Sizes = sizes) -> float:
+            with _unfused():
+                return _serve(plain, [sizes])
+
+        ours, theirs = _in_turns(rounds, lambda sizes=sizes: _serve(fused, [sizes]), unfused)
+        tokens = batch * output
+        rows.append(
+            Row.of(
+                f"W7 SmolLM2-135M, batch {batch}: fused / unfused",
+                tokens / ours,
+                tokens / theirs,
+                "tok/s",
+                claimed=1.4 if batch == 32 else None,
+                how="measured",
+            )
+        )
+    return rows
+
+
+def w12(folder: Path, scale: float, rounds: int) -> list[Row]:
+    """Continuous against static batches, ShareGPT's lengths at a tenth."""
+    rows = []
+    sizes = sharegpt(max(16, int(32 * scale)), scale=0.1)
+    for limit, ideal in ((8, 2.20),):
+        core = _core(folder, max_num_seqs=limit)
+        filled = batches(sizes, limit, fill_prompts=False)
+        ours, theirs = _in_turns(
+            rounds, lambda core=core: _serve(core, [sizes]),
+            lambda core=core, filled=filled: _serve(core, filled),
+        )  # fmt: skip
+        rows.append(
+            Row.of(
+                f"W12 SmolLM2-135M, at most {limit} at once: continuous / static batches",
+                len(sizes) / ours,
+                len(sizes) / theirs,
+                "req/s",
+                claimed=ideal,
+                how="measured",
+            )
+        )
+    return rows
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+VOCAB = 1024  # of W13's model: with the tokenizer's own its head would be most of a step
+
+
+def w13(folder: Path, scale: float, rounds: int) -> list[Row]:
+    """256 streams of a model of two tiny layers with the default model's tokenizer: text made in
+    the engine's loop, or beside it. What the loop's process has to do for a token, because that is
+    what bounds it where there are cores for both."""
+    count, output = max(16, int(256 * scale)), 64
+    tokenizer = Tokenizer.load(folder)
+    prompts = [f"Request {i}: tell me about the number {i * 7919}." for i in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    with tempfile.TemporaryDirectory(prefix="manta-seeds-") as name:
+        tiny = Path(name)
+        (tiny / "config.json").write_text(json.dumps({**TINY, "vocab_size": VOCAB}))
+        fields: dict[str, Any] = {
+            "model": name, "device": "cpu", "load_format": "dummy", "num_threads": 1,
+            "max_num_seqs": 256, "num_blocks": 4096, "max_model_len": 512, "prefix_caching": False,
+        }  # fmt: skip
+        core = build(EngineConfig(**fields))[0]
+        ours, theirs = _in_turns(
+            rounds,
+            lambda: _beside(fields, tokenizer, prompts, params),
+            lambda: _inline(core, tokenizer, prompts, params),
+        )
+    return [
+        Row.of(
+            f"W13 {count} streams: text beside the loop / in it",
+            count * output / ours,
+            count * output / theirs,
+            "tok/s",
+            claimed=1.3,
+            how="measured",
+        )
+    ]
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return [token % VOCAB for token in tokenizer.encode(prompt)]
+
+
+def _chunk(text: str) -> bytes:
+    return json.dumps({"choices": [{"index": 0, "text": text}]}).encode()
+
+
+def _beside(
+    fields: dict[str, Any], tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
+) -> float:
+    """Processor seconds of the engine's process, for the same steps: all requests come at once."""
+    with LLM(**fields, tokenizer=tokenizer) as llm:
+        begin = _processor_seconds(llm.pid)
+        llm.generate([_ids(tokenizer, prompt) for prompt in prompts], params)
+        return _processor_seconds(llm.pid) - begin
+
+
+def _processor_seconds(pid: int) -> float:
+    """Linux: user and system time of all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _inline(
+    core: EngineCore, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
+) -> float:
+    begin = time.process_time()
+    decoders = []
+    for number, prompt in enumerate(prompts):
+        ids = _ids(tokenizer, prompt)
+        core.add(EngineRequest(number, ids, len(ids), params, seed=1))
+        decoders.append(ChoiceDecoder(tokenizer, params))
+    while core.has_work():
+        deltas: list[Delta] = core.step()
+        for delta in deltas:
+            _chunk(decoders[delta.id].feed(delta.token_ids, delta.finish).text)
+    return time.process_time() - begin
+
+
+def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
+    """A product with weights in 8 bits and in 16, by rows; the seed's 4 bits do not exist here."""
+    if not has_int8():
+        return []
+    torch.set_num_threads(1)
+    rows = []
+    weight = torch.randn(4096, 4096).mul_(0.02).bfloat16()
+    eight, sixteen = PackedInt8(weight, None), PackedLinear(weight, None)
+    for count in (1, 8, 32, 128):
+        x = torch.randn(count, 4096)
+
+        def seconds(product: PackedLinear, x: torch.Tensor = x) -> float:
+            product(x)
+            begin = time.process_time()
+            for _ in range(4):
+                product(x)
+            return (time.process_time() - begin) / 4
+
+        ours, theirs = _in_turns(
+            4 * rounds, lambda f=seconds: f(eight), lambda f=seconds: f(sixteen)
+        )
+        work = 2 * count * weight.numel() / 1e9
+        rows.append(
+            Row.of(
+                f"W14 {count} rows x 4096 x 4096: 8-bit / 16-bit weights",
+                work / ours,
+                work / theirs,
+                "GFLOP/s",
+                claimed=None,
+                how="measured",
+            )
+        )
+    return rows
+
+
+def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
+    """Prompts of prefill batches as they are, and filled up to the longest; ShareGPT at a third."""
+    sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(16 * scale)), scale=0.33)]
+    core = _core(folder)
+    rows = []
+    for size, share in ((4, 0.63), (8, 0.76)):
+        ragged = [sizes[at : at + size] for at in range(0, len(sizes), size)]
+        filled = batches(sizes, size)
+        ours, theirs = _in_turns(
+            rounds, lambda groups=ragged: _serve(core, groups),
+            lambda groups=filled: _serve(core, groups),
+        )  # fmt: skip
+        rows.append(
+            Row.of(
+                f"W15 SmolLM2-135M, prompts in batches of {size}: ragged / filled up",
+                len(sizes) / ours,
+                len(sizes) / theirs,
+                "req/s",
+                claimed=round(1 / (1 - share), 2),
+                how="measured",
+            )
+        )
+    return rows
+
+
+WORKLOADS = {"W7": w7, "W12": w12, "W13": w13, "W14": w14, "W15": w15}

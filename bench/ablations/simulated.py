@@ -1,0 +1,376 @@
+"""Simulated workloads: Manta's own core, scheduler and block manager, and a device that only says
+how long a step takes.
+
+The time of a step is that of its bytes and its arithmetic on the seed's machine: weights once,
+keys and values of every entry once, two operations for each weight and token. It is the same on
+both sides of a ratio, so that nothing but the feature which is switched off makes a difference;
+what the seeds' own kernels and hosts gained over their rivals' is not in it.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.ablations.lengths import Sizes, batches, sharegpt, widely_different
+from bench.ablations.rows import Row
+from engine.batch import Batch, StepResult
+from engine.lora.fake import FakeLoader
+from engine.lora.tiers.store import AdapterStore
+from engine.messages import AddAdapter, EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import CoreConfig, EngineCore
+
+SLOT = 2048  # tokens that a static slot reserves
+
+
+@dataclass(frozen=True)
+class Device:
+    """A model on its machine: bytes of the weights and of a token's keys and values, parameters;
+    bytes/s and operations/s as kernels reach them; seconds that a step costs on top."""
+
+    weights: float
+    kv: float
+    parameters: float
+    bandwidth: float
+    operations: float
+    overhead: float = 0.001
+
+    def seconds(self, batch: Batch) -> float:
+        keys = sum(batch.starts) + sum(batch.lengths)
+        arithmetic = 2 * self.parameters * batch.num_tokens / self.operations
+        products = max(self.weights / self.bandwidth, arithmetic)
+        return self.overhead + products + keys * self.kv / self.bandwidth
+
+
+# 2.0 TB/s and 312 TFLOP/s of an A100-80G, 85 % and 70 % of it reached; eight of them in parallel
+# reach 70 % of eight.
+LLAMA_7B = Device(13.5e9, 2**19, 6.7e9, 1.7e12, 218e12)
+LLAMA_65B = Device(130e9, 2.5 * 2**20, 65e9, 5.6 * 1.7e12, 5.6 * 218e12, 0.003)
+
+
+class _Done:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class TimedRunner:
+    """`engine.scheduling.core.Runner` that computes nothing and keeps the time. Its token is 9."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.seconds = 0.0
+        self.steps = self.entries = self.tokens = 0
+
+    def launch(self, batch: Batch) -> _Done:
+        self.seconds += self._device.seconds(batch)
+        self.steps += 1
+        self.entries += len(batch.rows)
+        self.tokens += batch.num_tokens
+        return _Done(StepResult(batch.step, [9] * sum(batch.samples)))
+
+    def recover(self) -> bool:
+        return True
+
+    def shrink(self, num_blocks: int) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seconds: float
+    steps: int
+    running: float  # mean requests in a step
+    most: int  # requests at once
+    filled: float  # mean share of the tokens that memory holds which some request has computed
+    preemptions: int
+
+
+def serve(
+    sizes: Sizes,
+    device: Device,
+    capacity: int,  # tokens of memory
+    *,
+    rate: float = 0.0,  # requests a second, Poisson; 0 = all at once
+    seed: int = 0,
+    adapters: Sequence[str] = (),  # of each request; none at all: no request has one
+    **changes: Any,  # of CoreConfig
+) -> Outcome:
+    """Serve requests of these sizes to the end."""
+    values: dict[str, Any] = {
+        "max_num_seqs": 1024,
+        "max_num_batched_tokens": 8192,
+        "max_model_len": 4096,
+        "block_size": 1,
+        "prefix_caching": False,
+        **changes,
+    }
+    config = CoreConfig(num_blocks=capacity // values["block_size"], **values)
+    runner = TimedRunner(device)
+    core = EngineCore(config, runner, _store(sorted(set(adapters))) if adapters else None)
+    rng = random.Random(seed)
+    arrivals, at = [], 0.0
+    for _ in sizes:
+        at += rng.expovariate(rate) if rate else 0.0
+        arrivals.append(at)
+    coming = 0
+    filled = 0.0
+    most = 0
+    while coming < len(sizes) or core.has_work():
+        if not core.has_work():
+            runner.seconds = max(runner.seconds, arrivals[coming])
+        while coming < len(sizes) and arrivals[coming] <= runner.seconds:
+            prompt, output = sizes[coming]
+            params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+            adapter = adapters[coming] if adapters else ""
+            core.add(EngineRequest(coming, [5] * prompt, prompt, params, seed=0, adapter=adapter))
+            coming += 1
+        core.step()
+        running = core.scheduler.running.values()
+        most = max(most, len(running))
+        filled += sum(r.num_computed if r.slot < 0 else r.base + core.scheduler.step
+                      for r in running) / capacity  # fmt: skip
+    core.check_integrity()
+    return Outcome(
+        runner.seconds,
+        runner.steps,
+        runner.entries / runner.steps,
+        most,
+        filled / runner.steps,
+        core.scheduler.counters.preemptions,
+    )
+
+
+class _AtOnce(Executor):
+    """Runs what it is given, so that a simulation does not depend on threads."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **more))
+        return future
+
+
+def _store(names: Sequence[str]) -> AdapterStore:
+    """Adapters of these names without weights, all of which fit on the device."""
+    at_once = _AtOnce()
+    store = AdapterStore(FakeLoader(), len(names), 1 << 20, disk=at_once, device=at_once)
+    with tempfile.TemporaryDirectory(prefix="manta-seeds-") as folder:
+        (Path(folder) / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]})
+        )
+        (Path(folder) / "adapter_model.safetensors").touch()
+        for ticket, name in enumerate(names):
+            store.add(AddAdapter(ticket, name, folder))
+        store.poll()
+        answers = store.take_answers()
+        assert len(answers) == len(names) and all(answer.info for answer in answers), answers
+    return store
+
+
+def serve_in_batches(
+    sizes: Sizes, size: int, device: Device, *, fill_prompts: bool = True, **options: Any
+) -> Outcome:
+    """Batches that begin together and end with their longest; see `batches`."""
+    groups = batches(sizes, size, fill_prompts=fill_prompts)
+    parts = [serve(group, device, **options) for group in groups]
+    steps = sum(part.steps for part in parts)
+    return Outcome(
+        sum(part.seconds for part in parts),
+        steps,
+        sum(part.running * part.steps for part in parts) / steps,
+        size,
+        sum(part.filled * part.steps for part in parts) / steps,
+        0,
+    )
+
+
+def _rates(
+    workload: str,
+    count: int,
+    ours: tuple[str, Outcome],
+    others: Sequence[tuple[str, Outcome, float | None]],
+) -> list[Row]:
+    """Requests/s of ours over each other's; with each other what the seed claims."""
+    name, mine = ours
+    return [
+        Row.of(
+            f"{workload}: {name} / {other}",
+            count / mine.seconds,
+            count / outcome.seconds,
+            "req/s",
+            claimed=claimed,
+            how="simulated",
+            note=f"running {mine.running:.0f} / {outcome.running:.0f}, memory filled "
+            f"{mine.filled:.0%} / {outcome.filled:.0%}, preempted {mine.preemptions} / "
+            f"{outcome.preemptions}",
+        )
+        for other, outcome, claimed in others
+    ]
+
+
+def w4(scale: float) -> list[Row]:
+    """ShareGPT at 200 requests/s on LLaMA-7B with memory for 121,060 tokens."""
+    sizes, memory = sharegpt(int(2000 * scale)), {"capacity": 121_060}
+    poisson = {**memory, "rate": 200.0}
+    slots = 121_060 // SLOT
+    return _rates(
+        "W4 LLaMA-7B, ShareGPT",
+        len(sizes),
+        ("token + peak", serve(sizes, LLAMA_7B, admission="peak", **poisson)),
+        [
+            ("blocks of 16, optimistic", serve(sizes, LLAMA_7B, block_size=16, **poisson), 1.92),
+            (f"slots of {SLOT}", serve(sizes, LLAMA_7B, block_size=SLOT, **poisson), 3.83),
+            (
+                f"static batches of {slots} slots",
+                serve_in_batches(sizes, slots, LLAMA_7B, **memory),
+                4.1,
+            ),
+        ],
+    )
+
+
+def w5(scale: float) -> list[Row]:
+    """What token attention and the exact peak each add to slots, where slots are what is short."""
+    rows = []
+    for name, device, count, claims in (
+        ("LLaMA-7B", LLAMA_7B, 2000, (3.83, 4.02)),
+        ("LLaMA-65B", LLAMA_65B, 2000, (2.87, 2.98)),
+    ):
+        sizes = sharegpt(int(count * scale))
+        memory = {"capacity": 40_960, "rate": 200.0}
+        slots = serve(sizes, device, block_size=SLOT, **memory)
+        for admission, claimed in zip(("sum", "peak"), claims, strict=True):
+            outcome = serve(sizes, device, admission=admission, **memory)
+            rows += _rates(
+                f"W5 {name}, 40,960 tokens",
+                len(sizes),
+                (f"token + {admission}", outcome),
+                [(f"slots of {SLOT}", slots, claimed)],
+            )
+    return rows
+
+
+def w6(scale: float) -> list[Row]:
+    """Widely different lengths, all at once, memory for 16,000 tokens."""
+    sizes, count = widely_different(int(600 * scale)), int(600 * scale)
+    served = {
+        admission: serve(sizes, LLAMA_65B, 16_000, admission=admission)
+        for admission in ("peak", "sum", "reserved", "optimistic")
+    }
+    claims = {"sum": 1.51, "reserved": None, "optimistic": None}
+    return _rates(
+        "W6 LLaMA-65B, mixed lengths",
+        count,
+        ("peak", served["peak"]),
+        [(name, served[name], claimed) for name, claimed in claims.items()],
+    )
+
+
+def w12(scale: float) -> list[Row]:
+    """Continuous against static batches, which run to their longest output, at a limit of requests.
+    The claim is 2 to 3 times; the ratios of steps that these lengths make possible are between."""
+    rows = []
+    sizes = sharegpt(int(1024 * scale))
+    for limit, ideal in ((8, 2.20), (16, 2.56), (32, 2.78), (64, 2.97)):
+        ours = serve(sizes, LLAMA_7B, 400_000, max_num_seqs=limit)
+        static = serve_in_batches(sizes, limit, LLAMA_7B, fill_prompts=False, capacity=400_000)
+        rows += _rates(
+            f"W12 at most {limit} at once",
+            len(sizes),
+            ("continuous", ours),
+            [(f"static batches ({static.steps / ours.steps:.2f} times the steps)", static, ideal)],
+        )
+    return rows
+
+
+def w15(scale: float) -> list[Row]:
+    """Tokens of prefill batches, ragged and filled up to the longest prompt. Counted by the steps
+    that the scheduler makes."""
+    rows = []
+    sizes = [(prompt, 1) for prompt, _ in sharegpt(int(1024 * scale))]
+    for size, share in ((4, 0.63), (8, 0.76), (16, 0.81), (32, 0.85)):
+        counted = []
+        for groups in ([sizes[at : at + size] for at in range(0, len(sizes), size)],
+                       batches(sizes, size)):  # fmt: skip
+            config = CoreConfig(
+                max_num_seqs=size, max_num_batched_tokens=8192, max_model_len=4096,
+                num_blocks=4096, block_size=16, prefix_caching=False,
+            )  # fmt: skip
+            runner = TimedRunner(LLAMA_7B)
+            core = EngineCore(config, runner)
+            number = 0
+            for group in groups:
+                for prompt, output in group:
+                    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+                    core.add(EngineRequest(number, [5] * prompt, prompt, params, seed=0))
+                    number += 1
+                while core.has_work():
+                    core.step()
+            counted.append(runner.tokens)
+        ragged, padded = counted
+        rows.append(
+            Row.of(
+                f"W15 prompts in batches of {size}: ragged / filled up",
+                100.0,
+                100.0 * ragged / padded,
+                "% of computed tokens used",
+                claimed=round(1 / (1 - share), 2),
+                how="simulated",
+                note=f"{1 - ragged / padded:.0%} of the tokens saved, claimed {share:.0%}",
+            )
+        )
+    return rows
+
+
+def w16(scale: float) -> list[Row]:
+    """Requests at once in the memory of 32 slots of 2,048 tokens (32 GB on 7B)."""
+    sizes = sharegpt(int(2000 * scale))
+    capacity = 32 * SLOT
+    served = {
+        size: serve(sizes, LLAMA_7B, capacity, block_size=size, admission=admission)
+        for size, admission in ((SLOT, "optimistic"), (16, "optimistic"), (1, "peak"))
+    }
+    grouped = serve(sizes, LLAMA_7B, 4 * capacity)
+    slots = served[SLOT]
+    return [
+        Row.of(
+            f"W16 32 GB: {name} / slots of {SLOT}",
+            outcome.running,
+            slots.running,
+            "requests",
+            claimed=claimed,
+            how="simulated",
+            note=f"memory filled {outcome.filled:.0%} / {slots.filled:.0%}",
+        )
+        for name, outcome, claimed in (
+            ("blocks of 16", served[16], 4.0),
+            ("token + peak", served[1], 4.0),
+            ("token, 8 of 32 heads with keys", grouped, None),
+        )
+    ]
+
+
+def w20(scale: float) -> list[Row]:
+    """Two adapters, asked for in blocks of 16 requests or in turns: one adapter a step, first come
+    first served (`batching: split`), against all in one step. The adapters' own products cost
+    nothing here: what is compared is how many requests a step holds."""
+    rows = []
+    sizes = [(128, 128)] * int(256 * scale)
+    for case, length in (("in blocks of 16", 16), ("in turns", 1)):
+        adapters = ["ab"[index // length % 2] for index in range(len(sizes))]
+        options: dict[str, Any] = {"capacity": 400_000, "max_num_seqs": 64, "adapters": adapters}
+        mixed = serve(sizes, LLAMA_7B, **options)
+        split = serve(sizes, LLAMA_7B, batching="split", **options)
+        workload = f"W20 adapters {case}"
+        rows += _rates(workload, len(sizes), ("mixed", mixed), [("split", split, None)])
+    return rows
+
+
+WORKLOADS = {"W4": w4, "W5": w5, "W6": w6, "W12": w12, "W15": w15, "W16": w16, "W20": w20}

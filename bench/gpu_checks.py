@@ -1,0 +1,230 @@
+"""What is right on the GPU: kernels, models and the engine, and a result file that says what ran,
+how long, and what it measured.
+
+    MANTA_TEST_MODEL=SmolLM2.gguf python -m bench.gpu_checks --model LLAMA --name llama-8b \
+        --out bench/results
+
+From a checkout, on a machine with a CUDA device. In this order: the default model in bfloat16 and
+tiny models in float32 against transformers, every kernel against float64, what else only a GPU can
+tell about kernels and engine, and, with --model (a folder with a config.json), one request of
+32,768 and one of 131,072 tokens. MANTA_TEST_MODEL is for machines that cannot download the default
+model.
+
+Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
+nothing. Where there are several devices each runs parts of its own, --at-once of them side by side:
+most need few GB. Those that need a device for themselves come last. --seconds ends it all in time,
+and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1
+unless all has run and passed.
+"""
+
+import argparse
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.report.result_file import Line, RawLines, versions
+
+FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
+SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
+ALONE = "tests/engine/test_out_of_memory.py"  # takes all memory that there is
+GPU = "gpu and not long"
+LONG = ("32768", "131072")  # tokens
+# Of each part. References are small models on the CPU: with a thread for each of 64 cores they take
+# several times as long, and what runs beside them too.
+CPU_THREADS = "8"
+_PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
+
+
+class Part(NamedTuple):
+    name: str
+    command: list[str]
+    alone: bool = False  # on its device
+
+
+def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[Part]:
+    """extra: more for pytest."""
+    files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
+    texts = {file: (root / file).read_text() for file in files}
+    marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
+    others: dict[str, list[str]] = {}  # by folder: a process takes seconds to start
+    for file in marked:
+        if file not in (*FIRST, ALONE):
+            others.setdefault(str(Path(file).parent), []).append(file)
+    # These run on the device where there is one, so that they bear no mark.
+    plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", *extra]
+    tests = re.findall(r"^def (test_\w+)", texts.get(SPLIT, ""), re.MULTILINE)
+    first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
+    found = [Part(name, [*pytest, "-m", GPU, name]) for name in first]
+    mark = "not gpu and not slow"
+    # Four processes each: their references are in Python.
+    found += [Part(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain]
+    found += [Part(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
+    if ALONE in marked:
+        found.append(Part(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
+    if model:
+        command = [sys.executable, "-m", "bench.long_context", "--model", model]
+        command += ["--name", name, "--tokens", *LONG]
+        found.append(Part("long contexts", command, alone=True))
+    return found
+
+
+def run(part: Part, until: float, device: str) -> list[Line]:
+    """Its lines, the last of which tells how it ended; until: by time.monotonic()."""
+    seconds = until - time.monotonic()
+    if seconds < 1:
+        return [{"part": part.name, "case": part.name, "outcome": "not run"}]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "lines", Path(folder) / "log"
+        options = ["--lines", str(path)] if "pytest" in part.command else []
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [*part.command, *options],
+                env={"OMP_NUM_THREADS": CPU_THREADS, **os.environ, "CUDA_VISIBLE_DEVICES": device},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = None
+        said = log.read_text(errors="replace")
+        told = path.read_text() if path.exists() else said
+    lines = ended([json.loads(text) for text in told.splitlines() if text.startswith('{"')])
+    # 5: no test of the file has the mark.
+    good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
+    last: Line = {"case": part.name, "outcome": "passed" if good else "failed"}
+    if code is None:
+        last["outcome"] = "out of time"
+    last["seconds"] = round(time.monotonic() - began, 1)
+    if not good:
+        last |= {"exit": code, "why": said[-1500:]}
+    return [{"part": part.name, **line} for line in [*lines, last]]
+
+
+def ended(lines: list[Line]) -> list[Line]:
+    """The last line of each test. One that only began is where the process died."""
+    last: dict[str, Line] = {}
+    for line in lines:
+        line.setdefault("outcome", "passed")
+        last[line["case"]] = line
+    return [line | {"outcome": "died"} if line["outcome"] == "began" else line
+            for line in last.values()]  # fmt: skip
+
+
+def whole(lines: list[Line]) -> list[Line]:
+    """Of an earlier run, the lines of parts that passed."""
+    good = {
+        line["part"]
+        for line in lines
+        if line["case"] == line["part"] and line["outcome"] == "passed"
+    }
+    return [line for line in lines if line["part"] in good]
+
+
+def rows_of(lines: list[Line]) -> list[Line]:
+    """How many tests ended how; then what was measured, and what did not pass."""
+    outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
+    counts: list[Line] = [
+        {"case": outcome, "tests": outcomes.count(outcome)} for outcome in sorted(set(outcomes))
+    ]
+    notable = [
+        {key: value for key, value in line.items() if key not in ("part", "why")}
+        for line in lines
+        if line["outcome"] not in ("passed", "skipped") or not line.keys() <= _PLAIN
+    ]
+    return counts + notable
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder with config.json, for the long contexts")
+    parser.add_argument("--name", default="model", help="label of their cases")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="parts beside each other on a device"
+    )
+    parser.add_argument("--seconds", type=float, default=570, help="for all of it")
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument("pytest", nargs="*", help="after --: for every run of pytest")
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
+
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no CUDA device here; every one of these tests would be skipped")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    sys.exit(check(args, until, devices))
+
+
+def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        raw = RawLines(args.out or Path(folder), "gpu-checks", whole if args.resume else None)
+        there = {line["part"] for line in raw.all}
+
+        one_at_a_time = threading.Lock()
+
+        def keep(lines: list[Line]) -> None:
+            with one_at_a_time:
+                for line in lines:
+                    raw.keep(line, show=False)
+                last = lines[-1]
+                seconds = last.get("seconds", 0)
+                print(f"{last['outcome']:<12} {last['case']} ({seconds} s)", flush=True)
+                for line in lines:
+                    if "why" in line:
+                        print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
+
+        def run_all(todo: Sequence[Part], places: Sequence[str]) -> None:
+            free: queue.SimpleQueue[str] = queue.SimpleQueue()
+            for device in places:
+                free.put(device)
+
+            def run_one(part: Part) -> None:
+                device = free.get()
+                try:
+                    keep(run(part, until, device))
+                finally:
+                    free.put(device)
+
+            with ThreadPoolExecutor(len(places)) as pool:
+                for _ in pool.map(run_one, todo):
+                    pass  # raises what a part raised
+
+        todo = [
+            part
+            for part in parts(Path(), args.model, args.name, args.pytest)
+            if part.name not in there
+        ]
+        run_all([part for part in todo if not part.alone], [*devices] * args.at_once)
+        run_all([part for part in todo if part.alone], devices)
+        rows = rows_of(raw.all)
+        parts_run = {
+            line["part"]: line["outcome"] for line in raw.all if line["case"] == line["part"]
+        }
+        config = {"ours": {"parts": parts_run, "pytest": args.pytest}}
+        raw.finish({**config, "versions": versions("transformers", "pytest")}, rows)
+    for row in rows:
+        print(json.dumps(row))
+    return int(any(outcome != "passed" for outcome in parts_run.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""What measure.py times: every kernel at the sizes of llama-8b, attention at others too."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.kernels import lora as bench_lora
+from bench.kernels.measure import OPERATIONS, Calls, Work, copies_for
+from kernels import cuda
+from kernels.batch import apply_updates, assemble
+from kernels.gemm.deterministic import linear_fixed
+from kernels.lora import lora_add, lora_gated
+from kernels.metadata import AttentionMeta
+from kernels.sampling import layout
+from kernels.sampling.choose import choose
+from kernels.sampling.edits import add_bias, ban, penalise
+from kernels.sampling.filters import filter_thresholds
+from kernels.sampling.logprobs import logprobs
+
+Make = Callable[[], Work]
+
+
+class Sizes(NamedTuple):
+    """Of a model, and where its tensors are."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    hidden: int = 4096
+    inner: int = 14336
+    vocab: int = 128256
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+LLAMA = Sizes()
+
+# Keys of each entry, and the least share of copy bandwidth that issue 3 asks for.
+DECODES: dict[str, tuple[list[int], float | None]] = {
+    "64 x 4096": ([4096] * 64, 0.9),
+    "256 x 1024": ([1024] * 256, 0.9),
+    "16 x 1024": ([1024] * 16, 0.7),
+    "1 x 32768": ([32768], 0.7),
+    "256 x 512": ([512] * 256, None),
+    "1 x 1024": ([1024], None),
+    "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
+    "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
+}
+# Keys and queries of each entry.
+PREFILLS = {
+    "4 x 2048": ([2048] * 4, [2048] * 4),
+    "2048 after 6144": ([8192], [2048]),
+    "64 x 128": ([128] * 64, [128] * 64),
+}
+FAST = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+PREFILL_TARGET = 0.7  # of FA3's rate
+# Outputs and inputs of a weight: rows of x.
+LINEARS = {
+    "8b qkv": ((6144, 4096), (1, 2, 64, 128, 256, 512)),
+    "8b o": ((4096, 4096), (1, 2, 64, 128, 256, 512)),
+    "8b gate_up": ((28672, 4096), (1, 2, 64, 128, 256, 512)),
+    "8b down": ((4096, 14336), (1, 2, 64, 128, 256, 512)),
+    "8b lm_head": ((128256, 4096), (1, 256)),
+    "0.6b gate_up": ((6144, 1024), (1, 2, 4)),
+    "0.6b down": ((1024, 3072), (1, 2, 4)),
+}
+
+
+def meta_of(
+    s: Sizes, kv_len: list[int], query_len: list[int], num_decodes: int, block_size: int
+) -> tuple[AttentionMeta, int]:
+    """Entries whose blocks lie scattered; and how many blocks there are."""
+    blocks = [-(-n // block_size) for n in kv_len]
+    order = torch.randperm(sum(blocks)).int().split(blocks)
+    table = torch.zeros(len(kv_len), max(blocks), dtype=torch.int32)
+    for entry, own in enumerate(order):
+        table[entry, : len(own)] = own
+    lengths = zip(kv_len, query_len, strict=True)
+    positions = torch.cat([torch.arange(n - m, n) for n, m in lengths])
+    entry_of = torch.repeat_interleave(torch.arange(len(kv_len)), torch.tensor(query_len))
+    slots = table[entry_of, positions // block_size].long() * block_size + positions % block_size
+    meta = AttentionMeta(
+        positions=positions.int().to(s.device),
+        slots=slots.to(s.device),
+        query_start=torch.tensor([0, *query_len]).cumsum(0).int().to(s.device),
+        kv_len=s.ints(kv_len),
+        block_table=table.to(s.device),
+        num_decodes=num_decodes,
+        max_query_len=max(query_len),
+        max_kv_len=max(kv_len),
+    )
+    return meta, sum(blocks)
+
+
+def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple[Tensor, Tensor]]:
+    shape = (num_blocks, s.kv_heads, block_size, s.dim)
+    return [(s.random(*shape), s.random(*shape)) for _ in range(count)]
+
+
+def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -> Work:
+    num_bytes = 2 * sum(kv_len) * s.kv_heads * s.dim * s.dtype.itemsize
+    meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
+    kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
+    cuda.prepare(meta, s.heads, kv[0][0])
+    # In between, as in a model: attention reads the plan before it waits (kernels/pdl.py).
+    q = s.random(len(kv_len), s.heads, s.dim)
+    calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
+    return Work(calls, num_bytes, target=target)
+
+
+# q, k_cache, v_cache, meta -> the same by a library
+Library = Callable[[Tensor, Tensor, Tensor, AttentionMeta], Callable[[], object]]
+
+
+def prefill(
+    s: Sizes,
+    kv_len: list[int],
+    query_len: list[int],
+    target: float | None = None,
+    libraries: dict[str, Library] | None = None,
+) -> Work:
+    """libraries: of a single prompt without a prefix."""
+    meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
+    seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(kv_len, query_len, strict=True))
+    q = s.random(sum(query_len), s.heads, s.dim)
+    kv = caches(s, 2, num_blocks, 16)
+    cuda.prepare(meta, s.heads, kv[0][0])
+    calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
+    others: dict[str, Calls] = {
+        name: [make(q, k, v, meta) for k, v in kv] for name, make in (libraries or {}).items()
+    }
+    work = 4.0 * seen * s.heads * s.dim
+    return Work(calls, work, OPERATIONS, target, next(iter(others), ""), others)
+
+
+def torch_attention(backend: SDPBackend) -> Library:
+    """Keys lie in a row and every query head has its own: what a library is fastest at."""
+
+    def make(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta
+    ) -> Callable[[], object]:
+        query = q.transpose(0, 1)[None].contiguous()
+        key, value = torch.randn_like(query), torch.randn_like(query)
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        return call
+
+    return make
+
+
+def linear(s: Sizes, size: int, width: int, rows: int) -> Work:
+    """After the tuner has seen these, as at an engine's start."""
+    num_bytes = size * width * s.dtype.itemsize
+    weights = [s.random(size, width) for _ in range(copies_for(num_bytes) + 1)]
+    x = s.random(rows, width)
+    cuda.tune_linear(weights, [rows], add=False)
+    ours = [partial(cuda.linear, x, w, None) for w in weights]
+    library = [partial(torch.nn.functional.linear, x, w) for w in weights]
+    return Work(ours, num_bytes, against="cublas", libraries={"cublas": library})
+
+
+def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> Work:
+    """The product of the deterministic mode."""
+    weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
+    x = s.random(rows, width)
+    ours = [partial(linear_fixed, x, w) for w in weights]
+    library = [partial(torch.nn.functional.linear, x, w) for w in weights]
+    work = 2.0 * rows * size * width
+    return Work(ours, work, OPERATIONS, against="cublas", libraries={"cublas": library})
+
+
+def norm(s: Sizes, rows: int) -> Work:
+    num_bytes = 2.0 * rows * s.hidden * s.dtype.itemsize
+    xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
+    weight = s.random(s.hidden)
+    calls = [partial(cuda.rms_norm, x, weight, 1e-5) for x in xs]
+    return Work(calls, num_bytes)
+
+
+def residual_norm(s: Sizes, rows: int) -> Work:
+    """The product after attention with the residual, then the norm before the MLP: the sum itself
+    has no kernel of its own, it is part of the product."""
+    weights = [s.random(s.hidden, s.hidden) for _ in range(copies_for(2.0 * s.hidden**2) + 1)]
+    x, residual, scale = s.random(rows, s.hidden), s.random(rows, s.hidden), s.random(s.hidden)
+    cuda.tune_linear(weights, [rows], add=True)
+
+    def call(weight: Tensor) -> Tensor:
+        return cuda.rms_norm(cuda.linear_add(x, weight, None, residual), scale, 1e-5)
+
+    return Work([partial(call, w) for w in weights], weights[0].nbytes + 5 * x.nbytes)
+
+
+def gate(s: Sizes, rows: int, name: str) -> Work:
+    num_bytes = 3.0 * rows * s.inner * s.dtype.itemsize
+    xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
+    return Work([partial(cuda.GATES[name], x) for x in xs], num_bytes)
+
+
+def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
+    """Decodes up to 256 rows, a prompt from there on."""
+    width = (s.heads + 2 * s.kv_heads) * s.dim
+    num_bytes = 2.0 * rows * width * s.dtype.itemsize
+    qkvs = [s.random(rows, width) for _ in range(copies_for(num_bytes))]
+    lengths = ([rows], [rows], 0) if rows > 256 else ([1024] * rows, [1] * rows, rows)
+    meta, num_blocks = meta_of(s, *lengths, 16)
+    kv = caches(s, 1, num_blocks, 16)[0]
+    cos_sin = torch.randn(meta.max_kv_len, s.dim, device=s.device)
+    weight = s.random(s.dim) if head_norm else None
+    calls = [
+        partial(cuda.rope_kv_write, qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta)
+        for qkv in qkvs
+    ]
+    return Work(calls, num_bytes)
+
+
+def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
+    """Parameters of rows: temperature 1 and what is named as in kernels/sampling/layout.py."""
+    words = torch.zeros(rows, layout.NUM_WORDS, dtype=torch.int32)
+    words[:, layout.ROW] = torch.arange(rows)
+    words[:, layout.SEED] = torch.arange(rows)
+    words[:, layout.LOGPROBS] = 5
+    for at, count in ((layout.BIAS_IDS, layout.MAX_BIAS), (layout.STOP_IDS, layout.MAX_STOP)):
+        words[:, at : at + count] = torch.arange(count)  # if NUM_BIAS and NUM_STOP say so
+    fields = {"INV_TEMPERATURE": 1.0, "TOP_P": 1.0, "LOG_MIN_P": -torch.inf, "REPETITION": 1.0}
+    for name, value in {**fields, **values}.items():
+        at = getattr(layout, name)
+        if isinstance(value, float):
+            words.view(torch.float32)[:, at] = value
+        else:
+            words[:, at] = value
+    return words.to(s.device)
+
+
+def sampling(s: Sizes, rows: int, how: str) -> Work:
+    """A pass over the logits is what choosing cannot do without; edits touch some of them."""
+    num_bytes: float = rows * s.vocab * s.dtype.itemsize
+    logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
+    index = torch.arange(rows, device=s.device)
+    positions = torch.full_like(index, 1000)
+    values: dict[str, float] = {}
+    if how == "top-k":
+        values = {"TOP_K": 50}
+    elif how == "top-p":
+        values = {"TOP_P": 0.9}
+    elif how == "penalties":
+        values = {"REPETITION": 1.1, "FREQUENCY": 0.1}
+    elif how == "bias and ban":
+        values = {"NUM_BIAS": layout.MAX_BIAS, "NUM_STOP": layout.MAX_STOP, "MIN_TOKENS": 2000}
+    words = sampled_words(s, rows, **values)
+    calls: Calls
+    if how == "greedy":
+        calls = [partial(choose, x, index, positions, words, sampled=False) for x in logits]
+    elif how == "temperature":
+        calls = [partial(choose, x, index, positions, words, sampled=True) for x in logits]
+    elif how == "penalties":
+        tokens = torch.randint(s.vocab, (rows, 1025), device=s.device).int()
+        scratch = torch.zeros(min(rows, 64), s.vocab, dtype=torch.int32, device=s.device)
+        calls = [partial(penalise, x, index, positions, words, tokens, scratch) for x in logits]
+        num_bytes = rows * 1000 * (2 * 4 + 4 * 4 + 2 * s.dtype.itemsize)
+    elif how == "bias and ban":
+
+        def edited(x: Tensor) -> None:
+            add_bias(x, index, words)
+            ban(x, index, positions, words)
+
+        calls = [partial(edited, x) for x in logits]
+        each = 8 + 2 * s.dtype.itemsize  # id, value, logit
+        num_bytes = rows * (layout.MAX_BIAS * each + layout.MAX_STOP * (4 + s.dtype.itemsize))
+    elif how == "logprobs":
+        calls = [partial(logprobs, x, index, 5, index, words) for x in logits]
+    else:
+
+        def filtered(x: Tensor) -> object:
+            filters = filter_thresholds(x, index, words)
+            return choose(x, index, positions, words, sampled=True, filters=filters)
+
+        calls = [partial(filtered, x) for x in logits]
+    return Work(calls, num_bytes)
+
+
+def assembly(s: Sizes, rows: int, what: str) -> Work:
+    """Decodes after 1,000 tokens: the layout of a step, or the rows' new blocks."""
+    blocks = 64
+    tokens = torch.zeros(rows + 1, 1025, dtype=torch.int32, device=s.device)
+    table = torch.zeros(rows + 1, blocks, dtype=torch.int32, device=s.device)
+    if what == "updates":
+        updates = s.ints([x for row in range(rows) for x in (row, blocks - 1, row)])
+        call = partial(apply_updates, updates, tokens, table, 0, rows)
+        return Work([call] * 16, rows * 16)
+    ids, positions, kv_len = (s.ints([0] * rows) for _ in range(3))
+    call = partial(
+        assemble,
+        s.ints(list(range(rows))),
+        s.ints([1000] * rows),
+        s.ints(list(range(rows + 1))),
+        tokens,
+        table,
+        ids,
+        positions,
+        torch.zeros(rows, dtype=torch.int64, device=s.device),
+        kv_len,
+        torch.zeros_like(table),
+        16,
+        rows,
+    )
+    return Work([call] * 16, rows * (2 * 63 * 4 + 44))
+
+
+def adapters(s: Sizes, rows: int, part: int) -> Work:
+    """Shrink and expand for adapters of rank 16, drawn zipf of 16; with a gate, also that."""
+    layer = bench_lora.LAYER[part]
+    rank, count = 16, 16
+    x, y = s.random(rows, layer.in_features), s.random(rows, sum(layer.outs))
+    used = len(bench_lora.zipf_slots(rows, count).unique())
+    matrices = used * rank * (len(layer.outs) * layer.in_features + sum(layer.outs)) * 2
+    steps = [
+        bench_lora.make_step(rows, count, rank, s.device, s.dtype)
+        for _ in range(copies_for(matrices))
+    ]
+    if len(layer.outs) == 2:
+        calls = [partial(lora_gated, y, x, layer, step, "silu") for step in steps]
+        return Work(calls, matrices + x.nbytes + 1.5 * y.nbytes)
+    calls = [partial(lora_add, y, x, layer, step) for step in steps]
+    return Work(calls, matrices + x.nbytes + 2 * y.nbytes)
+
+
+def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> dict[str, Make]:
+    """Name -> what makes it, its data included. libraries: more that can do a prompt's attention;
+    the first of all is the one that ours is held against."""
+    cases: dict[str, Make] = {}
+    for name, (kv_len, target) in DECODES.items():
+        cases[f"decode/{name}"] = partial(decode, s, kv_len, 16, target)
+    for block_size in (1, 128):
+        for name in ("64 x 4096", "16 x 1024"):
+            make = partial(decode, s, DECODES[name][0], block_size, None)
+            cases[f"decode/{name}/blocks of {block_size}"] = make
+    for dim in (64, 256):
+        make = partial(decode, s._replace(dim=dim), DECODES["64 x 4096"][0], 16, None)
+        cases[f"decode/64 x 4096/heads of {dim}"] = make
+    for name, lengths in PREFILLS.items():
+        cases[f"prefill/{name}"] = partial(prefill, s, *lengths)
+    for rows in (1, 256, 8192):
+        cases[f"rope and KV write/{rows}"] = partial(rope, s, rows, False)
+        cases[f"qk-norm, rope and KV write/{rows}"] = partial(rope, s, rows, True)
+    for rows in (1, 16, 256, 8192):
+        cases[f"norm/{rows}"] = partial(norm, s, rows)
+        cases[f"silu/{rows}"] = partial(gate, s, rows, "silu")
+    cases["gelu/256"] = partial(gate, s, 256, "gelu_pytorch_tanh")
+    for rows in (1, 256):
+        cases[f"product + residual, norm/{rows}"] = partial(residual_norm, s, rows)
+    for name, ((size, width), counts) in LINEARS.items():
+        for rows in counts:
+            cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
+    for rows in (256, 4096):
+        make = partial(fixed_linear, s, *LINEARS["8b qkv"][0], rows)
+        cases[f"deterministic product/8b qkv/{rows}"] = make
+    for rows in (1, 256):
+        for how in ("greedy", "temperature"):
+            cases[f"sampling/{how}/{rows}"] = partial(sampling, s, rows, how)
+    for how in ("top-k", "top-p", "penalties", "bias and ban", "logprobs"):
+        cases[f"sampling/{how}/256"] = partial(sampling, s, 256, how)
+    for what in ("updates", "layout"):
+        cases[f"assembly/{what}/256"] = partial(assembly, s, 256, what)
+    for rows in (64, 256):
+        for part, name in enumerate(("qkv", "o", "gate_up", "down")):
+            cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
+    # The last, because nobody knows how a library fails.
+    others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
+    make = partial(prefill, s, [8192], [8192], PREFILL_TARGET, others)
+    cases["prefill/1 x 8192"] = make
+    return cases

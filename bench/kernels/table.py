@@ -1,0 +1,147 @@
+"""Every kernel alone on one GPU: time, rate, and its share of the device's best or of a library's.
+
+    python -m bench.kernels.table --out bench/results
+
+The device's best is measured in the same run: the bandwidth of a large copy for what moves bytes,
+the rate of a large matrix product for what multiplies. --only takes the cases whose names begin so.
+--fa3 also runs FlashAttention 3 on a long prompt, where vLLM, which brings it, is installed.
+What fails has a row that says so, and the exit code is 1.
+
+Kernels are compiled before anything is timed, in several processes.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import RawLines, versions
+
+COMPILE_S = 60
+
+
+def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
+    """FlashAttention 3 in vLLM's build: keys in a row, and on the same pages as ours."""
+    from vllm.vllm_flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
+        flash_attn_varlen_func,
+    )
+
+    def attend(q: Any, key: Any, value: Any, meta: Any, **where: Any) -> Callable[[], object]:
+        return partial(
+            flash_attn_varlen_func,
+            q,
+            key,
+            value,
+            max_seqlen_q=meta.max_query_len,
+            cu_seqlens_q=meta.query_start,
+            max_seqlen_k=meta.max_kv_len,
+            causal=True,
+            fa_version=3,
+            **where,
+        )
+
+    def in_a_row(q: Any, k_cache: Any, v_cache: Any, meta: Any) -> Callable[[], object]:
+        shape = (q.shape[0], k_cache.shape[1], k_cache.shape[3])
+        key, value = (cache.transpose(1, 2).reshape(shape) for cache in (k_cache, v_cache))
+        return attend(q, key, value, meta, cu_seqlens_k=meta.query_start)
+
+    def paged(q: Any, k_cache: Any, v_cache: Any, meta: Any) -> Callable[[], object]:
+        key, value = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        where = {"seqused_k": meta.kv_len, "block_table": meta.block_table}
+        return attend(q, key, value, meta, **where)
+
+    return {"fa3": in_a_row, "fa3_paged": paged}
+
+
+def compile_all(only: list[str]) -> None:
+    """Fill Triton's cache: minutes in one process. What is missing then is compiled when due."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no CUDA device here")
+    count = max(1, min(8, (os.cpu_count() or 2) // 2))
+    base = [sys.executable, "-m", "bench.kernels.table", "--only", *only]
+    processes = [
+        subprocess.Popen(
+            [*base, "--compile-share", str(i), str(count)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for i in range(count)
+    ]
+    limit = time.monotonic() + COMPILE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="of cases' names")
+    parser.add_argument("--fa3", action="store_true", help="needs vLLM")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    from bench.kernels import measure
+    from bench.kernels.cases import all_cases
+    from kernels import cuda
+
+    began = time.perf_counter()
+    libraries = {}
+    if args.fa3:
+        try:
+            libraries = fa3()
+        except Exception as error:  # whatever stops another package's import
+            print(f"without FlashAttention 3: {error}", flush=True)
+    cases = {
+        name: make
+        for name, make in all_cases(libraries=libraries).items()
+        if name.startswith(tuple(args.only))
+    }
+    if not cases:
+        parser.error(f"--only: no case begins with {' or '.join(args.only)}")
+    if args.compile_share:
+        share, count = args.compile_share
+        cuda.tune_linear = lambda weights, sizes, add: None  # the others would disturb its times
+        measure.compile_only({name: cases[name] for name in [*cases][share::count]})
+        return 0
+    compile_all(args.only)
+    print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
+    best = measure.Best(measure.copy_bandwidth(), measure.matmul_rate())
+    print(f"copy {best.copy / 1e12:.2f} TB/s, product {best.product / 1e12:.0f} TFLOP/s")
+    raw = RawLines(args.out, "kernels") if args.out else None
+    rows = []
+    for row in measure.rows(cases, best, measure.time_us):
+        print(measure.told(row), flush=True)
+        rows.append(row)
+        if raw:
+            raw.keep(row, show=False)
+    seconds = round(time.perf_counter() - began, 1)
+    failed = sum("error" in row for row in rows)
+    missed = [row["case"] for row in rows if row.get("reached") is False]
+    print(f"{len(rows)} cases in {seconds} s, {failed} failed; targets missed: {missed or 'none'}")
+    if raw:
+        config = {
+            "ours": {"sizes": "llama-8b unless named", "dtype": "bfloat16", "block_size": 16},
+            "best": {"copy_bytes_s": best.copy, "product_flop_s": best.product},
+            "only": args.only,
+            "seconds": seconds,
+            "versions": versions(*(["vllm"] if libraries else [])),
+        }
+        raw.finish(config, rows)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

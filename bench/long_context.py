@@ -1,0 +1,99 @@
+"""One long request at a time: time to the first token, speed after it, and memory.
+
+    python -m bench.long_context --model FOLDER --tokens 1024 8192 32768 131072 --out FOLDER
+
+FOLDER needs a config.json only: weights are random, and where it has fewer positions than the
+longest request they are raised, which the result then says. Each length runs twice, the second
+counts. Keys and values of the longest request have to fit; the table at the start says.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.report.result_file import write
+from bench.versus_engine import engine_fields
+from engine.factory import build
+from engine.library.request_manager import make_config
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+
+OUTPUT = 32
+
+
+def measure(core: EngineCore, tokens: int) -> dict[str, Any]:
+    """A prompt of `tokens` less the output."""
+    prompt = tokens - OUTPUT
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    ids = [i % min(core.config.vocab_size, 32_000) for i in range(prompt)]
+    begin = time.perf_counter()
+    core.add(EngineRequest(0, ids, prompt, params, seed=0))
+    first = 0.0
+    count = 0
+    while core.has_work():
+        count += sum(len(delta.token_ids) for delta in core.step())
+        if count and not first:
+            first = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    assert count == OUTPUT
+    return {
+        "tokens": tokens,
+        "ttft_s": round(first, 4),
+        "prompt_tok_s": round(prompt / first),
+        "decode_tok_s": round((OUTPUT - 1) / (seconds - first), 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "out_of_memory": core.stats().out_of_memory,
+    }
+
+
+def widened(model: str, positions: int, folder: Path) -> dict[str, str]:
+    """A copy of the model's config.json in `folder`, with at least so many positions; what the
+    result has to say about that."""
+    fields = json.loads((Path(model) / "config.json").read_text())
+    own = fields["max_position_embeddings"]
+    fields["max_position_embeddings"] = max(own, positions)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return {"positions": f"{own}, raised to {positions}"} if own < positions else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": max(args.tokens),
+        "max_num_seqs": 8,
+        "prefix_caching": False,
+    }
+    values |= engine_fields(args.set)
+    with tempfile.TemporaryDirectory() as folder:
+        raised = widened(args.model, max(args.tokens), Path(folder))
+        core, ready = build(make_config(folder, values))
+    print(ready.memory_table, flush=True)
+    lines = []
+    for tokens in args.tokens:
+        measure(core, tokens)
+        lines.append({"case": f"{args.name}/{tokens}", **raised, **measure(core, tokens)})
+        print(json.dumps(lines[-1]), flush=True)
+    if args.out:
+        config = {"ours": {**values, **raised, "memory": ready.memory_table.splitlines()}}
+        write(args.out, f"long-context-{args.name}", config, lines, lines)
+
+
+if __name__ == "__main__":
+    main()

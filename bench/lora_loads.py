@@ -1,0 +1,114 @@
+"""What adapters that load cost others: the times between tokens of one of many streams while
+adapters are added, read, copied to the device and used once, against the times while as many
+requests, as often, use one that is there. Run by `bench.versus_lora`, in a process of its own.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SLOTS = 8
+TURNS = 2
+WARM_TOKENS = 16  # of the streams: then the others' prompts are read
+
+
+def measure(
+    model: str,
+    config: dict[str, Any],
+    prompts: list[list[int]],
+    tokens: int,
+    adapters: Path,
+    count: int,
+    pace: float,
+) -> dict[str, Any]:
+    """Percentiles in milliseconds, loading and quiet. tokens: of each stream. adapters: a folder
+    with a0 .. a<count - 1>. pace: seconds from one load to the next, at least."""
+    from engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+    warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
+    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    with LLM(model, **config) as llm:
+        llm.add_adapter("there", adapters / "a0")
+        llm.generate(prompts, warm, detokenize=False)
+        slowest = took = 0.0
+
+        def use(name: str) -> None:
+            (output,) = llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
+            (choice,) = output.outputs
+            if len(choice.token_ids) != 1:
+                raise RuntimeError(f"{name} was not used: {choice.finish_reason} {choice.error}")
+
+        def load() -> None:
+            """Each adapter is used once, so that it goes to the device and others leave it."""
+            nonlocal slowest, took
+            start = time.perf_counter()
+            for number in range(count):
+                began = time.perf_counter()
+                llm.add_adapter(f"a{number}", adapters / f"a{number}")
+                use(f"a{number}")
+                slowest = max(slowest, time.perf_counter() - began)
+                _sleep_until(start + (number + 1) * pace)
+            took = time.perf_counter() - start
+
+        def disturb() -> None:
+            # As long as the loads took: streams grow, and steps with them.
+            start = time.perf_counter()
+            for number in range(count):
+                use("there")
+                _sleep_until(start + (number + 1) * took / count)
+
+        def start_streams() -> list[Any]:
+            return [llm.start_request(ids, params, detokenize=False) for ids in prompts]
+
+        loading: list[float] = []
+        quiet: list[float] = []
+        for _ in range(TURNS):
+            loading += gaps_beside(start_streams, load)
+            for number in range(count):
+                llm.remove_adapter(f"a{number}")
+            use("there")  # the loads may have taken its slot
+            quiet += gaps_beside(start_streams, disturb)
+        figures = {
+            f"{label}_{name}_ms": round(sorted(times)[int(len(times) * share)] * 1e3, 3)
+            for label, times in (("quiet", quiet), ("loading", loading))
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        return {
+            "loads": llm.stats().adapter_loads,
+            "gaps": {"quiet": len(quiet), "loading": len(loading)},
+            "slowest_load_ms": round(slowest * 1e3, 3),
+            **figures,
+        }
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def gaps_beside(start_streams: Callable[[], list[Any]], disturb: Callable[[], None]) -> list[float]:
+    """The times between tokens of the first stream while `disturb` runs in another thread. Streams
+    that end sooner start anew. Raises what `disturb` does: half of the loads would look good."""
+    times: list[float] = []
+    other: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        while other is None or not other.done():
+            handles = start_streams()
+            last = 0.0
+            for number, output in enumerate(handles[0]):
+                now = time.perf_counter()
+                if output.outputs[0].error:
+                    raise RuntimeError(f"a stream failed: {output.outputs[0].error}")
+                if number >= WARM_TOKENS and other is None:
+                    other = pool.submit(disturb)
+                elif number > WARM_TOKENS and other is not None:
+                    if other.done():
+                        break
+                    times.append(now - last)
+                last = now
+            for handle in handles:
+                handle.release()
+        other.result()
+    return times

@@ -1,0 +1,246 @@
+"""The pictures of the docs and the table of results, from the files in bench/results:
+
+    python -m bench.report.plots
+
+Of each name (versus-engine-llama-8b, http, ...) the newest date counts. A picture is one SVG that
+needs nothing else and brings its own ground, so it can be read on a light and on a dark page.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results"
+IMAGES = Path(__file__).parents[2] / "docs" / "img"
+SPEEDS = Path(__file__).parents[2] / "deployments" / "configs" / "speeds.yaml"
+_CHAT = "dialogue"  # the workload of chat prompts and answers that keeps the device full
+
+# What made the files whose names begin so; the longest that fits.
+MADE_BY = {
+    "adapters-live": "`python -m tests.deployments.adapters_live`: 40 adapters that come and go",
+    "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",
+    "before-after": "`python -m bench.versus_engine --against`: Manta's engine and an older one",
+    "change": "`python -m bench.versus_engine --change`: Manta's engine against itself",
+    "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
+    "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
+    "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
+    "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
+    "first-start": "`python -m bench.versus_engine --side manta`, TRITON_CACHE_DIR empty",
+    "gpu-checks": "`python -m bench.gpu_checks`: the tests that need a GPU, what they measured",
+    "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
+    "long-context": "`python -m bench.long_context`: one long request at a time",
+    "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
+    "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
+    "seeds": "`python -m bench.ablations`: workloads of five systems, each with one feature off",
+    "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
+    "simulate": "`python -m bench.simulate`: routing and scaling policies in a simulated fleet",
+    "simulate-calibration": "`python -m bench.simulate calibrate`: a real replica's steps, "
+    "and the simulator against it",
+    "step-profile": "`python -m bench.step_profile`: kernels of a step, floors and gaps",
+    "versus-cpu": "`python -m bench.versus_cpu`: Manta's engine against transformers",
+    "versus-engine": "`python -m bench.versus_engine`: Manta's engine against vLLM's, offline",
+    "versus-http": "`python -m bench.versus_http`: Manta's server against another",
+    "versus-lora": "`python -m bench.versus_lora`: many adapters, against none or a peer",
+    "versus-tools": "`python -m bench.versus_tools`: the load tester against two others",
+}
+_LESS_IS_BETTER = ("s", "ms", "us")
+_NAME = re.compile(r"(.+)-(\d{4}-\d\d-\d\d)\.json")
+
+_WIDTH, _LEFT, _BAR, _PAIR, _TOP, _FOOT = 760, 190, 13, 46, 66, 34
+_ROOM = 350  # for a bar; its value stands behind it
+
+STYLE = """
+.bg{fill:#fff;stroke:#d5dbe3}.ink{fill:#1b2330}.soft{fill:#5c6878}
+.ours{fill:#2563eb}.peer{fill:#a9b3c0}.good{fill:#137a4b}.bad{fill:#b42318}
+text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+.title{font-size:16px;font-weight:600}.small{font-size:12px}.ratio{font-weight:600}.end{text-anchor:end}
+@media (prefers-color-scheme:dark){.bg{fill:#171c24;stroke:#2a323d}.ink{fill:#e6eaf0}
+.soft{fill:#98a4b3}.ours{fill:#6ea0ff}.peer{fill:#5a6675}.good{fill:#57d49a}.bad{fill:#ff8d80}}
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result file. name: without its date."""
+
+    path: Path
+    name: str
+    date: str
+    document: dict[str, Any]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Those that compare two sides in a picture; the docs draw others themselves."""
+        if self.name.startswith(("seeds", "simulate", "kernels")):
+            return []
+        rows = self.document.get("rows", [])
+        return [row for row in rows if row.get("ours") and row.get("peer") and "unit" in row]
+
+    @property
+    def peers(self) -> str:
+        peers = (self.document.get("config") or {}).get("peers") or {}
+        return ", ".join(peers) if isinstance(peers, dict) else str(peers)
+
+    @property
+    def made_by(self) -> str:
+        fitting = [prefix for prefix in MADE_BY if self.name.startswith(prefix)]
+        return MADE_BY[max(fitting, key=len)] if fitting else self.document.get("note", "")
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All of them, by name and date."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        if match := _NAME.fullmatch(path.name):
+            found.append(Result(path, match[1], match[2], json.loads(path.read_text())))
+    return found
+
+
+def newest(results: list[Result]) -> list[Result]:
+    return list({result.name: result for result in results}.values())
+
+
+def picture(result: Result) -> str:
+    """Two bars a row, ours and the peer's, as long as the longer of the two is full."""
+    rows = result.rows
+    height = _TOP + _PAIR * len(rows) + _FOOT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img">',
+        f"<title>{escape(_spoken(result))}</title><style>{STYLE}</style>",
+        f'<rect class="bg" x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1}" rx="10"/>',
+        f'<text class="ink title" x="20" y="30">{escape(result.name)}</text>',
+        f'<text class="soft small" x="20" y="49">{escape(result.document.get("device", ""))}, '
+        f"{result.date}, commit {escape(result.document.get('commit', '')[:9])}</text>",
+        _legend(result.peers or "peer"),
+    ]
+    common = {row["case"].split("/", 1)[0] for row in rows}
+    for number, row in enumerate(rows):
+        case = row["case"].split("/", 1)[-1] if len(common) == 1 else row["case"]
+        parts.append(_pair(row, case, _TOP + 8 + number * _PAIR))
+    colours = "where they agree" if any("agrees" in row for row in rows) else "where ours is better"
+    parts.append(
+        f'<text class="soft small" x="20" y="{height - 14}">bars: each pair on its own scale; '
+        f"right: ours over theirs, green {colours}</text></svg>\n"
+    )
+    return "".join(parts)
+
+
+def _legend(peer: str) -> str:
+    x = _WIDTH - 20
+    shown = peer if len(peer) <= 34 else f"{peer[:33]}…"
+    return (
+        f'<text class="soft small end" x="{x}" y="30">'
+        '<tspan class="ours">■</tspan> Manta  '
+        f'<tspan class="peer">■</tspan> {escape(shown)}</text>'
+    )
+
+
+def _pair(row: dict[str, Any], case: str, y: float) -> str:
+    ours, peer, unit = float(row["ours"]), float(row["peer"]), row["unit"]
+    longest = max(ours, peer)
+    less = unit in _LESS_IS_BETTER
+    better = ours <= peer if less else ours >= peer
+    agrees = row.get("agrees")  # a comparison of tools: nearer is better
+    if agrees is None and abs(ours / peer - 1) < 0.01:
+        tone = "soft"
+    else:
+        tone = "good" if (better if agrees is None else agrees) else "bad"
+    right = _LEFT - 14
+    parts = [f'<text class="ink end" x="{right}" y="{y + 13}">{escape(case)}</text>']
+    if less and agrees is None:
+        parts.append(f'<text class="soft small end" x="{right}" y="{y + 28}">less is better</text>')
+    for side, value, top in (("ours", ours, y), ("peer", peer, y + _BAR + 3)):
+        length = max(1.0, _ROOM * value / longest)
+        parts.append(
+            f'<rect class="{side}" x="{_LEFT}" y="{top}" width="{length:.1f}" '
+            f'height="{_BAR}" rx="2"/>'
+            f'<text class="ink small" x="{_LEFT + length + 7:.1f}" y="{top + 11}">'
+            f"{_figure(value)} {escape(unit)}</text>"
+        )
+    parts.append(
+        f'<text class="{tone} ratio end" x="{_WIDTH - 20}" y="{y + 19}">{ours / peer:.2f}</text>'
+    )
+    return "".join(parts)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _spoken(result: Result) -> str:
+    told = (f"{row['case']}: {row['ours']} to {row['peer']} {row['unit']}" for row in result.rows)
+    return f"{result.name}: {'; '.join(told)}"
+
+
+def table(results: list[Result]) -> str:
+    """bench/results/README.md."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m bench.report.plots`, which also draws `docs/img/` and writes",
+        "`deployments/configs/speeds.yaml` for `manta plan`. A result is two files:",
+        "`NAME-DATE.json` with commit, device, both configurations and the rows that are quoted,",
+        "`NAME-DATE.jsonl` with a raw line for each run. The newest is the current claim.",
+        "",
+        "| file | what | against | device | commit | rows |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        document = result.document
+        cells = [
+            f"`{result.path.name}`",
+            result.made_by,
+            result.peers,
+            document.get("device", ""),
+            document.get("commit", "")[:9],
+            str(len(document.get("rows", []))),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def speeds(results: list[Result]) -> str:
+    """deployments/configs/speeds.yaml: what `manta plan` knows of measured speeds."""
+    rows: dict[tuple[str, str, str], str] = {}
+    engine = [result for result in results if result.name.startswith("versus-engine")]
+    for result in sorted(engine, key=lambda result: result.date):  # the newest replaces older ones
+        document = result.document
+        dtype = document["config"]["ours"].get("dtype", "bfloat16")
+        for row in result.rows:
+            model, _, workload = row["case"].partition("/")
+            if workload == _CHAT:
+                rows[model, document["device"], dtype] = (
+                    f"  - {{model: {model}, device: {document['device']}, dtype: {dtype}, "
+                    f"tokens_per_second: {row['ours']}}}  # {result.path.name}"
+                )
+    return (
+        "# Output tokens/s of one replica, the engine alone, on the chat workload with the device\n"
+        "# full. Written by `python -m bench.report.plots` from the files that each line names.\n"
+        "speeds:\n" + "".join(f"{row}\n" for _, row in sorted(rows.items()))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    parser.add_argument("--speeds", type=Path, default=SPEEDS)
+    args = parser.parse_args()
+    results = read_results(args.results)
+    args.images.mkdir(parents=True, exist_ok=True)
+    for result in newest(results):
+        if result.rows:
+            path = args.images / f"{result.name}.svg"
+            path.write_text(picture(result), "utf-8")
+            print(path)
+    (args.results / "README.md").write_text(table(results), "utf-8")
+    args.speeds.write_text(speeds(results), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

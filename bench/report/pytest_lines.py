@@ -1,0 +1,43 @@
+"""A pytest plugin: --lines FILE gets a JSON line when a test begins and one when it is done, so
+that what is known survives a process that dies or is ended.
+
+    python -m pytest -p bench.report.pytest_lines --lines FILE
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lines", type=Path, help="file for a JSON line of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--lines")
+    if path is not None:
+        config.pluginmanager.register(_Lines(path))
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _say(self, **line: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._say(case=nodeid, outcome="began")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """What a test recorded by `record_property` is in its line, and why it failed."""
+        if report.when != "call" and report.passed:
+            return
+        line: dict[str, Any] = {"case": report.nodeid, "outcome": report.outcome}
+        line |= {"seconds": round(report.duration, 2), **dict(report.user_properties)}
+        if report.failed:
+            line["why"] = report.longreprtext[-1500:]
+        self._say(**line)

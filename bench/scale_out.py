@@ -1,0 +1,329 @@
+"""One, two and four engine replicas behind the routers of one server: throughput against so many
+times that of one, and how soon after the decision a new replica gives its first answer.
+
+    python -m bench.scale_out --model FOLDER --name llama-8b --load-script http_load.py \
+        --replicas 1 2 4 --out bench/results
+
+For a machine with as many GPUs; --cpu tries it on one without. FOLDER and the load script are those
+of bench.versus_http. The server runs throughout: each step deploys a higher count, as `serve
+deploy` does, while single requests come; the first that the new replica answers is timed from the
+decision. Then the `dialogue` workload: for each replica as many streams, and requests of the same
+lengths with a prompt of their own. The load script is copied beside a `workloads` module whose
+build(name) gives these; that is where it has to take its requests from.
+
+Each line is kept as soon as it is there, with the second `at_s` of the run. --resume takes up the
+day's lines in --out and goes on with the counts that are missing, so that it fits where a command
+may not run for long.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from bench.versus_http import LOAD_S, READY_S
+from loadtest.scenario import workloads
+
+ROUTERS = 4  # for each replica of the largest step
+FIRST_ANSWER_S = 15.0  # promised
+SCALES = 0.95
+
+# In the load script's folder, where it finds it before any other.
+WORKLOADS = """\
+import json
+from pathlib import Path
+
+def build(name, seed=0):
+    Path("asked").touch()
+    return [(ids, num_out) for ids, num_out in json.loads(Path("requests.json").read_text())]
+"""
+
+
+def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
+    """In the form of manta.yaml."""
+    engine: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
+    if args.cpu:
+        engine |= {"max_model_len": 2048, "max_num_seqs": args.streams, "num_blocks": 1024}
+        pool = {"cpu": {"replicas": replicas, "num_cpus": 1, "engine": {"num_threads": 1}}}
+    else:
+        engine |= {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+        engine |= {"max_num_seqs": MAX_NUM_SEQS, "memory_fraction": MEMORY_FRACTION}
+        pool = {"gpu": {"replicas": replicas}}
+    return {
+        "model": args.model,
+        "served_name": "m",
+        "engine": engine,
+        "pools": pool,
+        "limits": {"queue_seconds": LOAD_S},
+        "router": {"replicas": 2 if args.cpu else ROUTERS * max(args.replicas)},
+        "http": {"port": args.port},
+    }
+
+
+class Server:
+    """A server in this process's own Ray cluster, with so many replicas at first."""
+
+    def __init__(self, args: argparse.Namespace, replicas: int) -> None:
+        from deployments.cli.serving.cluster import Cluster
+        from deployments.config.load import parse_config
+
+        self.args = args
+        self.replicas = replicas
+        self.url = f"http://127.0.0.1:{args.port}"
+        self._parse = parse_config
+        self._cluster = Cluster("local")
+
+    def __enter__(self) -> "Server":
+        from deployments.app import proxy
+
+        config = self._parse(configuration(self.args, self.replicas))
+        self.edge = proxy(config)
+        try:
+            self._cluster.start(config)
+            self.deploy(self.replicas)
+            limit = time.monotonic() + READY_S
+            while self._get("/ready") is None:
+                if time.monotonic() > limit:
+                    raise SystemExit(f"not ready within {READY_S} s")
+                time.sleep(0.1)
+        except BaseException:
+            self._cluster.close(config.app_name)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.close("manta")
+
+    def deploy(self, replicas: int) -> None:
+        from deployments.app import deploy, serve_config
+
+        deploy(serve_config(configuration(self.args, replicas)))
+
+    def answered(self) -> dict[str, float]:
+        """Output tokens by replica, as some router has heard of them."""
+        text = self._get("/metrics") or ""
+        found = {}
+        for line in text.splitlines():
+            if line.startswith("manta_engine_generation_tokens_total{"):
+                name = line.split('replica="')[1].split('"')[0]
+                found[name] = float(line.rsplit(" ", 1)[1])
+        return found
+
+    def ask(self) -> None:
+        """One token, of a prompt of its own."""
+        body = {"model": "m", "prompt": [time.monotonic_ns() % 9973 + 16] * 8, "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+
+    def _get(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError):
+            return None
+
+
+def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
+    """From the decision to the first answers of all new replicas, seconds."""
+    # Soon after a start a router has not heard of all that are there; one that it hears of later
+    # would count as new, with the answers that it gave before.
+    old: set[str] = set()
+    limit = time.monotonic() + READY_S
+    while len(old := old | server.answered().keys()) < have:
+        if time.monotonic() > limit:
+            raise SystemExit(f"of {have} replicas {len(old)} are in /metrics after {READY_S} s")
+        time.sleep(0.05)
+    stop, failed = threading.Event(), list[str]()
+
+    def client() -> None:
+        while not stop.wait(0.02):
+            try:
+                server.ask()
+            except (urllib.error.URLError, OSError) as error:
+                failed.append(str(error))
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for one in clients:
+        one.start()
+    times: dict[str, float] = {}
+    began = time.monotonic()
+    try:
+        server.deploy(replicas)
+        while len(times) < replicas - have and time.monotonic() < began + READY_S:
+            time.sleep(0.05)
+            for name, tokens in server.answered().items():
+                if tokens and name not in old:
+                    times.setdefault(name, round(time.monotonic() - began, 2))
+    finally:
+        stop.set()
+        for one in clients:
+            one.join()
+    return {"label": "grow", "to": replicas, "first_answers_s": [*times.values()], "failed": failed}
+
+
+def requests_of(count: int, replicas: int, clients: int) -> list[workloads.Request]:
+    """The first requests of `dialogue`, and for each further replica others of the same lengths.
+
+    Its next ones have other lengths, by chance longer or shorter by some per cent, and throughput
+    depends on them: what would be measured is in part the luck of the draw. Tokens/s divided by the
+    mean length do not undo it, because the end of a run hangs on the longest request. The prompts
+    differ, so that no router has a reason to bring equal ones together.
+
+    clients: of one replica. Their order is such that, dealt out to `replicas` times as many, each
+    client gets the lengths that one of them has with one replica.
+    """
+    first = workloads.build("dialogue")[:count]
+    if len(first) < count:
+        raise SystemExit(f"--count {count}: dialogue has {len(first)} requests")
+    copies = [first]
+    for replica in range(1, replicas):
+        rng = random.Random(replica)
+        copies.append(
+            [
+                ([rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in ids], num_out)
+                for ids, num_out in first
+            ]
+        )
+    return [
+        request
+        for begin in range(0, count, clients)
+        for copy in copies
+        for request in copy[begin : begin + clients]
+    ]
+
+
+def load(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> dict[str, Any]:
+    script = args.load_script
+    streams, clients = args.streams * replicas, min(args.streams, 1 if args.cpu else 8)
+    requests = requests_of(max(1, int(args.count * share)), replicas, clients)
+    command = [sys.executable, script.name, "--model", "m", "--workload", "dialogue"]
+    command += ["--url", f"{url}/v1/completions", "--label", f"{replicas} replicas"]
+    command += ["--concurrency", str(streams), "--limit", str(len(requests))]
+    command += ["--procs", str(clients * replicas)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(script, folder)
+        (folder / "workloads.py").write_text(WORKLOADS)
+        (folder / "requests.json").write_text(json.dumps(requests))
+        done = subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
+        )
+        if not (folder / "asked").exists():
+            raise SystemExit(f"{script.name} does not take its requests from workloads.build")
+    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    return {**line, "replicas": replicas}
+
+
+def missing(counts: list[int], lines: list[Line]) -> list[int]:
+    """Replicas whose throughput is not yet among the lines, in order."""
+    done = {line["replicas"] for line in lines if "out_tok_s" in line}
+    return [count for count in counts if count not in done]
+
+
+def whole(lines: list[Line]) -> list[Line]:
+    """Without a growth after which no throughput was measured, which is done again."""
+    done = {line["replicas"] for line in lines if "out_tok_s" in line}
+    return [line for line in lines if line["label"] != "grow" or line["to"] in done]
+
+
+def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cases <name>/<replicas>: tokens/s against so many times one replica's; and the longest time
+    to a first answer against the promised one."""
+    rows: list[dict[str, Any]] = []
+
+    def add(case: str, ours: float, peer: float, unit: str) -> None:
+        ratio = round(ours / peer, 3) if peer else None
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+
+    rates = {line["replicas"]: line["out_tok_s"] for line in lines if "out_tok_s" in line}
+    for replicas, rate in rates.items():
+        if replicas > 1 and 1 in rates:
+            add(f"{name}/{replicas}", rate, round(replicas * rates[1], 1), "tok/s")
+    for line in lines:
+        if line["label"] == "grow" and line["first_answers_s"]:
+            case = f"{name}/{line['to']}/first_answer"
+            add(case, max(line["first_answers_s"]), FIRST_ANSWER_S, "s")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--load-script", type=Path, required=True, help="see bench.versus_http")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--streams", type=int, default=128, help="at once, for each replica")
+    parser.add_argument("--count", type=int, default=256, help="requests for each replica")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--cpu", action="store_true", help="a pool of CPU replicas, one core each")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    args = parser.parse_args()
+    args.model = str(Path(args.model).resolve())
+    args.load_script = args.load_script.resolve()
+    args.replicas.sort()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    raw = RawLines(args.out, f"scale-out-{args.name}", whole if args.resume else None)
+    began = time.monotonic()
+
+    def keep(line: Line) -> None:
+        raw.keep({**line, "at_s": round(time.monotonic() - began, 1)})
+
+    if counts := missing(args.replicas, raw.all):
+        # A count grows from the one before, so that its growth is timed.
+        have = max((count for count in args.replicas if count < counts[0]), default=counts[0])
+        with tempfile.TemporaryDirectory(prefix="so") as folder:
+            os.environ["TMPDIR"] = folder  # short: haproxy puts sockets in it
+            with Server(args, have) as server:
+                keep({"label": "start", "replicas_at_start": have, "edge": server.edge})
+                for replicas in counts:
+                    if replicas > have:
+                        keep(grow(server, have, replicas))
+                        have = replicas
+                    warm = load(args, server.url, replicas, 0.25)
+                    keep({"label": "warm", "failed": warm["failed"]})
+                    keep(load(args, server.url, replicas))
+    rows = rows_of(args.name, raw.all)
+    config = {
+        "ours": {**configuration(args, max(args.replicas)), "model": args.name},
+        "peers": {"so many times one replica": {}},
+        "load": f"dialogue, {args.streams} streams and {args.count} requests a replica, of the "
+        "same lengths for each",
+        "versions": versions("transformers", "ray"),
+    }
+    raw.finish(config, rows, _device(args.cpu))
+    print_ratios(rows)
+    kept = all(
+        row["ratio"] >= SCALES if row["unit"] == "tok/s" else row["ratio"] <= 1 for row in rows
+    )
+    return int(not kept or any(line.get("failed") for line in raw.all))
+
+
+def _device(cpu: bool) -> str:
+    if cpu:
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

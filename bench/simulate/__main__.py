@@ -1,0 +1,113 @@
+"""python -m bench.simulate routing|scaling|overload|costs|calibrate
+
+routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
+rows on any machine. overload: routers and relays in virtual time before slow engines, at ten times
+what these can do. costs: what a decision and the news of prefixes take here. calibrate: what a
+step of a real replica costs here, and the simulator's error. --out FOLDER writes
+simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
+    calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.report import result_file
+from bench.simulate import calibrate, costs, overload, routing, scaling
+from bench.simulate.cluster import Outcome
+from bench.simulate.pictures import Line, Panel, svg
+from bench.versus_engine import engine_fields
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=("routing", "scaling", "overload", "costs", "calibrate"))
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument("--pictures", type=Path, help="folder for SVG files")
+    parser.add_argument("--quick", action="store_true", help="the smallest fleet only")
+    parser.add_argument("--model", help="calibrate: folder; default: the default model")
+    parser.add_argument("--name", default="default", help="calibrate: label of the cases")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="calibrate: of the engine"
+    )
+    args = parser.parse_args()
+    if args.what == "calibrate":
+        calibrate.main(args.model, args.name, engine_fields(args.set), args.out)
+        return
+    rows: list[routing.Row] = []
+    lines: list[dict[str, Any]] = []
+    pictures: dict[str, str] = {}
+    if args.what == "routing":
+        for found, outcomes in routing.all_rows(args.quick):
+            _show(found)
+            rows += found
+            lines += [_line(found[0].case.rpartition("/")[0], one) for one in outcomes]
+            if found[0].case.startswith(("mixed/64", "gpu/64")):
+                name = found[0].case.rpartition("/")[0]
+                pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
+    elif args.what in ("costs", "overload"):
+        rows = costs.all_rows() if args.what == "costs" else overload.rows()
+        _show(rows)
+        lines = [asdict(row) for row in rows]
+    else:
+        for found, runs in scaling.all_rows():
+            _show(found)
+            rows += found
+            lines += [run.line() for run in runs]
+            name = found[0].case.split("/")[0]
+            pictures[f"scaling-{name}"] = scaling.picture(name, runs)
+    if args.out:
+        config = {"ours": {"seed": routing.SEED}, "peers": {}}
+        if args.what == "routing":
+            config["ours"]["adapter_seeds"] = routing.ADAPTER_SEEDS
+        device = "" if args.what == "costs" else "simulated"
+        table = [asdict(row) for row in rows]
+        result_file.write(args.out, f"simulate-{args.what}", config, table, lines, device)
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        for name, text in pictures.items():
+            (args.pictures / f"{name}.svg").write_text(text)
+
+
+def _show(rows: list[routing.Row]) -> None:
+    for row in rows:
+        note = f"  ({row.note})" if row.note else ""
+        print(
+            f"{row.case:<36} {row.ours:>10g} {row.peer:>10g} {row.unit:<8} {row.ratio:>7g}{note}",
+            flush=True,
+        )
+
+
+def _line(case: str, one: Outcome) -> dict[str, Any]:
+    return {
+        "case": case,
+        "policy": one.policy,
+        "seed": one.seed,
+        "requests": len(one.jobs),
+        "ttft_p50_s": round(one.ttft(0.5), 4),
+        "ttft_p99_s": round(one.ttft(0.99), 4),
+        "between_tokens_p99_s": round(one.speed(0.99), 4),
+        "prefix_hit_rate": round(one.hit_rate(), 4),
+        "adapter_loads": one.loads,
+        "without_first_token": one.pending,
+    }
+
+
+def _waits(name: str, outcomes: list[Outcome]) -> str:
+    lines = []
+    for one in outcomes:
+        waits = one.waits()
+        shares = [n / 200 for n in range(201)]
+        points = [
+            (min(100.0, max(0.005, waits[min(len(waits) - 1, int(s * len(waits)))])), s)
+            for s in shares
+        ]
+        lines.append(Line(one.policy, points))
+    panel = Panel("share of requests", "seconds to the first token", lines, log=True, height=260)
+    return svg(f"{name}: time to the first token at 80 % load", [panel])
+
+
+if __name__ == "__main__":
+    main()

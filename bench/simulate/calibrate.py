@@ -1,0 +1,263 @@
+"""What a step of the real engine costs on this machine, and how far the simulator is from it.
+
+Two seeded runs of the same kind at the engine itself, requests arriving at random. The first is
+fitted by the model that routers use (step_cost.py). The second is predicted: each stretch of
+steps by the fit, and the times to first tokens by SimReplica with the same arrivals.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.report import result_file
+from bench.simulate.cluster import run
+from bench.simulate.policies import RoundRobin
+from bench.simulate.replica import Job, Speed
+from deployments.routing.step_cost import STRETCH, Cost, StepModel
+from engine.messages import EngineRequest, EngineStats, StepFrame
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """rate: requests a second. prompts: tokens, one of these. outputs: tokens, from, below."""
+
+    rate: float
+    count: int
+    prompts: tuple[int, ...]
+    outputs: tuple[int, int]
+    rows: int
+    step_tokens: int
+
+    def jobs(self, seed: int, count: int) -> list[Job]:
+        dice, now, jobs = Random(seed), 0.0, []
+        for _ in range(count):
+            now += dice.expovariate(self.rate)
+            jobs.append(Job(now, dice.choice(self.prompts), dice.randrange(*self.outputs)))
+        return jobs
+
+
+LOADS = {  # by device; about half of what the replica that it is meant for can do
+    "cpu": Load(1.0, 60, (20, 60, 150, 400), (8, 40), 32, 512),  # the default model
+    "cuda": Load(20.0, 400, (100, 400, 1000, 2000), (50, 200), 256, 2048),  # 8B
+}
+_WARM = 0.2  # of the requests, before the two runs: kernels are compiled
+_PASSES = 100  # over the stretches, so that the prior weighs next to nothing
+
+
+@dataclass(slots=True)
+class Observed:
+    """firsts: seconds to the first token, by request; gaps: seconds a token after it."""
+
+    frames: list[EngineStats]
+    firsts: list[float]
+    jobs: list[Job]
+    kv_tokens: int
+    rows: int
+    step_tokens: int
+    ahead: bool  # a step is launched before the one before it has ended
+    gaps: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the engine did in so many busy seconds."""
+
+    steps: int
+    outputs: int
+    prompts: int
+    seconds: float
+
+    def predicted(self, cost: Cost) -> float:
+        base, sequence, token = cost
+        return self.steps * base + self.outputs * sequence + self.prompts * token
+
+
+def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | None) -> None:
+    """Prints the table; with `out`, also writes the result file. fields: of EngineConfig."""
+    import torch
+
+    if model is None:
+        from deployments.checkpoints.resolve import resolve_model
+
+        model = str(resolve_model("default"))
+    cuda = torch.cuda.is_available() and fields.get("device") != "cpu"
+    load = LOADS["cuda" if cuda else "cpu"]
+    engine = {
+        "async_scheduling": cuda,
+        "max_num_seqs": load.rows,
+        "max_num_batched_tokens": load.step_tokens,
+        "prefix_caching": False,
+        **fields,
+    }
+    first, second = asyncio.run(_observe(model, engine, load))
+    rows, lines = compare(name, first, second)
+    for row in rows:
+        peer = f"{row['peer']:>10g}" if "peer" in row else " " * 10
+        ratio = f"{row['ratio']:>7g}" if "ratio" in row else ""
+        print(f"{row['case']:<36} {row['ours']:>10g} {peer} {row['unit']:<6} {ratio}")
+    if out:
+        told = {"engine": engine, "load": {one: getattr(load, one) for one in Load.__slots__}}
+        config = {"ours": told, "peers": {"the real engine": {}}}
+        result_file.write(out, f"simulate-calibration-{name}", config, rows, lines)
+
+
+def compare(
+    name: str, first: Observed, second: Observed
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
+    was (peer). Lines: its stretches and requests."""
+    cost = fit(first)
+    stretches = intervals(second)
+    predicted = [one.predicted(cost) for one in stretches]
+    errors = sorted(
+        abs(guess - one.seconds) / one.seconds
+        for guess, one in zip(predicted, stretches, strict=True)
+    )
+    simulated = [job for job in simulate(second, cost) if job.first >= 0]
+    waits = [job.first - job.arrival for job in simulated]
+    gaps = [
+        (job.end - job.first) / (job.output - 1)
+        for job in simulated
+        if job.end >= 0 and job.output > 1
+    ]
+    rows: list[dict[str, Any]] = [
+        {"case": f"{name}/step", "ours": round(cost.base * 1e3, 3), "unit": "ms"},
+        {"case": f"{name}/sequence", "ours": round(cost.sequence * 1e3, 4), "unit": "ms"},
+        {"case": f"{name}/prompt_token", "ours": round(cost.token * 1e6, 2), "unit": "us"},
+    ]
+
+    def add(case: str, ours: float, peer: float) -> None:
+        ratio = round(ours / peer, 3)
+        row = {"case": f"{name}/{case}", "ours": round(ours, 5), "peer": round(peer, 5)}
+        rows.append({**row, "unit": "s", "ratio": ratio})
+
+    add("busy", sum(predicted), sum(one.seconds for one in stretches))
+    for what, ours, peers in (("ttft", waits, second.firsts), ("itl", gaps, second.gaps)):
+        add(f"{what}_p50", _share(ours, 0.5), _share(peers, 0.5))
+        add(f"{what}_p90", _share(ours, 0.9), _share(peers, 0.9))
+    for share in (0.5, 0.9):
+        case = f"{name}/stretch_error_p{share * 100:.0f}"
+        rows.append({"case": case, "ours": round(_share(errors, share), 4), "unit": "share"})
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "stretch",
+            "steps": one.steps,
+            "outputs": one.outputs,
+            "prompts": one.prompts,
+            "seconds": round(one.seconds, 4),
+            "predicted": round(guess, 4),
+        }
+        for guess, one in zip(predicted, stretches, strict=True)
+    ]
+    lines += [
+        {
+            "kind": "request",
+            "arrival_s": round(job.arrival, 3),
+            "prompt": job.prompt,
+            "output": job.output,
+            "ttft_s": round(real, 4),
+            "itl_s": round(gap, 5),
+        }
+        for job, real, gap in zip(second.jobs, second.firsts, second.gaps, strict=True)
+    ]
+    return rows, lines
+
+
+def fit(observed: Observed) -> Cost:
+    model = StepModel(Cost.mean([]), fade=1.0)
+    for one in intervals(observed) * _PASSES:
+        model.observe(one.steps, one.outputs, one.prompts, one.seconds)
+    return model.cost
+
+
+def simulate(real: Observed, cost: Cost) -> list[Job]:
+    """The same requests at one SimReplica."""
+    speed = Speed("", *cost, real.kv_tokens, real.rows, real.step_tokens, ahead=real.ahead)
+    work = [Job(job.arrival, job.prompt, job.output) for job in real.jobs]
+    return run([speed], RoundRobin(), work, routers=1).jobs
+
+
+def intervals(observed: Observed) -> list[Stretch]:
+    """From frame to frame, joined to stretches of at least STRETCH busy seconds."""
+    found: list[Stretch] = []
+    began = observed.frames[0]
+    for stats in observed.frames:
+        seconds = stats.busy_seconds - began.busy_seconds
+        if seconds >= STRETCH:
+            found.append(
+                Stretch(
+                    stats.step - began.step,
+                    stats.output_tokens - began.output_tokens,
+                    stats.prompt_tokens - began.prompt_tokens,
+                    seconds,
+                )
+            )
+            began = stats
+    return found
+
+
+def _share(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[Observed, Observed]:
+    from engine.library.request_manager import make_config
+    from engine.process.client import EngineClient
+
+    frames: list[EngineStats] = []
+    firsts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+
+    def on_frame(frame: StepFrame) -> None:
+        now = time.monotonic()
+        frames.append(frame.stats)
+        for delta in frame.deltas:
+            firsts.setdefault(delta.id, now)
+            if delta.finish:
+                ends[delta.id] = now
+
+    client = EngineClient(on_frame)
+    ready = await client.start(make_config(model, engine))
+    results: list[Observed] = []
+    try:
+        for seed, count in enumerate((int(_WARM * load.count), load.count, load.count)):
+            for kept in (frames, firsts, ends):
+                kept.clear()
+            jobs = load.jobs(seed, count)
+            began = time.monotonic()
+            for number, job in enumerate(jobs):
+                await asyncio.sleep(max(0.0, began + job.arrival - time.monotonic()))
+                job.arrival = time.monotonic() - began
+                client.submit(_request(seed * load.count + number, job, ready.vocab_size))
+            while len(ends) < count:
+                await asyncio.sleep(0.02)
+            found = [(job, seed * load.count + number) for number, job in enumerate(jobs)]
+            waits = [firsts[id] - began - job.arrival for job, id in found]
+            gaps = [(ends[id] - firsts[id]) / (job.output - 1) for job, id in found]
+            results.append(
+                Observed(
+                    frames=list(frames),
+                    firsts=waits,
+                    jobs=jobs,
+                    kv_tokens=ready.num_blocks * ready.block_size,
+                    rows=frames[-1].rows,
+                    step_tokens=ready.step_tokens,
+                    ahead=bool(engine["async_scheduling"]),
+                    gaps=gaps,
+                )
+            )
+    finally:
+        await client.close()
+    return results[1], results[2]
+
+
+def _request(id: int, job: Job, vocab: int) -> EngineRequest:
+    dice = Random(id)
+    tokens = [dice.randrange(100, min(vocab, 40_000)) for _ in range(job.prompt)]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=job.output)
+    return EngineRequest(id, tokens, job.prompt, params, seed=1)

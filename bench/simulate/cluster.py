@@ -1,0 +1,164 @@
+"""run(replicas, policy, jobs): a fleet in discrete events. The policy says where each goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+from typing import Protocol
+
+from bench.simulate.replica import Job, SimReplica, Speed
+
+_HOP = 0.0005  # seconds from router to replica
+
+
+class Policy(Protocol):
+    """Chooses replicas; is told what a router of its kind would hear."""
+
+    name: str
+    popular: bool  # its engines keep the adapters that are asked for most, not last
+
+    def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None: ...
+
+    def choose(self, job: Job, now: float) -> int: ...
+
+    def frame(self, replica: SimReplica, now: float) -> None:
+        """A stretch of steps is over there."""
+        ...
+
+    def first(self, job: Job, now: float) -> None:
+        """Its first token has come."""
+        ...
+
+    def end(self, job: Job, now: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """jobs: those whose arrival counts (after the warm-up). pending: of these, without a first
+    token at the end, at second `stopped`. loads: of adapters, after the warm-up."""
+
+    policy: str
+    jobs: list[Job]
+    replicas: list[SimReplica]
+    pending: int
+    loads: int
+    stopped: float
+    seed: int
+
+    def waits(self) -> list[float]:
+        """Seconds to the first token, shortest first; who got none has waited till the end."""
+        return sorted(
+            (job.first if job.first >= 0 else self.stopped) - job.arrival for job in self.jobs
+        )
+
+    def ttft(self, share: float) -> float:
+        """Seconds that this share of requests waits at most for its first token."""
+        waits = self.waits()
+        return waits[min(len(waits) - 1, int(share * len(waits)))]
+
+    def speed(self, share: float) -> float:
+        """Seconds between tokens that this share of requests stays below."""
+        gaps = sorted(
+            (job.end - job.first) / (job.output - 1)
+            for job in self.jobs
+            if job.end >= 0 and job.output > 1
+        )
+        return gaps[min(len(gaps) - 1, int(share * len(gaps)))]
+
+    def hit_rate(self) -> float:
+        """Of prompt tokens."""
+        done = [job for job in self.jobs if job.first >= 0]
+        return sum(job.cached for job in done) / max(1, sum(job.prompt for job in done))
+
+
+def run(
+    speeds: Sequence[Speed],
+    policy: Policy,
+    work: Sequence[Job],
+    *,
+    routers: int = 2,
+    warm_up: float = 0.0,
+    patience: float = 20.0,
+    seed: int = 1,
+) -> Outcome:
+    """Serve `work` until all has its first token, for `patience` seconds after the last arrival at
+    most."""
+    dice = Random(seed)
+    replicas = [
+        SimReplica(index, speed, routers, popular=policy.popular)
+        for index, speed in enumerate(speeds)
+    ]
+    policy.start(replicas, routers, dice)
+    events: list[tuple[float, int, int, int]] = []  # time, number, replica, its version
+    number = 0
+    last = work[-1].arrival if work else 0.0
+    arrivals = iter(work)
+    coming = next(arrivals, None)
+    hops: list[tuple[float, int, Job]] = []
+    left = sum(job.arrival >= warm_up for job in work)
+    loads_before = 0
+    warm = False
+    now = 0.0
+
+    def begin(replica: SimReplica, now: float) -> None:
+        nonlocal number
+        at = replica.begin(now)
+        replica.version += 1
+        if at:
+            number += 1
+            heappush(events, (at, number, replica.index, replica.version))
+
+    while left:
+        times = (
+            coming.arrival if coming is not None else float("inf"),
+            hops[0][0] if hops else float("inf"),
+            events[0][0] if events else float("inf"),
+        )
+        now = min(times)
+        if now > last + patience:
+            break
+        if not warm and now >= warm_up:
+            warm = True
+            loads_before = sum(replica.loads for replica in replicas)
+        if now == times[0]:
+            assert coming is not None
+            coming.replica = policy.choose(coming, now)
+            number += 1
+            heappush(hops, (now + _HOP, number, coming))
+            coming = next(arrivals, None)
+        elif now == times[1]:
+            _, _, job = heappop(hops)
+            replica = replicas[job.replica]
+            replica.submit(job)
+            if not replica.busy:
+                begin(replica, now)
+            elif replica.steps > 1:
+                at = replica.interrupt(now)
+                replica.version += 1
+                number += 1
+                heappush(events, (at, number, replica.index, replica.version))
+        else:
+            _, _, index, version = heappop(events)
+            replica = replicas[index]
+            if version != replica.version:
+                continue
+            if replica.busy:
+                began = [job for job, length in replica.chunk if length == job.left]
+                ended = replica.finish(now)
+                for job in began:
+                    left -= job.arrival >= warm_up
+                    policy.first(job, now)
+                for job in ended:
+                    policy.end(job, now)
+                policy.frame(replica, now)
+            begin(replica, now)
+    counted = [job for job in work if job.arrival >= warm_up]
+    return Outcome(
+        policy.name,
+        counted,
+        replicas,
+        sum(job.first < 0 for job in counted),
+        sum(replica.loads for replica in replicas) - loads_before,
+        now,
+        seed,
+    )

@@ -1,0 +1,120 @@
+"""What routing itself costs: microseconds of a decision, and of telling who has which prefix.
+
+CPU time, the best of many rounds: on a busy machine too it is what the work takes, less what others
+do to the caches.
+"""
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from random import Random
+
+from bench.simulate.routing import Row
+from bench.simulate.speeds import GPU
+from deployments.routing.decision import Work
+from deployments.routing.fleet import Fleet
+from deployments.routing.prefix_index import PrefixIndex, chain, pack, unpack
+from deployments.routing.route import route
+from engine.messages import EngineStats
+
+PROMPT = 2048  # tokens
+_GOALS = {64: 50.0, 1000: 500.0}  # us a decision, by replicas
+_PAIRS = 50_000
+
+
+def all_rows() -> list[Row]:
+    dice = Random(1)
+    tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
+    links = chain(tokens)
+    told = len(pack(links))
+    # A replica that only computes prompts, each of them new: most of them, and nothing to share.
+    a_second = told / (PROMPT * GPU.token)
+    rows = [decision(count) for count in _GOALS]
+    rows += [
+        _alone("prefix/names_of_a_prompt", best(lambda: chain(tokens)), "us"),
+        _alone("prefix/record_a_name", best(lambda: _recorded(links)) / len(links), "us"),
+        _alone(
+            "prefix/pack_and_unpack_a_name", best(lambda: unpack(pack(links))) / len(links), "us"
+        ),
+        _alone("prefix/told_of_a_prompt", told, "bytes", "to each other router"),
+        _alone(
+            "prefix/told_a_second",
+            a_second,
+            "bytes/s",
+            "of a busy GPU replica, to each other router",
+        ),
+    ]
+    rows += [
+        _alone(f"prefix/memory_of_a_pair/{count}", _memory(count), "bytes") for count in _GOALS
+    ]
+    return [*rows, _alone("frame", best(_frames(64)), "us")]
+
+
+def decision(count: int) -> Row:
+    """One decision among so many replicas; the goal beside it."""
+    dice, made = Random(1), _fleet(count)
+    work = Work(2100, 200, links=[dice.randbytes(8) for _ in range(32)])
+    for row in range(count):
+        made.index.add(work.links[: row % 9], row)
+    took, goal = best(lambda: route(work, made, dice, 0.0)), _GOALS[count]
+    return Row(f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal")
+
+
+def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float:
+    """Microseconds of one call."""
+    found = 1.0
+    for _ in range(rounds):
+        began = time.process_time()
+        for _ in range(times):
+            work()
+        found = min(found, (time.process_time() - began) / times)
+    return found * 1e6
+
+
+def _alone(case: str, ours: float, unit: str, note: str = "") -> Row:
+    return Row(case, round(ours, 2), 0.0, unit, 0.0, note)
+
+
+def _fleet(count: int) -> Fleet:
+    dice, made = Random(2), Fleet()
+    for number in range(count):
+        name = f"gpu/{number}"
+        replica = made.add(name, "gpu", step_tokens=GPU.chunk)
+        made.opened(replica, 0.0)
+        stats = EngineStats(running=number % 50, waiting_tokens=dice.randrange(2000))
+        made.observe(replica, stats, (), 0.0)
+    return made
+
+
+def _recorded(links: list[bytes]) -> None:
+    PrefixIndex().add(links, 1)
+
+
+def _memory(count: int) -> float:
+    """Bytes of a pair of name and holder."""
+    dice, index = Random(3), PrefixIndex()
+    tracemalloc.start()
+    for _ in range(_PAIRS):
+        index.add([dice.randbytes(8)], dice.randrange(count))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return size / len(index)
+
+
+def _frames(count: int) -> Callable[[], None]:
+    """A frame's figures put into the columns."""
+    made, step = _fleet(count), 0
+
+    def take() -> None:
+        nonlocal step
+        step += 1
+        stats = EngineStats(
+            step=step,
+            running=8,
+            output_tokens=8 * step,
+            total_blocks=1000,
+            busy_seconds=0.01 * step,
+        )
+        made.observe(made.replicas["gpu/7"], stats, (), 0.01 * step)
+
+    return take

@@ -1,0 +1,97 @@
+"""SimEngine: a SimReplica in the place of an engine process, behind a real relay.
+
+Like the engine's loop it takes what has come between two steps only, and a frame's figures are
+those of the step that has just ended: they know nothing of what came meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from bench.simulate.replica import Job, SimReplica, Speed
+from engine.config import EngineConfig
+from engine.errors import MantaError
+from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, StepFrame
+
+
+class SimEngine:
+    """What replica/server.py asks of an engine. Requests are not aborted: clients here stay."""
+
+    alive = True
+    pid = 0
+    pulse = Pulse("step")
+
+    def __init__(
+        self, speed: Speed, on_frame: Callable[[StepFrame], None], _: Callable[[MantaError], None]
+    ) -> None:
+        self.replica = SimReplica(0, speed, 1)
+        self.most_waiting = 0  # requests beyond its rows, at any frame
+        self._speed = speed
+        self._on_frame = on_frame
+        self._inbox: list[Job] = []
+        self._pulses = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+
+    @property
+    def pulses(self) -> int:
+        """A sign of life whenever somebody looks."""
+        self._pulses += 1
+        return self._pulses
+
+    async def start(self, config: EngineConfig) -> Ready:
+        speed = self._speed
+        return Ready(32768, 1000, 16, speed.kv_tokens // 16, [2], {}, "", speed.chunk)
+
+    def submit(self, request: EngineRequest) -> None:
+        job = Job(self._loop.time(), len(request.token_ids), request.params.max_tokens or 1)
+        job.number = request.id
+        self._inbox.append(job)
+        if self._timer is None:
+            self._timer = self._loop.call_soon(self._begin)
+        elif self.replica.steps > 1:
+            self._timer.cancel()
+            at = self.replica.interrupt(self._loop.time())
+            self._timer = self._loop.call_at(at, self._finish)
+
+    def _begin(self) -> None:
+        for job in self._inbox:
+            self.replica.submit(job)
+        self._inbox.clear()
+        at = self.replica.begin(self._loop.time())
+        self._timer = self._loop.call_at(at, self._finish) if at else None
+
+    def _finish(self) -> None:
+        replica, now = self.replica, self._loop.time()
+        running = [job for _, job in replica.decoding]
+        begun = [job for job, length in replica.chunk if length == job.left]
+        ended = set(replica.finish(now))
+        deltas = [self._delta(job, replica.steps, job in ended) for job in running]
+        for job in begun:
+            delta = self._delta(job, 1, job in ended)
+            delta.cached, delta.queued_us = job.cached, int(1e6 * (now - job.arrival))
+            deltas.append(delta)
+        stats = replica.stats()
+        here = stats.running + stats.waiting + len(self._inbox)
+        beyond = here - self._speed.max_num_seqs
+        self.most_waiting = max(self.most_waiting, beyond)
+        taken = replica.taken[0]
+        replica.taken[0] = []
+        self._on_frame(StepFrame(stats, deltas, taken=taken))
+        self._begin()
+
+    def _delta(self, job: Job, tokens: int, ends: bool) -> Delta:
+        return Delta(job.number, [7] * tokens, "length" if ends else "")
+
+    def abort(self, ids: list[int]) -> None:
+        return None
+
+    async def add_adapter(self, name: str, folder: str, **_: Any) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

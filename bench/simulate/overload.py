@@ -1,0 +1,262 @@
+"""Overload: routers and relays as they are, over connections in memory and in virtual time, before
+simulated engines whose steps are as long as those of a CPU.
+
+Everything between a request and its engine is the service's own code: admission, queue, routing,
+channel, relay. So what an engine that is busy for a second at a time makes of them can be seen in
+seconds, and the same way each time.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from bench.simulate import virtual_time
+from bench.simulate.engine import SimEngine
+from bench.simulate.replica import Speed
+from bench.simulate.routing import Row
+from deployments.backend import GenerationRequest, ModelCard
+from deployments.replica.server import Relay
+from deployments.replica.watchdog import StallLimits
+from deployments.router.admission.fair_queue import AdmissionLimits
+from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.transport.channel import ChannelLimits
+from engine.config import EngineConfig
+from engine.errors import Overloaded
+from engine.sampling_params import SamplingParams
+
+PROMISE = 2.0  # seconds to the first token: scaling.ttft
+WAIT = 2 * PROMISE  # the same in an overload
+
+# The default model with a core for each engine: twice what `calibrate` found on two.
+CORE = Speed("cpu", 0.021, 0.0010, 0.0023, 60_000, 64, 512)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request. Monotonic seconds; -1 is never. sent: to a replica. retry_after: of a refusal,
+    in seconds."""
+
+    at: float
+    sent: float = -1.0
+    first: float = -1.0
+    end: float = -1.0
+    retry_after: float = -1.0
+
+
+@dataclass
+class Found:
+    """asked: by arrival. most_waiting: in an engine beyond its rows, at any time. began: monotonic
+    seconds; other times are from then."""
+
+    asked: list[Asked] = field(default_factory=list)
+    most_waiting: int = 0
+    began: float = 0.0
+
+    def good(self, since: float, until: float, wait: float = WAIT) -> float:
+        """Answers a second that ended in this part of the run, their first token in time."""
+        count = sum(
+            since <= one.end - self.began < until and one.first - one.at <= wait
+            for one in self.asked
+            if one.end >= 0
+        )
+        return count / (until - since)
+
+    def first(self, share: float, since: float = 0.0) -> float:
+        """Seconds to the first token that so many of those let in stay below."""
+        waits = sorted(
+            one.first - one.at
+            for one in self.asked
+            if one.first >= 0 and one.at - self.began >= since
+        )
+        return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
+
+    def let_in(self, seconds: float = 5.0) -> list[int]:
+        """How many, in each stretch of so long."""
+        counts: dict[int, int] = {}
+        for one in self.asked:
+            part = int((one.at - self.began) // seconds)
+            counts[part] = counts.get(part, 0) + (one.retry_after < 0)
+        return [counts.get(part, 0) for part in range(max(counts, default=-1) + 1)]
+
+
+Lengths = Callable[[Random], tuple[int, int]]  # prompt, output tokens
+
+
+def alike(dice: Random) -> tuple[int, int]:
+    """Requests that begin together end together: the batch is renewed as a whole."""
+    return 24, 32
+
+
+def mixed(dice: Random) -> tuple[int, int]:
+    return dice.randrange(8, 60), dice.randrange(8, 80)
+
+
+class _Service:
+    """Routers and replicas, connected."""
+
+    def __init__(self, speeds: Sequence[Speed], routers: int, queue_seconds: float) -> None:
+        self.engines: list[SimEngine] = []
+        self.relays: list[Relay] = []
+        self._speeds = speeds
+        limits = DispatchLimits(admission=AdmissionLimits(queue_seconds=queue_seconds))
+        card = ModelCard("m", 32768, 1000, (2,), 0)
+        self.routers = [
+            Dispatcher(card, None, limits, f"router-{number}")  # type: ignore[arg-type]
+            for number in range(routers)
+        ]
+
+    async def start(self) -> None:
+        told = {}
+        for number, speed in enumerate(self._speeds):
+
+            def make(*callbacks: Any, speed: Speed = speed) -> SimEngine:
+                self.engines.append(SimEngine(speed, *callbacks))
+                return self.engines[-1]
+
+            relay = Relay(ChannelLimits(), StallLimits(), make)
+            ready = await relay.start(EngineConfig(model="simulated"), "memory")
+            self.relays.append(relay)
+            told[f"{speed.pool}/{number}"] = {
+                "host": "memory",
+                "port": relay.port,
+                "secret": relay.secret.hex(),
+                "max_model_len": ready.max_model_len,
+                "vocab_size": ready.vocab_size,
+                "eos_token_ids": ready.eos_token_ids,
+                "step_tokens": ready.step_tokens,
+            }
+        for router in self.routers:
+            router.set_replicas(told)
+        while not all(len(router.state().replicas) == len(self._speeds) for router in self.routers):
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        for router in self.routers:
+            router.close()
+        for relay in self.relays:
+            await relay.stop()
+
+
+async def _ask(router: Dispatcher, prompt: int, output: int, asked: Asked) -> None:
+    loop = asyncio.get_running_loop()
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    try:
+        router.admit("")
+        entry = router.generate(GenerationRequest("q", "m", [5] * prompt, params, seed=1))
+        while items := await entry.next():
+            if asked.first < 0:
+                asked.first = loop.time()
+                asked.sent = entry.placed
+            if items[-1][1].finish:
+                asked.end = loop.time()
+    except Overloaded as refusal:
+        asked.retry_after = refusal.retry_after or 0.0
+
+
+async def _run(
+    speeds: Sequence[Speed],
+    routers: int,
+    lengths: Lengths,
+    seconds: float,
+    rate: float,
+    users: int,
+    seed: int,
+) -> Found:
+    service = _Service(speeds, routers, 0.75 * PROMISE)
+    await service.start()
+    loop, dice, found = asyncio.get_running_loop(), Random(seed), Found()
+    for number, router in enumerate(service.routers):
+        router.seed(seed + number)
+    found.began = loop.time()
+    end = found.began + seconds
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def user(number: int) -> None:
+        while loop.time() < end:
+            asked = Asked(loop.time())
+            found.asked.append(asked)
+            await _ask(service.routers[number % routers], *lengths(dice), asked)
+            if asked.retry_after >= 0:
+                await asyncio.sleep(asked.retry_after)
+
+    if users:
+        await asyncio.gather(*(user(number) for number in range(users)))
+    else:
+        due = found.began
+        while (due := due + dice.expovariate(rate)) < end:
+            await asyncio.sleep(due - loop.time())
+            asked = Asked(loop.time())
+            found.asked.append(asked)
+            router = dice.choice(service.routers)
+            task = loop.create_task(_ask(router, *lengths(dice), asked))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+    found.most_waiting = max(engine.most_waiting for engine in service.engines)
+    await service.stop()
+    return found
+
+
+def closed(
+    speeds: Sequence[Speed], lengths: Lengths, *, routers: int = 2, seconds: float = 40.0
+) -> Found:
+    """As many users as rows, each with one request after the other."""
+    users = sum(speed.max_num_seqs for speed in speeds)
+    return virtual_time.run(_run(speeds, routers, lengths, seconds, 0.0, users, 1))
+
+
+def open_loop(
+    speeds: Sequence[Speed],
+    lengths: Lengths,
+    rate: float,
+    *,
+    routers: int = 2,
+    seconds: float = 60.0,
+    seed: int = 1,
+) -> Found:
+    """Poisson arrivals, whatever becomes of them."""
+    return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0, seed))
+
+
+def rows() -> list[Row]:
+    """Ten times what a closed loop gets, for a minute."""
+    found = []
+    for name, lengths in (("alike", alike), ("mixed", mixed)):
+        speeds = (CORE, CORE)
+        capacity = closed(speeds, lengths).good(10, 40, float("inf"))
+        flood = open_loop(speeds, lengths, 10 * capacity)
+        good, late = flood.good(10, 60), flood.first(0.99)
+        let_in = flood.let_in()[1:]
+        case = f"overload/{name}"
+        found += [
+            Row(
+                f"{case}/good_answers",
+                round(good, 2),
+                round(capacity, 2),
+                "1/s",
+                round(good / capacity, 3),
+                f"a closed loop; first token within {WAIT:g} s",
+            ),
+            Row(
+                f"{case}/p99_ttft", round(late, 3), WAIT, "s", round(late / WAIT, 3), "the promise"
+            ),
+            Row(
+                f"{case}/let_in_5_s, least and most",
+                min(let_in),
+                max(let_in),
+                "",
+                round(min(let_in) / max(let_in), 3),
+                "after the first 5 s",
+            ),
+            Row(
+                f"{case}/waiting_in_an_engine",
+                flood.most_waiting,
+                CORE.max_num_seqs,
+                "",
+                round(flood.most_waiting / CORE.max_num_seqs, 3),
+                "at most; its rows",
+            ),
+        ]
+    return found

@@ -1,0 +1,194 @@
+"""Routing policies: Manta's own function, and what others do.
+
+The others get better news than they have in life: exact counts of requests in flight at any moment,
+and one prefix tree for all routers.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from bench.simulate.replica import Job, SimReplica
+from deployments.routing.fleet import Fleet
+from deployments.routing.prefix_index import ECHOED, STRIDE
+from deployments.routing.route import Work, route
+
+_NEWS = 0.05  # seconds: a router without tokens in a step hears of a replica this often
+_FRAME_GAP = 0.02  # seconds: closer frames are taken as one, to keep the simulation quick
+
+
+class _Counting:
+    """Counts the requests in flight at each replica, from sending to end."""
+
+    name = ""
+    popular = False
+
+    def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
+        self.replicas = replicas
+        self.dice = dice
+        self.in_flight = [0] * len(replicas)
+        self.turn = [dice.randrange(len(replicas)) for _ in range(routers)]
+
+    def choose(self, job: Job, now: float) -> int:
+        index = self.pick(job)
+        self.in_flight[index] += 1
+        return index
+
+    def pick(self, job: Job) -> int:
+        raise NotImplementedError
+
+    def frame(self, replica: SimReplica, now: float) -> None:
+        return None
+
+    def first(self, job: Job, now: float) -> None:
+        return None
+
+    def end(self, job: Job, now: float) -> None:
+        self.in_flight[job.replica] -= 1
+
+
+class RoundRobin(_Counting):
+    """Each router takes one replica after the other."""
+
+    name = "round-robin"
+
+    def pick(self, job: Job) -> int:
+        self.turn[job.router] = (self.turn[job.router] + 1) % len(self.replicas)
+        return self.turn[job.router]
+
+
+class TwoChoices(_Counting):
+    """Ray Serve's default: two by lot, the one with fewer requests in flight."""
+
+    name = "two-choices"
+
+    def pick(self, job: Job) -> int:
+        one = self.dice.randrange(len(self.replicas))
+        other = self.dice.randrange(len(self.replicas))
+        return one if self.in_flight[one] <= self.in_flight[other] else other
+
+
+class OurSlots(TwoChoices):
+    """The same in front of engines with our slots: what is gained over it is routing's alone."""
+
+    name = "two-choices, our slots"
+    popular = True
+
+
+class PrefixTree(TwoChoices):
+    """The longest match in a tree of what was sent where, unless loads are too uneven; a poor match
+    goes to the replica with the least in the tree.
+
+    threshold: share of the prompt that must match. uneven: (most - least requests in flight, most /
+    least) beyond which load decides; SGLang's router has (64, 1.5) and takes the least loaded, Ray
+    Serve LLM's prefix router never does. A match in Ray's goes by two choices if poor.
+    """
+
+    def __init__(self, name: str, threshold: float, uneven: tuple[float, float] | None) -> None:
+        self.name = name
+        self.threshold = threshold
+        self.uneven = uneven
+
+    def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
+        super().start(replicas, routers, dice)
+        self.tree: dict[bytes, int] = {}
+        self.sizes = [0] * len(replicas)
+
+    def pick(self, job: Job) -> int:
+        index = self._pick(job)
+        bit = 1 << index
+        for link in job.links:
+            known = self.tree.get(link, 0)
+            if not known & bit:
+                self.tree[link] = known | bit
+                self.sizes[index] += 1
+        return index
+
+    def _pick(self, job: Job) -> int:
+        if self.uneven is not None:
+            most, least = max(self.in_flight), min(self.in_flight)
+            if most - least > self.uneven[0] and most > self.uneven[1] * least:
+                return self.in_flight.index(least)
+        holders, depth = 0, 0
+        for link in job.links:
+            now = self.tree.get(link, 0) & (holders or -1)
+            if not now:
+                break
+            holders, depth = now, depth + 1
+        if depth * STRIDE > self.threshold * job.prompt:
+            rows = [i for i in range(holders.bit_length()) if holders >> i & 1]
+            return min(rows, key=lambda i: (self.in_flight[i], self.sizes[i]))
+        if self.uneven is None:
+            return super().pick(job)
+        return self.sizes.index(min(self.sizes))
+
+
+class Manta:
+    """Manta's own `route` over a `Fleet`, each router with its own."""
+
+    name = "manta"
+    popular = True
+
+    def __init__(self, *, echo: bool = True) -> None:
+        self.echo = echo
+
+    def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
+        self.replicas = replicas
+        self.dice = dice
+        self.news: list[list[list[bytes]]] = [[[] for _ in replicas] for _ in range(routers)]
+        self.fleets = [Fleet() for _ in range(routers)]
+        self.told = [[0.0] * len(replicas) for _ in range(routers)]
+        self.reasons: dict[str, int] = {}
+        for fleet in self.fleets:
+            for replica in replicas:
+                speed = replica.speed
+                name = str(replica.index)
+                fleet.add(
+                    name,
+                    speed.pool,
+                    step_tokens=speed.chunk,
+                    adapter_slots=speed.slots,
+                )
+                state = fleet.replicas[name]
+                fleet.opened(state, 0.0)
+                fleet.observe(state, replica.stats(), (), 0.0)
+
+    def choose(self, job: Job, now: float) -> int:
+        fleet = self.fleets[job.router]
+        work = Work(job.prompt, 256, 1, job.links, job.adapter)
+        decision = route(work, fleet, self.dice, now)
+        assert decision is not None
+        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
+        index = int(decision.replica)
+        fleet.send(fleet.replicas[decision.replica], [job.number], decision, work, now)
+        if self.echo:
+            for router, news in enumerate(self.news):
+                if router != job.router and job.links:
+                    news[index].append(job.links[:ECHOED])
+        job.expected = decision.seconds
+        return index
+
+    def frame(self, replica: SimReplica, now: float) -> None:
+        stats = None
+        idle = not replica.running and not replica.waiting
+        for router, fleet in enumerate(self.fleets):
+            gap = now - self.told[router][replica.index]
+            least = _FRAME_GAP if replica.of_router[router] else _NEWS
+            if gap >= least or idle:
+                stats = stats or replica.stats()
+                state = fleet.replicas[str(replica.index)]
+                taken, replica.taken[router] = replica.taken[router], []
+                fleet.observe(state, stats, taken, now)
+                self.told[router][replica.index] = now
+                news = self.news[router][replica.index]
+                if news:
+                    for links in news:
+                        fleet.hear(state, links)
+                    news.clear()
+
+    def first(self, job: Job, now: float) -> None:
+        fleet = self.fleets[job.router]
+        fleet.begun(fleet.replicas[str(job.replica)], job.number)
+
+    def end(self, job: Job, now: float) -> None:
+        fleet = self.fleets[job.router]
+        fleet.unbook(fleet.replicas[str(job.replica)], job.number)

@@ -1,0 +1,301 @@
+"""SimReplica: an engine replica in discrete events: continuous batching with a token budget a step,
+chunked prefill, a KV limit, a prefix cache and adapter slots.
+
+What is simpler than the engine: a request reserves the memory of its whole length when it starts,
+so nothing is preempted; shared blocks count for each request that uses them; attention's growth
+with the context is in the constants of a step, not in its own term.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from deployments.routing.prefix_index import STRIDE
+from engine.lora.tiers.popularity import Popularity
+from engine.messages import EngineStats
+from engine.scheduling.chunking import pace, startable_tokens
+
+_BLOCK = 16
+_FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a kind of replica can do. Seconds: base of a step, of each sequence, of each prompt
+    token; of loading an adapter. slots: of adapters. ahead: a step is launched before the one
+    before it has ended, so what comes during a step waits for one more."""
+
+    pool: str
+    base: float
+    sequence: float
+    token: float
+    kv_tokens: int
+    max_num_seqs: int
+    chunk: int
+    slots: int = 16
+    adapter_seconds: float = 0.1
+    ahead: bool = False
+
+    def slower(self, factor: float) -> "Speed":
+        return replace(
+            self,
+            base=self.base * factor,
+            sequence=self.sequence * factor,
+            token=self.token * factor,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request. links: chain of the prompt; full_links: with its output. Times in seconds."""
+
+    arrival: float
+    prompt: int
+    output: int
+    links: list[bytes] = field(default_factory=list)
+    full_links: list[bytes] = field(default_factory=list)
+    adapter: str = ""
+    router: int = 0
+    replica: int = -1
+    expected: float = 0.0  # seconds to the first token, as the router thought
+    cached: int = 0
+    left: int = 0  # prompt tokens not computed
+    first: float = -1.0  # when its first token came
+    end: float = -1.0
+    number: int = field(default_factory=count(1).__next__)
+
+    def __lt__(self, other: "Job") -> bool:
+        return self.arrival < other.arrival
+
+
+class SimReplica:
+    """Call `submit`, then `begin` when idle; `finish` when the time that `begin` gave has come.
+
+    popular: the adapter that is asked for least goes, as in our engine; else the one used longest
+    ago, as in others.
+    """
+
+    def __init__(self, index: int, speed: Speed, routers: int, *, popular: bool = False) -> None:
+        self.index = index
+        self.speed = speed
+        self.waiting: deque[Job] = deque()
+        self.late: list[Job] = []  # came when the next step was launched already
+        self.filling: list[Job] = []
+        self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each ends
+        self.of_router = [0] * routers  # requests that run here
+        # By router: requests that no frame to it has counted.
+        self.taken: list[list[int]] = [[] for _ in range(routers)]
+        self.tokens = 0  # KV promised
+        self.cache: OrderedDict[bytes, None] = OrderedDict()
+        self.adapters: OrderedDict[str, float] = OrderedDict()  # -> when usable; oldest use first
+        self.using: dict[str, int] = {}  # running requests
+        self.wanted: dict[str, int] = {}  # requests, the waiting ones included
+        self.popularity = Popularity() if popular else None
+        self.step = 0
+        self.busy = False
+        self.began = 0.0
+        self.seconds = 0.0  # of one step
+        self.steps = 0  # in the stretch that runs
+        self.chunk: list[tuple[Job, int]] = []
+        self.version = 0
+        self.waiting_tokens = self.outputs = self.prompts = self.ended = self.loads = 0
+        self.queries = self.hits = 0
+        self.busy_seconds = 0.0
+
+    @property
+    def running(self) -> int:
+        return len(self.filling) + len(self.decoding)
+
+    def submit(self, job: Job) -> None:
+        job.left = job.prompt
+        (self.late if self.busy and self.speed.ahead else self.waiting).append(job)
+        self.waiting_tokens += job.prompt
+        self.taken[job.router].append(job.number)
+        if job.adapter:
+            self.wanted[job.adapter] = self.wanted.get(job.adapter, 0) + 1
+            if self.popularity is not None:
+                self.popularity.count(job.adapter, job.arrival)
+
+    def begin(self, now: float) -> float:
+        """Start the next step or stretch of equal steps; its end, or the next time something can
+        change, or 0.0 if there is nothing to do."""
+        speed = self.speed
+        budget = speed.chunk - len(self.decoding)
+        if self.decoding:
+            startable = min(speed.max_num_seqs - self.running, len(self.waiting))
+            requests = len(self.waiting) + len(self.late)
+            queued = startable_tokens(self.waiting_tokens, requests, startable)
+            filling = sum(job.left for job in self.filling)
+            budget = min(budget, pace(queued + filling, speed.chunk))
+        chunk = self.chunk = []
+        for job in self.filling:
+            if budget <= 0:
+                break
+            length = min(job.left, budget)
+            chunk.append((job, length))
+            budget -= length
+        later = self._admit(now, budget, chunk)
+        if self.late and not chunk and not self.decoding:  # nothing was launched ahead of them
+            self._take_late()
+            later = self._admit(now, budget, chunk)
+        if not chunk and not self.decoding:
+            self.busy = False
+            return later
+        self.busy = True
+        self.began = now
+        tokens = sum(length for _, length in chunk)
+        done = sum(length == job.left for job, length in chunk)
+        sequences = len(self.decoding) + done
+        self.seconds = speed.base + speed.sequence * sequences + speed.token * tokens
+        self.steps = 1
+        if not chunk:
+            until = min(later - now if later else _FRAMES, _FRAMES)
+            self.steps = max(1, min(self.decoding[0][0] - self.step, int(until / self.seconds)))
+        if self.late:
+            self.steps = 1
+            self._take_late()
+        return now + self.steps * self.seconds
+
+    def interrupt(self, now: float) -> float:
+        """Something came in the middle of a stretch: its end now, at the end of the step."""
+        if self.steps > 1:
+            self.steps = min(self.steps, int((now - self.began) / self.seconds) + 1)
+        return self.began + self.steps * self.seconds
+
+    def finish(self, now: float) -> list[Job]:
+        """The stretch is over: who has ended. First tokens are stamped."""
+        self.step += self.steps
+        self.busy_seconds += self.steps * self.seconds
+        self.outputs += self.steps * len(self.decoding)
+        ended = []
+        while self.decoding and self.decoding[0][0] <= self.step:
+            ended.append(heappop(self.decoding)[1])
+        for job, length in self.chunk:
+            job.left -= length
+            self.prompts += length
+            if job.left:
+                continue
+            self.filling.remove(job)
+            job.first = now
+            self.outputs += 1
+            if job.output <= 1:
+                ended.append(job)
+            else:
+                heappush(self.decoding, (self.step + job.output - 1, job))
+        self.chunk = []
+        for job in ended:
+            job.end = now
+            self.ended += 1
+            self.tokens -= job.prompt + job.output
+            self.of_router[job.router] -= 1
+            if job.adapter:
+                self.using[job.adapter] -= 1
+                self.wanted[job.adapter] -= 1
+            self._keep(job.full_links or job.links)
+        return ended
+
+    def stats(self) -> EngineStats:
+        """What a frame says."""
+        free = max(0, self.speed.kv_tokens - self.tokens)
+        return EngineStats(
+            step=self.step,
+            running=self.running,
+            waiting=len(self.waiting) + len(self.late),
+            waiting_tokens=self.waiting_tokens + sum(job.left for job in self.filling),
+            free_blocks=free // _BLOCK,
+            total_blocks=self.speed.kv_tokens // _BLOCK,
+            block_size=_BLOCK,
+            prefix_queries=self.queries,
+            prefix_hits=self.hits,
+            prompt_tokens=self.prompts,
+            output_tokens=self.outputs,
+            step_seconds=self.seconds,
+            busy_seconds=self.busy_seconds,
+            finished=self.ended,
+            adapters=sorted(self.adapters, key=self._rank, reverse=True)
+            if self.popularity is not None
+            else list(reversed(self.adapters)),
+            adapter_loads=self.loads,
+            rows=self.speed.max_num_seqs,
+            routers=len(self.of_router),
+        )
+
+    def _admit(self, now: float, budget: int, chunk: list[tuple[Job, int]]) -> float:
+        """Waiting requests, in order, past those whose adapter is on its way. When the first
+        adapter will have come, or 0."""
+        later = 0.0
+        skipped: list[Job] = []
+        waiting = self.waiting
+        while waiting and budget > 0 and self.running < self.speed.max_num_seqs:
+            job = waiting[0]
+            if self.tokens + job.prompt + job.output > self.speed.kv_tokens and self.running:
+                break
+            waiting.popleft()
+            if job.adapter:
+                usable = self._load(job.adapter, now)
+                if usable > now:
+                    later = min(later or usable, usable)
+                    skipped.append(job)
+                    continue
+                self.using[job.adapter] = self.using.get(job.adapter, 0) + 1
+            self.waiting_tokens -= job.prompt
+            self.tokens += job.prompt + job.output
+            self.of_router[job.router] += 1
+            held = 0
+            for link in job.links:
+                if link not in self.cache:
+                    break
+                self.cache.move_to_end(link)
+                held += 1
+            job.cached = held * STRIDE
+            self.queries += job.prompt
+            self.hits += job.cached
+            job.left = job.prompt - job.cached
+            self._keep(job.links)
+            self.filling.append(job)
+            length = min(job.left, budget)
+            chunk.append((job, length))
+            budget -= length
+        waiting.extendleft(reversed(skipped))
+        return later
+
+    def _take_late(self) -> None:
+        self.waiting.extend(self.late)
+        self.late.clear()
+
+    def _load(self, adapter: str, now: float) -> float:
+        """When it can be used; infinity if all slots are in use."""
+        if adapter in self.adapters:
+            self.adapters.move_to_end(adapter)
+            return self.adapters[adapter]
+        if len(self.adapters) >= self.speed.slots:
+            victims = (
+                one
+                for one, usable in self.adapters.items()
+                if not self.using.get(one) and usable <= now
+            )
+            if self.popularity is None:
+                victim = next(victims, None)
+            else:
+                victim = min(victims, key=self._rank, default=None)
+            if victim is None:
+                return now + 0.01  # a slot may have become free by then
+            del self.adapters[victim]
+        self.loads += 1
+        self.adapters[adapter] = now + self.speed.adapter_seconds
+        return self.adapters[adapter]
+
+    def _rank(self, adapter: str) -> tuple[bool, float]:
+        """The least goes first."""
+        assert self.popularity is not None
+        return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
+
+    def _keep(self, links: list[bytes]) -> None:
+        cache = self.cache
+        for link in reversed(links):  # the head of a prefix is worth more than its tail
+            cache[link] = None
+            cache.move_to_end(link)
+        room = max(0, self.speed.kv_tokens - self.tokens) // STRIDE + 16
+        while len(cache) > room:
+            cache.popitem(last=False)

@@ -1,0 +1,337 @@
+"""The scaling cases: demand over time, policies, rows of results.
+
+A fluid queue with a tick of one second, in the order of arrival. Work arrives with Poisson noise; a
+pool of n ready replicas does n seconds of it a second. A request's wait is the backlog it finds
+over the capacity that is then there; `FIRST` comes on top. Replicas cost from the decision on.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from bench.simulate.pictures import Line, Panel, svg
+from bench.simulate.routing import SEED, Row
+from deployments.scaling.decide import Demand, Memory, Pool, Promise, Seen, decide
+
+GPU = Pool(
+    prompt_rate=35_600, output_rate=18_000, start_seconds=45, price=1.0, minimum=0, maximum=80
+)
+CPU = Pool(prompt_rate=900, output_rate=250, start_seconds=10, price=0.04, minimum=0, maximum=20)
+PROMISE = Promise()
+FIRST = 0.25  # seconds to the first token with no queue
+PROMPT, OUTPUT = 500, 200  # tokens of a request, computed ones
+_POINTS = 240  # of a line in a picture
+LATENCY = 5.0  # seconds of a request, for policies that count those in flight
+
+Shape = Callable[[float], float]  # second -> GPU replicas' worth of work
+
+
+def step(t: float) -> float:
+    """2, then 10 times as much."""
+    return 2.0 if t < 900 else 20.0
+
+
+def daily(t: float) -> float:
+    """A day in four hours: 3 at night, 30 in the afternoon."""
+    return 16.5 - 13.5 * math.cos(2 * math.pi * t / 14_400)
+
+
+def flash(t: float) -> float:
+    """6; within two minutes 30, for ten; back within five."""
+    if t < 1800:
+        return 6.0
+    up, down = (t - 1800) / 120, (t - 1800 - 720) / 300
+    return 6 + 24 * min(1.0, up) - 24 * min(1.0, max(0.0, down))
+
+
+def leak(t: float) -> float:
+    """8, growing by half an hour's 5."""
+    return 8 + t / 360
+
+
+def quiet(t: float) -> float:
+    """Nothing, a trickle that a CPU can do, a working hour, a trickle, nothing."""
+    if t < 600 or t > 7200:
+        return 0.0
+    return 0.03 if t < 2400 or t > 6000 else 4.0
+
+
+CASES: dict[str, tuple[Shape, float]] = {
+    "step": (step, 3600),
+    "daily": (daily, 14_400),
+    "flash": (flash, 5400),
+    "leak": (leak, 7200),
+    "quiet": (quiet, 9000),
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
+    requests within the promise. turns: changes of direction of the GPU count. minutes: of each,
+    requests that arrived in it, and those of them within the promise."""
+
+    case: str
+    policy: str
+    cost: float = 0.0
+    kept: float = 1.0
+    turns: int = 0
+    worst: float = 0.0
+    at: list[tuple[float, float, int, int, float]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    minutes: dict[int, list[float]] = field(default_factory=dict)
+
+    def line(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "policy": self.policy,
+            "cost_gpu_hours": round(self.cost, 3),
+            "slo_kept": round(self.kept, 4),
+            "changes_of_direction": self.turns,
+            "longest_wait_s": round(self.worst, 1),
+            "most_gpus": max(gpus for _, _, gpus, _, _ in self.at),
+        }
+
+
+class Policy:
+    """target(now, ...) is asked every second for the replicas that should be there."""
+
+    name = ""
+
+    def target(
+        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+    ) -> tuple[dict[str, int], str]:
+        raise NotImplementedError
+
+
+class Manta(Policy):
+    name = "manta"
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+
+    def target(
+        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+    ) -> tuple[dict[str, int], str]:
+        plan = decide({"gpu": GPU, "cpu": CPU}, seen, demand, self.memory, PROMISE)
+        self.memory = plan.memory
+        return plan.targets, "; ".join(
+            f"{k} {plan.targets[k]}: {v}" for k, v in plan.reasons.items()
+        )
+
+
+class ServeDefault(Policy):
+    """Ray Serve's: requests in flight, averaged over 30 s, over a target; up after 30 s, from none
+    at once, down after 600 s. The target is the best one: what a replica has in flight when as busy
+    as ours may be."""
+
+    name = "serve"
+
+    def __init__(self) -> None:
+        per_second = 1 / GPU.work(PROMPT, OUTPUT)
+        self.target_requests = PROMISE.busy * per_second * LATENCY
+        self.past: deque[float] = deque(maxlen=30)
+        self.since: tuple[int, float] = (0, 0.0)  # direction, and since when
+
+    def target(
+        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+    ) -> tuple[dict[str, int], str]:
+        self.past.append(in_flight)
+        mean = sum(self.past) / len(self.past)
+        have = seen["gpu"].ready + seen["gpu"].starting
+        wanted = min(math.ceil(mean / self.target_requests), GPU.maximum)
+        if not have and in_flight:
+            return {"gpu": max(wanted, 1), "cpu": 0}, ""
+        direction = (wanted > have) - (wanted < have)
+        if direction != self.since[0]:
+            self.since = (direction, demand.now)
+        delay = 30 if direction > 0 else 600
+        if direction and demand.now - self.since[1] >= delay:
+            return {"gpu": wanted, "cpu": 0}, ""
+        return {"gpu": have, "cpu": 0}, ""
+
+
+class Clairvoyant(Policy):
+    """Knows the demand: starts in time, stops at once, plans replicas 97 % busy."""
+
+    name = "clairvoyant"
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def target(
+        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+    ) -> tuple[dict[str, int], str]:
+        coming = max(self.shape(demand.now + ahead) for ahead in range(0, 47, 2))
+        cpus = coming * GPU.work(1, 1) and coming / 0.97 * _CPU_SHARE
+        if cpus <= 20:
+            return {"gpu": 0, "cpu": math.ceil(cpus)}, ""
+        return {"gpu": max(1, math.ceil(coming / 0.97)), "cpu": 0}, ""
+
+
+_CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas for one GPU
+
+
+def simulate(case: str, policy: Policy) -> Run:
+    shape, seconds = CASES[case]
+    dice = Random(SEED)
+    run = Run(case, policy.name)
+    per_request = GPU.work(PROMPT, OUTPUT)
+    pools = {"gpu": GPU, "cpu": CPU}
+    speed = {"gpu": 1.0, "cpu": 1 / _CPU_SHARE}
+    first = max(1, math.ceil(shape(0) / 0.92)) if shape(0) else 0
+    ready = {"gpu": first, "cpu": 0}
+    starting: dict[str, list[float]] = {"gpu": [], "cpu": []}
+    queue: deque[list[float]] = deque()  # [second of arrival, work left, requests]
+    backlog = served = kept = 0.0
+    way, last_way = 0, 0
+    arrived: deque[int] = deque(maxlen=2)
+    for tick in range(int(seconds)):
+        now = float(tick)
+        count = _poisson(dice, shape(now) / per_request)
+        if count:
+            queue.append([now, count * per_request, count])
+            run.minutes.setdefault(tick // 60, [0.0, 0.0])[0] += count
+            backlog += count * per_request
+        for name, times in starting.items():
+            ready[name] += sum(when <= now for when in times)
+            starting[name] = [when for when in times if when > now]
+        capacity = sum(ready[name] * speed[name] for name in pools)
+        left = min(capacity, backlog)
+        busy = left / capacity if capacity else 0.0
+        backlog -= left
+        while queue and left > 1e-12:
+            head = queue[0]
+            part = min(head[1], left)
+            share = head[2] * part / head[1]
+            # Within the second, it waits for what was before it in the second.
+            wait = max(0.0, now - head[0]) + FIRST
+            served += share
+            if wait <= PROMISE.ttft:
+                kept += share
+                run.minutes[int(head[0]) // 60][1] += share
+            run.worst = max(run.worst, wait)
+            head[1] -= part
+            head[2] -= share
+            left -= part
+            if head[1] <= 1e-9:
+                queue.popleft()
+        waiting = sum(requests for _, _, requests in queue)
+        in_flight = waiting + count * LATENCY
+        seen = {
+            name: Seen(ready[name], len(starting[name]), min(1.0, 0.75 * busy)) for name in pools
+        }
+        arrived.append(count)
+        rate = sum(arrived) / len(arrived)
+        demand = Demand(now, rate * PROMPT, rate * OUTPUT, waiting * PROMPT, int(waiting))
+        targets, reason = policy.target(demand, seen, in_flight)
+        for name, wanted in targets.items():
+            have = ready[name] + len(starting[name])
+            if name == "gpu" and wanted != have:
+                way = 1 if wanted > have else -1
+                run.turns += last_way != 0 and way != last_way
+                last_way = way
+                run.reasons.append(f"{now:.0f} s: {have} -> {wanted}: {reason}")
+            if wanted > have:
+                late = now + pools[name].start_seconds
+                starting[name] += [late] * (wanted - have)
+            while wanted < have:
+                if starting[name]:
+                    starting[name].pop()
+                else:
+                    ready[name] -= 1
+                have -= 1
+        run.cost += sum(
+            (ready[name] + len(starting[name])) * pools[name].price / 3600 for name in pools
+        )
+        if tick % 10 == 0:
+            run.at.append((now, shape(now), ready["gpu"], ready["cpu"], waiting))
+    served += sum(requests for _, _, requests in queue)
+    run.kept = kept / served if served else 1.0
+    return run
+
+
+def _poisson(dice: Random, mean: float) -> int:
+    if mean <= 0:
+        return 0
+    if mean > 30:
+        return max(0, round(dice.gauss(mean, math.sqrt(mean))))
+    limit, count, product = math.exp(-mean), 0, dice.random()
+    while product > limit:
+        count += 1
+        product *= dice.random()
+    return count
+
+
+def compare(case: str) -> tuple[list[Row], list[Run]]:
+    """promise kept against Serve's default; cost against who knows the future."""
+    ours = simulate(case, Manta())
+    default = simulate(case, ServeDefault())
+    best = simulate(case, Clairvoyant(CASES[case][0]))
+    rows = [
+        Row(
+            f"{case}/slo_kept",
+            round(ours.kept, 4),
+            round(default.kept, 4),
+            "share",
+            round(ours.kept / max(1e-9, default.kept), 3),
+            "Serve's target_ongoing_requests",
+        ),
+        Row(
+            f"{case}/cost",
+            round(ours.cost, 3),
+            round(best.cost, 3),
+            "GPU h",
+            round(ours.cost / best.cost, 3),
+            f"clairvoyant, which keeps {best.kept:.4f}; Serve's {default.cost:.3f}",
+        ),
+        Row(
+            f"{case}/changes_of_direction",
+            ours.turns,
+            best.turns,
+            "",
+            round(ours.turns / max(1, best.turns), 3),
+            f"clairvoyant; Serve's {default.turns}",
+        ),
+    ]
+    return rows, [ours, default, best]
+
+
+def all_rows() -> Iterator[tuple[list[Row], list[Run]]]:
+    for case in CASES:
+        yield compare(case)
+
+
+def picture(case: str, runs: list[Run]) -> str:
+    """Load and replicas, requests that wait, and the promise, over time."""
+    every = max(1, len(runs[0].at) // _POINTS)
+    load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
+    counts = [Line("work", load, colour=2)]
+    waits, kept = [], []
+    for number, run in enumerate(runs):
+        colour = (0, 1, 3)[number]
+        points = [(now / 60, float(gpus)) for now, _, gpus, _, _ in run.at[::every]]
+        counts.append(Line(run.policy, points, steps=True, colour=colour))
+        waits.append(
+            Line(
+                run.policy,
+                [(now / 60, wait) for now, _, _, _, wait in run.at[::every]],
+                colour=colour,
+            )
+        )
+        shares = [(minute, 100 * good / all) for minute, (all, good) in sorted(run.minutes.items())]
+        kept.append(Line(run.policy, shares, colour=colour))
+    panels = [
+        Panel("GPU replicas ready", "minutes", counts, height=230),
+        Panel("requests that wait", "minutes", waits, height=170),
+        Panel("promise kept, % of a minute's requests", "minutes", kept, height=170),
+    ]
+    if any(cpus for _, _, _, cpus, _ in runs[0].at):
+        cpus = [(now / 60, float(cpus)) for now, _, _, cpus, _ in runs[0].at]
+        panels.insert(
+            1, Panel("CPU replicas ready", "minutes", [Line("manta", cpus, True)], height=150)
+        )
+    return svg(f"scaling: {case}", panels)

@@ -1,0 +1,319 @@
+"""Where the time of a step goes on a GPU: each kind of kernel, its floor, and the idle gaps.
+
+    python -m bench.step_profile --model FOLDER --name llama-8b --out bench/results
+
+FOLDER needs a config.json only: weights are random. Three kinds of step, from the engine's own
+loop: one request, 256 requests that decode, and the same beside 768 tokens of prompts.
+
+A kernel counts for what it adds to the time line: under programmatic dependent launch the next one
+is there already while the last ends, and that overlap belongs to the last. A floor is what a kind
+of kernel cannot do without: bytes over the bandwidth of a copy, or operations over the rate of a
+large matrix product, whichever is longer; both are measured in the same run.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import write
+from bench.versus_engine import engine_fields
+from engine.factory import build
+from engine.library.request_manager import make_config
+from engine.messages import EngineRequest
+from engine.model_config import ModelConfig
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+
+STEPS = 12  # profiled; the first and the last are cut off
+PROMPT = 400  # tokens of the requests that decode
+CHUNK = 768  # prompt tokens of a mixed step
+BOUNDARY = "_assemble_kernel"  # the first kernel of a step
+COPY = "Memcpy"
+
+# The kind of a kernel by its name; the first that fits.
+KINDS = (
+    ("decode attention", re.compile(r"_decode_kernel|_merge_kernel|_plan_kernel")),
+    ("prefill attention", re.compile(r"_prefill_kernel|flash|fmha")),
+    ("rope and KV write", re.compile(r"_rope_kv_write")),
+    ("norm", re.compile(r"_rms_norm")),
+    ("gate", re.compile(r"_gated_kernel")),
+    ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
+    (
+        "sampling",
+        re.compile(r"_best_of|_filter_kernel|_logprob_|_penalty|_ban_kernel|_bias_kernel"),
+    ),
+    ("assembly", re.compile(r"_assemble_kernel|_apply_updates")),
+)
+OTHER = "other"  # embedding, selections, copies to and from the host
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Times in microseconds on the device's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class TimeLine:
+    """What whole steps are made of, in microseconds a step."""
+
+    steps: int = 0
+    step_us: float = 0.0
+    idle_us: float = 0.0  # gaps of any kind
+    between_us: float = 0.0  # of these, where one step hands over to the next
+    kinds: dict[str, float] = field(default_factory=dict)
+    names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
+
+    def launches(self, kind: str) -> float:
+        """Of its kernels, a step."""
+        return sum(count for name, (_, count) in self.names.items() if kind_of(name) == kind)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), OTHER)
+
+
+def time_line(kernels: Sequence[Kernel]) -> TimeLine:
+    """Split the time between the first and the last boundary among kernels and gaps.
+
+    Raises ValueError if there is no whole step.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    starts = [kernel.start for kernel in ordered if BOUNDARY in kernel.name]
+    if len(starts) < 2:
+        raise ValueError(f"{len(starts)} starts of a step among {len(ordered)} kernels")
+    begin, finish = starts[0], starts[-1]
+    steps = len(starts) - 1
+    line = TimeLine(steps, (finish - begin) / steps)
+    now, before = begin, ""
+    for kernel in ordered:
+        if kernel.start < begin:
+            continue
+        gap = max(0.0, kernel.start - now) / steps
+        line.idle_us += gap
+        # A step ends with a copy to the host, and begins with one from it.
+        if BOUNDARY in kernel.name or COPY in kernel.name or COPY in before:
+            line.between_us += gap
+        if kernel.start >= finish:
+            break
+        before = kernel.name
+        added = max(0.0, min(kernel.end, finish) - max(now, kernel.start)) / steps
+        now = max(now, kernel.end)
+        kind = kind_of(kernel.name)
+        line.kinds[kind] = line.kinds.get(kind, 0.0) + added
+        us, launches = line.names.get(kernel.name, (0.0, 0.0))
+        line.names[kernel.name] = (us + added, launches + 1 / steps)
+    return line
+
+
+def products_floor_us(
+    parameters: Sequence[tuple[str, tuple[int, int], int]],
+    tokens: int,
+    samples: int,
+    bandwidth: float,
+    rate: float,
+) -> float:
+    """parameters: (name, (outputs, inputs), bytes of an element) of each matrix; bandwidth in
+    bytes/s, rate in operations/s. The head sees the rows that sample only."""
+    total = 0.0
+    for name, (outputs, inputs), size in parameters:
+        rows = samples if name.startswith("head") else tokens
+        read = outputs * inputs * size / bandwidth
+        total += max(read, 2 * rows * outputs * inputs / rate)
+    return total * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step computes, for the floors of all but the products."""
+
+    tokens: int
+    samples: int
+    prompt: int  # tokens of a prompt that is computed whole
+    keys: float  # read by decodes
+    block_size: int
+    element: int  # bytes of an activation, a key or a value
+
+
+def floors_us(
+    config: ModelConfig, step: Step, line: TimeLine, bandwidth: float, rate: float
+) -> dict[str, float]:
+    """Kind -> floor, of those that ran. What is fused into a product is not counted again: norms,
+    gates and rotations have the floor of as many launches as there were."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    seen = step.prompt * (step.prompt + 1) / 2
+    row = step.tokens * step.element
+    num_bytes = {
+        "decode attention": step.keys * config.num_layers * 2 * kv_heads * dim * step.element,
+        "norm": line.launches("norm") * row * 2 * config.hidden_size,
+        "gate": line.launches("gate") * row * 3 * config.intermediate_size,
+        "rope and KV write": line.launches("rope and KV write")
+        * (row * 2 * (heads + 2 * kv_heads) * dim),
+        "sampling": step.samples * config.vocab_size * step.element,
+        # Block ids are read and written; a token has an id read and written, a position, a slot.
+        "assembly": step.keys / step.block_size * 8 + step.tokens * 20,
+    }
+    floors = {kind: count / bandwidth * 1e6 for kind, count in num_bytes.items()}
+    floors["prefill attention"] = config.num_layers * 4 * seen * heads * dim / rate * 1e6
+    return {kind: floor for kind, floor in floors.items() if kind in line.kinds}
+
+
+def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
+    """Of one decoder whose weights are not quantized; a tied head is the embedding once more."""
+    weights = [("layer", linear.state.weight) for linear in model.linears()]
+    weights.append(("head", model.embedding if model.head is None else model.head.state.weight))
+    return [
+        (name, (weight.shape[0], weight.shape[1]), weight.element_size())
+        for name, weight in weights
+    ]
+
+
+def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
+    """Kernels of STEPS rounds of the loop, and the mean of keys read by decodes in them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    keys = []
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(STEPS):
+            feed()
+            core.step()
+            running = core.scheduler.running.values()
+            keys.append(sum(len(r.token_ids) for r in running if r.num_prompt == PROMPT))
+        torch.cuda.synchronize()
+    kernels = [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if str(event.device_type).endswith("CUDA")
+    ]
+    return kernels, sum(keys) / len(keys)
+
+
+def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], float]:
+    """Bring `running` requests to their decodes, then record; with chunk > 0 each step also holds
+    a new prompt of that many tokens. Leaves the core empty."""
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
+    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    number = iter(range(10**6))
+
+    def add(tokens: int, params: SamplingParams) -> None:
+        at = next(number)
+        ids = [(at + i * 7) % min(core.config.vocab_size, 32_000) for i in range(tokens)]
+        core.add(EngineRequest(at, ids, tokens, params, seed=0))
+
+    def feed() -> None:
+        if chunk:
+            add(chunk, one)
+
+    for _ in range(running):
+        add(PROMPT, greedy)
+    counted: set[int] = set()
+    while len(counted) < running:
+        counted |= {delta.id for delta in core.step() if delta.token_ids}
+    for _ in range(6):
+        feed()
+        core.step()
+    recorded = _record(core, feed)
+    core.abort(list(core.scheduler.requests))
+    while core.has_work():
+        core.step()
+    return recorded
+
+
+def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[dict[str, Any]]:
+    """Profile the three kinds of step, print each, and return their rows."""
+    runner: Any = core._runner  # the model and the cache behind the scheduler
+    matrices = _matrices(runner.model)
+    kv = runner.kv
+    rows = []
+    for case, running, chunk in (("decode-1", 1, 0), ("decode-256", 256, 0), ("mixed", 255, CHUNK)):
+        kernels, keys = measure(core, running, chunk)
+        line = time_line(kernels)
+        step = Step(
+            running + chunk, running + (chunk > 0), chunk, keys, kv.block_size,
+            kv.layers[0][0].element_size(),
+        )  # fmt: skip
+        floors = floors_us(runner.model.config, step, line, bandwidth, rate)
+        floors["products"] = products_floor_us(matrices, step.tokens, step.samples, bandwidth, rate)
+        print(f"\n{label}/{case}: {line.step_us:.0f} us a step, {line.steps} steps, ", end="")
+        print(
+            f"idle {line.idle_us / line.step_us:.2%}, "
+            f"between steps {line.between_us / line.step_us:.2%}"
+        )
+        parts = sorted(line.kinds.items(), key=lambda item: -item[1])
+        gaps = [("idle", line.idle_us), ("idle between steps", line.between_us)]
+        for kind, us in [*parts, *gaps]:
+            floor = floors.get(kind)
+            row = {
+                "case": f"{label}/{case}/{kind.replace(' ', '-')}",
+                "us": round(us, 1),
+                "share": round(us / line.step_us, 4),
+            }
+            if floor is not None:
+                row |= {"floor_us": round(floor, 1), "of_floor": round(floor / us, 3)}
+            rows.append(row)
+            told = "" if floor is None else f"floor {floor:9.1f}  {floor / us:6.1%}"
+            print(f"  {kind:<22} {us:9.1f} us  {us / line.step_us:6.1%}  {told}")
+        top = sorted(line.names.items(), key=lambda item: -item[1][0])
+        for name, (us, launches) in top[:14]:
+            print(f"    {us:8.1f} us {launches:6.1f} x  {name[:90]}")
+        rows.append(
+            {
+                "case": f"{label}/{case}",
+                "us": round(line.step_us, 1),
+                "share": 1.0,
+                "kernels": {
+                    name[:120]: [round(us, 1), round(launches, 2)] for name, (us, launches) in top
+                },
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the engine")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+
+    import torch
+
+    from bench.kernels.measure import copy_bandwidth, matmul_rate
+
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
+    torch.cuda.empty_cache()
+    values = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 9216,
+        "max_num_seqs": 1024,
+        "memory_fraction": 0.85,
+        "prefix_caching": False,
+        **engine_fields(args.set),
+    }
+    core, _ready = build(make_config(args.model, values))
+    rows = report(core, args.name, bandwidth, rate)
+    if args.out:
+        details = {row["case"]: row.pop("kernels") for row in rows if "kernels" in row}
+        config = {
+            "ours": values,
+            "floors": {"copy_bytes_s": bandwidth, "product_flop_s": rate},
+        }
+        lines = [{"case": case, "us_and_launches": names} for case, names in details.items()]
+        write(args.out, f"step-profile-{args.name}", config, rows, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Manta's engine against vLLM's on one GPU, offline, in turns: ratios, printed and written down.
+
+    python -m bench.versus_engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
+
+With --change Manta runs against itself: changed, and as it is. What deterministic mode costs, and
+whether blocks of one token are as fast as blocks of sixteen:
+
+    python -m bench.versus_engine --model LLAMA --name llama-8b --change deterministic=true
+    python -m bench.versus_engine --model LLAMA --name llama-8b --change block_size=1
+
+With --against FOLDER the other side is the Manta of another checkout, usually of an older commit:
+
+    python -m bench.versus_engine --model LLAMA --name llama-8b --against ../manta-before
+
+vLLM has to be installed in the environment of this interpreter. A model is a folder and needs a
+config.json only: weights are random on both sides. Greedy, end
+tokens ignored, prefix cache off on both. Each run is a process of its own (both engines want the
+whole device), sides alternate, and the best run of each side counts. Every run's raw line is kept
+beside the table as soon as it is there: --resume takes up the day's lines in --out and does only
+the runs that are missing, so that the comparison fits where a command may not run for long.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.report.result_file import commit as commit  # others ask for it here
+from loadtest.scenario import workloads
+
+MAX_MODEL_LEN = 9216
+MAX_NUM_SEQS = 1024
+MEMORY_FRACTION = 0.85
+# What is run where --workloads does not say, by label: what docs/performance.md has a column for.
+ALL = ["single", "uniform", "dialogue", "prefill"]
+TABLE = {"qwen3-0.6b": ALL[:3]}  # of a small model's prompts nothing is wanted
+
+PLAIN = "manta-as-it-is"  # without the change
+BEFORE = "manta-before"  # of another checkout
+
+
+def engine_fields(items: list[str]) -> dict[str, Any]:
+    """["block_size=1", "admission=peak"] -> fields of EngineConfig."""
+    fields: dict[str, Any] = {}
+    for item in items:
+        key, _, text = item.partition("=")
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text
+    return fields
+
+
+def run_manta(
+    model: str, names: list[str], change: dict[str, Any] | None = None, side: str = "manta"
+) -> None:
+    """One process: start, then each workload once; prints a JSON line for each."""
+    from engine import LLM, SamplingParams
+
+    began = time.perf_counter()
+    config: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+        "prefix_caching": False,
+        **(change or {}),
+    }
+    with LLM(model, **config) as llm:
+        _print(
+            side=side,
+            ready_s=round(time.perf_counter() - began, 2),
+            config={**config, "versions": versions("transformers")},
+            phases=llm.ready.start_seconds,
+        )
+        for name in names:
+            requests = workloads.build(name)
+            params = [
+                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out)
+                for _, num_out in requests
+            ]
+            start = time.perf_counter()
+            outputs = llm.generate([ids for ids, _ in requests], params, detokenize=False)
+            seconds = time.perf_counter() - start
+            _report(side, name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
+
+
+def run_vllm(model: str, names: list[str]) -> None:
+    """The same for vLLM, with its defaults but for what must be equal."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    began = time.perf_counter()
+    config: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "gpu_memory_utilization": MEMORY_FRACTION,
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
+    ready_s = round(time.perf_counter() - began, 2)
+    _print(side="vllm", ready_s=ready_s, config={**config, "versions": versions("vllm")})
+    for name in names:
+        requests = workloads.build(name)
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out, detokenize=False)
+            for _, num_out in requests
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        _report("vllm", name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
+
+
+def _report(
+    side: str,
+    name: str,
+    requests: list[workloads.Request],
+    counts: list[int],
+    seconds: float,
+) -> None:
+    num_in, num_out = sum(len(ids) for ids, _ in requests), sum(counts)
+    if counts != [wanted for _, wanted in requests]:
+        raise SystemExit(f"{side} {name}: a request did not give the tokens it was asked for")
+    _print(
+        side=side,
+        workload=name,
+        seconds=round(seconds, 3),
+        out_tok=num_out,
+        out_tok_s=round(num_out / seconds, 1),
+        total_tok_s=round((num_in + num_out) / seconds, 1),
+    )
+
+
+def _print(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def lines_of(command: list[str], folder: Path | None = None) -> Iterator[Line]:
+    """The JSON lines of a program, each when it is there. folder: where it runs, and imports from.
+
+    Raises CalledProcessError at the end.
+    """
+    environment = None if folder is None else {**os.environ, "PYTHONPATH": _path_with(folder)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _path_with(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _run_side(
+    side: str, model: str, names: list[str], change: list[str], against: Path | None
+) -> Iterator[Line]:
+    """The lines of one run in a process of its own, each when it is there."""
+    module, folder = "bench.versus_engine", None
+    if side == BEFORE:
+        assert against is not None
+        folder = against.resolve()
+        if not (folder / "bench" / "versus_engine.py").exists():
+            module = "loadtest.versus_engine"  # where it was before bench/ was a folder of its own
+    own = "manta" if side == BEFORE else side
+    command = [sys.executable, "-m", module, "--side", own, "--model", str(Path(model).resolve())]
+    if side == "manta" and change:
+        command += ["--change", *change]
+    command += ["--workloads", *names]
+    for line in lines_of(command, folder):
+        yield {**line, "side": side}
+
+
+def _of(line: Line) -> tuple[str, int, str]:
+    """Which process said it."""
+    return line["model"], line["run"], line["side"]
+
+
+def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
+    """The lines of runs that got through all workloads; a run that was cut off runs again."""
+    done: dict[tuple[str, int, str], set[str]] = {}
+    for line in lines:
+        done.setdefault(_of(line), set()).add(line.get("workload", ""))
+    return [line for line in lines if done[_of(line)] >= set(names)]
+
+
+def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
+    """Output tokens/s; for prefill all tokens, because that is the work."""
+    key = "total_tok_s" if name == "prefill" else "out_tok_s"
+    return max(line[key] for line in lines if line["side"] == side and line.get("workload") == name)
+
+
+def compare(
+    models: dict[str, str],
+    names: list[str],
+    runs: int,
+    out: Path,
+    change: list[str],
+    resume: bool,
+    against: Path | None = None,
+) -> None:
+    """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is, or
+    Manta and an older one.
+
+    models: label -> folder. names: of the workloads; none: those of the TABLE. against: another
+    checkout. Writes <out>/versus-engine-<date>.json (the table) and .jsonl (the raw lines); with a
+    change, change-<change>-<date>; against another checkout, before-after-<its commit>-<date>.
+    """
+    other, name = "vllm", "versus-engine"
+    if change:
+        other, name = PLAIN, f"change-{'-'.join(change)}".replace("=", "-")
+    elif against is not None:
+        other, name = BEFORE, f"before-after-{commit(against)[:9]}"
+    sides = ("manta", other)
+
+    wanted = {label: names or TABLE.get(label, ALL) for label in models}
+
+    def keep(lines: list[Line]) -> list[Line]:
+        kept = [line for line in lines if line["model"] not in models]
+        for label in models:
+            kept += whole_runs([line for line in lines if line["model"] == label], wanted[label])
+        return kept
+
+    raw = RawLines(out, name, keep if resume else None)
+    there = {_of(line) for line in raw.all}
+    for label, folder in models.items():
+        for run, side in ((run, side) for run in range(runs) for side in sides):
+            if (label, run, side) not in there:
+                for line in _run_side(side, folder, wanted[label], change, against):
+                    raw.keep({"model": label, "run": run, **line})
+    labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
+    rows = [row for label in labels for row in _rows(label, raw.all, other)]
+    configs = {
+        side: next(li["config"] for li in raw.all if li["side"] == side and "config" in li)
+        for side in sides
+    }
+    raw.finish({"ours": configs["manta"], "peers": {other: configs[other]}}, rows)
+    print_ratios(rows)
+
+
+def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
+    """Of one model: each workload that both sides did, and how soon each side was ready."""
+    mine = [line for line in lines if line["model"] == label]
+    did = [
+        dict.fromkeys(one["workload"] for one in mine if one["side"] == side and "workload" in one)
+        for side in ("manta", other)
+    ]
+    names = [name for name in did[0] if name in did[1]]
+    found = [
+        (name, "tok/s", _best(mine, "manta", name), _best(mine, other, name)) for name in names
+    ]
+    ready = (
+        min(line["ready_s"] for line in mine if line["side"] == side and "ready_s" in line)
+        for side in ("manta", other)
+    )
+    return [
+        {
+            "case": f"{label}/{name}",
+            "ours": ours,
+            "peer": peer,
+            "unit": unit,
+            "ratio": round(ours / peer, 3),
+        }
+        for name, unit, ours, peer in [*found, ("ready", "s", *ready)]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", nargs="+", required=True, help="folders with config.json")
+    parser.add_argument(
+        "--name", nargs="+", default=["model"], help="a label of the cases for each"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=[], help="default: those of the docs' table"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument(
+        "--change", nargs="+", default=[], metavar="KEY=VALUE", help="compare Manta with itself"
+    )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout of Manta")
+    parser.add_argument("--side", choices=["manta", PLAIN, "vllm"], help="run one side only, here")
+    args = parser.parse_args()
+    names = args.workloads or ALL
+    if args.side in ("manta", PLAIN):
+        run_manta(args.model[0], names, engine_fields(args.change), args.side)
+    elif args.side == "vllm":
+        run_vllm(args.model[0], names)
+    elif args.change and args.against is not None:
+        parser.error("--change and --against: one of them")
+    elif len(args.name) != len(args.model):
+        parser.error(f"--name: {len(args.name)} labels for {len(args.model)} models")
+    else:
+        models = dict(zip(args.name, args.model, strict=True))
+        compare(models, args.workloads, args.runs, args.out, args.change, args.resume, args.against)
+
+
+if __name__ == "__main__":
+    main()

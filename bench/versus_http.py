@@ -1,0 +1,437 @@
+"""Manta's HTTP endpoint behind Ray Serve against vLLM's own server and Ray Serve LLM, on one GPU.
+
+    python -m bench.versus_http --model FOLDER --name llama-8b --load-script http_load.py \
+        --out bench/results
+
+One server after the other, each alone on the device, all under the same streaming load: the
+`dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
+weights are random. Prefix caches are off, outputs greedy, end tokens ignored. First Manta's engine,
+with the server's settings, runs the same requests offline, as many at once as there are streams:
+what the endpoint could deliver at most.
+
+--load-script is a program that takes --model, --workload, --concurrency, --limit, --procs and
+--label, and prints one JSON line with out_tok_s, ttft_ms_p50, itl_ms_p99, ok and failed. It runs in
+its own folder. A load of which any request failed ends the comparison. --ray-llm-path is put before
+PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same age as its vLLM.
+
+Each line is kept as soon as it is there. All of it takes up to 16 minutes, longer than one command
+may run in some places, and a server that is cut off there stays: with --seconds no side is begun
+that is not expected to be over so long after the start, and --resume takes up the day's lines in
+--out and runs only the sides that are not whole. The exit code is 3 while something is left to do.
+Nothing is begun while something else has the port or the device's memory: its answers would count
+for the wrong side.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.report.result_file import Line, RawLines, print_ratios, versions_under
+from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
+from loadtest.scenario import workloads
+
+if TYPE_CHECKING:
+    from engine import LLM
+
+STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
+PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
+PEERS = ("vllm", "ray-serve-llm")
+READY_S, STOP_S, LOAD_S = 240, 60, 420
+# Of llama-8b on an H200, from the start to the end of a side, with some to spare.
+EXPECTED = {"offline": 110, "manta": 140, "vllm": 190, "ray-serve-llm": 560}
+QUEUE_SECONDS = 120  # of Manta's routers: neither peer refuses anything, so neither does it
+PORT = 8000
+URL = f"http://127.0.0.1:{PORT}"
+
+MANTA = """\
+model: {model}
+served_name: m
+engine:
+  load_format: dummy
+  dtype: bfloat16
+  max_model_len: {max_model_len}
+  max_num_seqs: {max_num_seqs}
+  memory_fraction: {memory_fraction}
+  prefix_caching: false
+limits:
+  queue_seconds: {queue_seconds}
+replicas: 1
+router:
+  replicas: 4
+http:
+  port: {port}
+"""
+
+RAY_SERVE_LLM = """\
+import os, sys, time
+import ray
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+names = ("VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE", "PYTHONPATH")
+environment = {{name: os.environ.get(name, "") for name in names}}
+ray.init(num_cpus=os.cpu_count(), num_gpus=1, include_dashboard=False, log_to_driver=False,
+         runtime_env={{"env_vars": environment}})
+config = LLMConfig(
+    model_loading_config={{"model_id": "m", "model_source": {model!r}}},
+    deployment_config={{"num_replicas": 1, "max_ongoing_requests": 4096}},
+    engine_kwargs=dict(load_format="dummy", dtype="bfloat16", max_model_len={max_model_len},
+                       max_num_seqs={max_num_seqs}, gpu_memory_utilization={memory_fraction},
+                       enable_prefix_caching=False),
+    log_engine_metrics=False)
+serve.run(build_openai_app({{"llm_configs": [config]}}), blocking=False)
+print("ray", ray.__version__, flush=True)
+try:
+    time.sleep(3600)
+finally:
+    serve.shutdown()
+    ray.shutdown()
+"""
+
+
+def clients_of(streams: int) -> int:
+    """Processes of the load script, which deals out the requests and the streams to them."""
+    return 1 if streams == 1 else 8
+
+
+def run_offline(model: str) -> None:
+    """In this process: Manta's engine alone, at each number of streams. Prints JSON lines."""
+    from engine import LLM
+
+    # One engine with the server's settings for all: with fewer rows it is another engine, with
+    # fewer graphs, and not what stands behind the endpoint.
+    with LLM(
+        model,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        memory_fraction=MEMORY_FRACTION,
+        prefix_caching=False,
+    ) as llm:
+        generate(llm, workloads.build("uniform")[:64], 64)  # warm, as the servers are
+        for streams, count in STREAMS.items():
+            requests = workloads.build("dialogue")[:count]
+            start = time.perf_counter()
+            counts = generate(llm, requests, streams)
+            seconds = time.perf_counter() - start
+            if counts != [wanted for _, wanted in requests]:
+                raise SystemExit(f"offline: not the tokens that were asked for, {streams} streams")
+            rate = round(sum(counts) / seconds, 1)
+            line = {"label": "offline", "concurrency": streams, "requests": count}
+            print(json.dumps({**line, "out_tok_s": rate}), flush=True)
+
+
+def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
+    """The output tokens of each request, with so many in flight, as the load script does it: each
+    of its clients has its own share of the requests and of the streams."""
+    from engine import SamplingParams
+
+    def run(some: list[workloads.Request]) -> list[int]:
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out)
+            for _, num_out in some
+        ]
+        prompts = [ids for ids, _ in some]
+        # Without a bar: there can be only one, and there are many threads.
+        outputs = llm.generate(prompts, params, detokenize=False, progress=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    if streams >= len(requests):
+        return run(requests)  # nothing waits for a stream, so no threads need to start for it
+    clients = clients_of(streams)
+    counts = [0] * len(requests)
+
+    def run_one(number: int) -> None:
+        (counts[number],) = run([requests[number]])
+
+    # Threads, not the asyncio engine: a blocked thread wakes at the end of its request only, a
+    # waiting coroutine with every token, and that work would make the offline figure too low.
+    with ExitStack() as pools:
+        futures = []
+        for client in range(clients):
+            pool = pools.enter_context(ThreadPoolExecutor(max(1, streams // clients)))
+            futures += [pool.submit(run_one, i) for i in range(client, len(requests), clients)]
+        for future in futures:
+            future.result()
+    return counts
+
+
+def command_of(side: str, model: str, folder: Path) -> list[str]:
+    values = {
+        "model": model,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+        "queue_seconds": QUEUE_SECONDS,
+        "port": PORT,
+    }
+    if side == "manta":
+        config = folder / "manta.yaml"
+        config.write_text(MANTA.format(**values))
+        return [sys.executable, "-m", "deployments.cli.main", "serve", str(config)]
+    if side == "ray-serve-llm":
+        script = folder / "ray_serve_llm.py"
+        script.write_text(RAY_SERVE_LLM.format(**values))
+        return [sys.executable, str(script)]
+    options = {
+        "--load-format": "dummy",
+        "--dtype": "bfloat16",
+        "--max-model-len": MAX_MODEL_LEN,
+        "--max-num-seqs": MAX_NUM_SEQS,
+        "--gpu-memory-utilization": MEMORY_FRACTION,
+        "--served-model-name": "m",
+        "--port": PORT,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += [str(word) for option in options.items() for word in option]
+    flags = ["--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    return command + flags
+
+
+def environment_of(side: str, first_path: str) -> dict[str, str]:
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **os.environ,
+    }
+    if side == "ray-serve-llm" and first_path:
+        environment["PYTHONPATH"] = f"{first_path}:{environment.get('PYTHONPATH', '')}"
+    return environment
+
+
+@contextmanager
+def server(side: str, model: str, first_path: str) -> Iterator[float]:
+    """A running server; yields the seconds it took to answer. Ends it and what it started.
+
+    Raises SystemExit if it does not start, and if another is in its place.
+    """
+    refuse_if_held(side)
+    with tempfile.TemporaryDirectory() as name:
+        log_path = Path(name) / "server.log"
+        with log_path.open("w") as log:
+            start = time.monotonic()
+            process = subprocess.Popen(
+                command_of(side, model, Path(name)),
+                env=environment_of(side, first_path),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                _wait_until_ready(process, side, log_path)
+                yield round(time.monotonic() - start, 1)
+            finally:
+                _stop(process)
+        _wait_until_closed(side)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) -> None:
+    path = "/ready" if side == "manta" else "/v1/models"
+    limit = time.monotonic() + READY_S
+    while time.monotonic() < limit and process.poll() is None:
+        try:
+            urllib.request.urlopen(URL + path, timeout=2).read()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise SystemExit(f"{side} did not start:\n" + "".join(log.read_text()[-4000:]))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGINT to its whole session, which is only what it started; SIGKILL to what remains."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def held() -> str:
+    """What a server that is still there has: the port, or much of the device's memory, which it
+    takes before it answers."""
+    try:
+        socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
+        return f"port {PORT}"
+    except TimeoutError:
+        return f"port {PORT}"
+    except OSError:  # nobody listens
+        pass
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return "" if free > 0.9 * total else "the device's memory"
+
+
+def refuse_if_held(side: str) -> None:
+    """Of a call that was cut off a server is left, which would answer in this side's place."""
+    if what := held():
+        raise SystemExit(f"{side} is not started: another program has {what}; end it first")
+
+
+def _wait_until_closed(side: str) -> None:
+    """The next server wants the port and the device's memory."""
+    limit = time.monotonic() + STOP_S
+    while what := held():
+        if time.monotonic() > limit:
+            raise SystemExit(f"{side} still has {what} {STOP_S} s after its end")
+        time.sleep(0.5)
+
+
+def load(script: Path, side: str, streams: int, count: int, workload: str) -> dict[str, Any]:
+    """The load script's line. Raises SystemExit unless all requests were answered: a server that
+    refuses some has less to do, and its figures are not those of this load."""
+    command = [sys.executable, script.name, "--model", "m", "--workload", workload]
+    command += ["--concurrency", str(streams), "--limit", str(count), "--label", side]
+    command += ["--procs", str(clients_of(streams))]
+    done = subprocess.run(
+        command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
+    )
+    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    if line["failed"] or line["ok"] != count:
+        raise SystemExit(
+            f"{side}, {workload} at {streams} streams: of {count} requests {line['ok']} were "
+            f"answered and {line['failed']} failed: {line.get('error')}"
+        )
+    return line
+
+
+def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:
+    """Its lines, each when it is there."""
+    if side == "offline":
+        refuse_if_held(side)
+        command = [sys.executable, "-m", "bench.versus_http", "--offline", "--model", args.model]
+        yield from lines_of(command)
+        _wait_until_closed(side)
+        return
+    script = args.load_script.resolve()
+    ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
+    with server(side, args.model, args.ray_llm_path) as ready:
+        yield {"label": side, "ready_s": ready, "versions": ran_on}
+        load(script, side, 64, 64, "uniform")  # warm
+        for streams, count in STREAMS.items():
+            yield load(script, side, streams, count, "dialogue")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run the sides that are not there; with all of them, the table. Returns the exit code."""
+    end = time.monotonic() + args.seconds
+    raw = RawLines(args.out, "versus-http", whole_sides if args.resume else None)
+    there = {line["label"] for line in raw.all}
+    left = []
+    for side in ("offline", "manta", *args.peers):
+        if side in there:
+            continue
+        began = time.monotonic()
+        if began + EXPECTED[side] > end:
+            left.append(side)
+            continue
+        with closing(run_side(args, side)) as lines:  # whatever happens, its server ends
+            for line in lines:
+                raw.keep(line)
+        print(f"{side}: {time.monotonic() - began:.0f} s", flush=True)
+    for side in left:
+        print(
+            f"not begun, for want of time (~{EXPECTED[side]} s): {side}; run it again with --resume"
+        )
+    if left:
+        return 3
+
+    rows = rows_of(args.name, raw.all, args.peers)
+    ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
+    common = {"prefix_caching": False, "replicas": 1}
+    config: dict[str, Any] = {
+        "ours": {
+            **common,
+            "routers": 4,
+            "queue_seconds": QUEUE_SECONDS,
+            "versions": ran.get("manta"),
+        },
+        "peers": {side: {**common, "versions": ran.get(side)} for side in args.peers},
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "memory_fraction": MEMORY_FRACTION,
+        "load": "dialogue, 8 client processes (1 at one stream)",
+    }
+    raw.finish(config, rows)
+    print_ratios(rows)
+    return 0
+
+
+def whole_sides(lines: list[Line]) -> list[Line]:
+    """Of an earlier run's raw lines, those of the sides that saw every load."""
+
+    def whole(side: str) -> bool:
+        return {x.get("concurrency") for x in lines if x["label"] == side} >= STREAMS.keys()
+
+    return [line for line in lines if whole(line["label"])]
+
+
+def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
+    """Cases <label>/<streams>/<peer>: tokens/s, then time to first token and ITL p99 in ms."""
+
+    def find(side: str, streams: int) -> dict[str, Any]:
+        return next(x for x in lines if x["label"] == side and x.get("concurrency") == streams)
+
+    rows = []
+
+    def add(case: str, ours: float | None, peer: float | None, unit: str) -> None:
+        ratio = round(ours / peer, 3) if ours and peer else None
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+
+    for streams in STREAMS:
+        ours = find("manta", streams)
+        case = f"{label}/{streams}"
+        add(f"{case}/engine", ours["out_tok_s"], find("offline", streams)["out_tok_s"], "tok/s")
+        for peer in peers:
+            theirs = find(peer, streams)
+            add(f"{case}/{peer}", ours["out_tok_s"], theirs["out_tok_s"], "tok/s")
+            for name in ("ttft_ms_p50", "itl_ms_p99"):
+                add(f"{case}/{peer}/{name}", ours[name], theirs[name], "ms")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument("--load-script", type=Path, help="the load generator; see above")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to be over after these")
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.model = str(Path(args.model).resolve())
+    if args.offline:
+        run_offline(args.model)
+    elif args.load_script is None or not args.load_script.is_file():
+        parser.error("--load-script: no such file; it names the program that makes the load")
+    else:
+        sys.exit(compare(args))
+
+
+if __name__ == "__main__":
+    main()

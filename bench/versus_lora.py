@@ -1,0 +1,481 @@
+"""What adapters cost: Manta and vLLM on one GPU, each against itself without any, in turns.
+
+    python -m bench.versus_lora --model FOLDER --name llama-8b --resume
+
+FOLDER needs a config.json only: weights are random on both sides, and so are the adapters, of rank
+16 on all linear layers, made in a temporary folder. The `dialogue` workload, each request with one
+of N adapters drawn zipf, as many slots as adapters. N = 0 is a side that takes no adapters at all.
+With others a side starts once for each N, warms up, and runs with adapters, without, and with them
+in the same process. `kept` is the best output tokens/s with them over the best of that side without
+any, with N = 0 or not: slots that nobody uses are to cost nothing. Both sides read the same files
+and get the same adapter for the same request.
+
+A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32
+adapters are added, read, copied to the device and used once, against the times while as many
+requests, as often, use one that is there.
+
+Each line is kept as soon as it is there. All of it takes longer than one command may run in some
+places: no piece is begun that is not expected to be over --seconds after the start, and --resume
+takes up the day's lines in --out and runs only what is not there. The exit code is 3 while
+something is left to do. A side that fails is told with the end of what it said, the others go on,
+and the exit code is 1.
+
+--cpu tries the sides of Manta on a machine without a GPU: a small model (with 32,000 tokens in its
+vocabulary), few and short requests.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import lora_loads
+from bench.report.result_file import Line, RawLines, ask_device, versions
+from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from loadtest.scenario import workloads
+
+RANK = 16
+WORKLOAD = "dialogue"
+OFF, ON = ("none", "none"), ("adapters", "none", "adapters")  # the runs of one process
+STREAMS, STREAM_TOKENS, LOADED = 64, 4096, 32  # of the measurement while adapters load
+LOAD_SECONDS = 0.4  # from one load to the next, at least
+SIDES = ("manta", "vllm", "loads")
+# Of llama-8b on an H200: to start and warm up, a run without adapters, one with 64.
+EXPECTED = {"manta": (60, 20, 26), "vllm": (75, 20, 45)}
+EXPECTED_LOADS = 125
+WRITE_SECONDS = 0.25  # an adapter's files, of 84 MB
+TRIAL_REQUESTS, TRIAL_TOKENS = 24, 8  # --cpu
+# Without the second vLLM wants a compiler at the start.
+VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def runs_of(side: str, count: int) -> tuple[str, ...]:
+    """What the process of a side runs with so many adapters; `loads` says one line."""
+    if side == "loads":
+        return ("loads",)
+    return ON if count else OFF
+
+
+def expected_seconds(side: str, count: int) -> int:
+    """Of a process."""
+    if side == "loads":
+        return EXPECTED_LOADS
+    start, without, full = EXPECTED[side]
+    return start + sum(without if run == "none" else full for run in runs_of(side, count))
+
+
+def writing_seconds(count: int, made: int) -> int:
+    """To make so many adapters where some are made."""
+    return round(max(0, count - made) * WRITE_SECONDS)
+
+
+def engine_config(cpu: bool) -> dict[str, Any]:
+    """Of Manta's sides."""
+    config: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
+    if cpu:
+        return config | {"device": "cpu", "dtype": "float32", "num_blocks": 1024}
+    return config | {
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "memory_fraction": MEMORY_FRACTION,
+        "lora_host_bytes": 16 << 30,
+    }
+
+
+def build_requests(cpu: bool) -> list[workloads.Request]:
+    requests = workloads.build(WORKLOAD)
+    if cpu:
+        return [(ids[:16], TRIAL_TOKENS) for ids, _ in requests[:TRIAL_REQUESTS]]
+    return requests
+
+
+def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
+    """Random adapters out/a<made> .. out/a<count - 1> in PEFT's format; returns how many there
+    are."""
+    if count <= made:
+        return made
+    import torch
+    from safetensors.torch import save_file
+
+    # Thousands of small copies: with a thread for each of 64 cores they took minutes, and the cores
+    # from the sides that ran meanwhile.
+    torch.set_num_threads(1)
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    query, keys = dim * heads, dim * config.get("num_key_value_heads", heads)
+    shapes = {
+        "self_attn.q_proj": (hidden, query),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (query, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "bias": "none",
+        "target_modules": [name.split(".")[1] for name in shapes],
+        "base_model_name_or_path": str(model),
+    }
+    # Slices of the same numbers: to draw billions of them takes longer than the comparison.
+    generator = torch.Generator().manual_seed(0)
+    pool = (torch.randn(1 << 24, generator=generator) * 0.02).bfloat16()
+
+    def draw(*shape: int) -> torch.Tensor:
+        size = shape[0] * shape[1]
+        at = int(torch.randint(len(pool) - size, (1,), generator=generator))
+        return pool[at : at + size].view(shape).clone()
+
+    for number in range(made, count):
+        folder = out / f"a{number}"
+        folder.mkdir(parents=True)
+        generator.manual_seed(number)
+        tensors = {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, (size_in, size_out) in shapes.items():
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{prefix}.lora_A.weight"] = draw(RANK, size_in)
+                tensors[f"{prefix}.lora_B.weight"] = draw(size_out, RANK)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return count
+
+
+def pick(count: int, requests: int) -> list[int]:
+    """The adapter of each request; none if there are none."""
+    if not count:
+        return []
+    rng = random.Random(1)
+    weights = [1 / (i + 1) for i in range(count)]
+    return rng.choices(range(count), weights, k=requests)
+
+
+def run_manta(model: str, adapters: Path, count: int, cpu: bool) -> None:
+    """One process; prints a JSON line for each run."""
+    from engine import LLM, SamplingParams
+
+    requests = build_requests(cpu)
+    prompts = [ids for ids, _ in requests]
+    names = [f"a{i}" for i in pick(count, len(requests))]
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for _, n in requests]
+    config = engine_config(cpu) | {"max_num_seqs": 16 if cpu else MAX_NUM_SEQS}
+    if count:
+        config |= {"max_loras": count, "max_lora_rank": RANK}
+    with LLM(model, **config) as llm:
+        _print(side="manta", adapters=count, config=config, phases=llm.ready.start_seconds)
+        for number in range(count):
+            llm.add_adapter(f"a{number}", adapters / f"a{number}")
+        used = sorted(set(names)) or [""]
+        warm = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)] * len(used)
+        llm.generate(prompts[: len(warm)], warm, adapter=used, detokenize=False)
+        for label in runs_of("manta", count):
+            chosen = names if label == "adapters" else ""
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, adapter=chosen, detokenize=False)
+            seconds = time.perf_counter() - start
+            counts = [len(o.outputs[0].token_ids) for o in outputs]
+            _report("manta", count, label, requests, counts, seconds)
+        _print(side="manta", adapters=count, loads=llm.stats().adapter_loads)
+
+
+def run_vllm(model: str, adapters: Path, count: int) -> None:
+    """The same for vLLM, with its defaults but for what must be equal."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+    requests = workloads.build(WORKLOAD)
+    prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+    known = [LoRARequest(f"a{i}", i + 1, str(adapters / f"a{i}")) for i in range(count)]
+    chosen = [known[i] for i in pick(count, len(requests))]
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False)
+        for _, n in requests
+    ]
+    config: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "gpu_memory_utilization": MEMORY_FRACTION,
+        "enable_prefix_caching": False,
+    }
+    if count:
+        config |= {
+            "enable_lora": True,
+            "max_loras": count,
+            "max_cpu_loras": count,
+            "max_lora_rank": RANK,
+        }
+    llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
+    _print(side="vllm", adapters=count, config=config)
+    short = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8, detokenize=False)
+    warm = prompts[: max(count, 1)]
+    llm.generate(warm, [short] * len(warm), use_tqdm=False, lora_request=known or None)
+    for label in runs_of("vllm", count):
+        lora = chosen if label == "adapters" else None
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        seconds = time.perf_counter() - start
+        counts = [len(o.outputs[0].token_ids) for o in outputs]
+        _report("vllm", count, label, requests, counts, seconds)
+
+
+def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
+    """One process; prints the percentiles of the times between tokens."""
+    streams, tokens, pace = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
+    prompts = [ids for ids, _ in build_requests(cpu)][:streams]
+    config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
+    found = lora_loads.measure(model, config, prompts, tokens, adapters, count, pace)
+    _print(side="loads", adapters=count, config=config, **found)
+
+
+def _report(
+    side: str,
+    adapters: int,
+    label: str,
+    requests: list[workloads.Request],
+    counts: list[int],
+    seconds: float,
+) -> None:
+    if counts != [wanted for _, wanted in requests]:
+        raise SystemExit(f"{side} {label}: a request did not give the tokens it was asked for")
+    _print(
+        side=side,
+        adapters=adapters,
+        run=label,
+        seconds=round(seconds, 3),
+        out_tok_s=round(sum(counts) / seconds, 1),
+    )
+
+
+def _print(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 600) -> None:
+    """Run a side in a process of its own; keep each JSON line that it prints when it comes. It is
+    killed when it has taken so many seconds.
+
+    Raises SideFailed with the cause and the end of the log.
+    """
+    environment = VLLM_ENVIRONMENT | os.environ
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        # An engine's own processes too, which would keep the device's memory.
+        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        said: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            found = _json_of(line)
+            if found is None:
+                said.append(line)
+            else:
+                keep(found)
+        code = process.wait()
+        timer.cancel()
+        if code:
+            log.seek(0)
+            raise SideFailed(f"exit code {code}\n{explain([*said, *log])}")
+
+
+def _json_of(line: str) -> Line | None:
+    """None: not ours, but a library's."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            found: Line = json.loads(line)
+            return found
+    return None
+
+
+class SideFailed(Exception):
+    """A side ended before it was done."""
+
+
+def explain(lines: list[str]) -> str:
+    """The line that names the cause, and the last 40.
+
+    The first exception is the cause: what comes after it tells of the processes that waited.
+    """
+    error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
+    cause = next((line.strip() for line in lines if error.search(line)), "no exception was printed")
+    return "".join([f"cause: {cause}\n", *lines[-40:]])
+
+
+def wait_for_device() -> None:
+    """Until the memory of the side before is free."""
+    for _ in range(30):
+        used = ask_device("memory.used")
+        if not used.isdigit() or int(used) < 2000:
+            return
+        time.sleep(1)
+
+
+Piece = tuple[str, int, int]  # side, adapters, which start of it
+
+
+def piece_of(line: Line) -> Piece:
+    return line["side"], line["adapters"], line["start"]
+
+
+def whole_runs(lines: list[Line]) -> list[Line]:
+    """Without the lines of pieces that were cut off."""
+    counts = Counter(piece_of(li) for li in lines if "run" in li or "loading_p99_ms" in li)
+    return [li for li in lines if counts[piece_of(li)] >= len(runs_of(*piece_of(li)[:2]))]
+
+
+def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
+    """Of whole runs: <label>/<adapters>, and <label>/loads, with what is there. *_none: with as
+    many slots, of which no request uses any."""
+
+    def best(side: str, run: str, count: int | None = None) -> float | None:
+        speeds = [
+            line["out_tok_s"]
+            for line in lines
+            if line["side"] == side and line.get("run") == run and count in (None, line["adapters"])
+        ]
+        return max(speeds, default=None)
+
+    rows = []
+    for count in sorted({line["adapters"] for line in lines if line["side"] != "loads"}):
+        row: dict[str, Any] = {"case": f"{label}/{count}", "unit": "tok/s"}
+        for side, name, kept in (("manta", "ours", "kept"), ("vllm", "peer", "peer_kept")):
+            base, none, used = best(side, "none"), best(side, "none", count), None
+            if count:
+                used = best(side, "adapters", count)
+            elif none is not None:
+                row[name] = none
+            if base and used and none:
+                figures = {f"{name}_base": base, f"{name}_none": none, name: used}
+                row |= figures | {kept: round(used / base, 3)}
+        if "ours" in row and "peer" in row:
+            row["ratio"] = round(row["ours"] / row["peer"], 3)
+        rows.append(row)
+    loads = [line for line in lines if line["side"] == "loads"]
+    if loads:
+        best_line = min(loads, key=lambda line: line["loading_p99_ms"] / line["quiet_p99_ms"])
+        quiet, loading = best_line["quiet_p99_ms"], best_line["loading_p99_ms"]
+        row = {"case": f"{label}/loads", "unit": "ms", "quiet_p99": quiet, "loading_p99": loading}
+        rows.append(row | {"ratio": round(loading / quiet, 3)})
+    return rows
+
+
+def plan(args: argparse.Namespace, lines: list[Line]) -> list[Piece]:
+    """What is not there yet, sides in turns; the adapters' cases after the bases."""
+    there = {piece_of(line) for line in lines}
+    pieces = [
+        (side, LOADED if side == "loads" else count, start)
+        for count in sorted(args.counts)
+        for start in range(args.runs)
+        for side in args.sides
+    ]
+    pieces.sort(key=lambda piece: piece[0] == "loads")  # last: no peer waits for it
+    return [piece for piece in dict.fromkeys(pieces) if piece not in there]
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
+    lines in .jsonl. Returns the exit code."""
+    end = time.monotonic() + args.seconds
+    raw = RawLines(args.out, "versus-lora", whole_runs if args.resume else None)
+    pieces, failed, left = plan(args, raw.all), False, []
+    for side, count, _ in pieces:
+        print(f"to do: {side} with {count} adapters, ~{expected_seconds(side, count)} s")
+    with tempfile.TemporaryDirectory() as folder:
+        made = 0
+        for piece in pieces:
+            side, count, start = piece
+            expected = writing_seconds(count, made) + expected_seconds(side, count)
+            if not args.cpu and time.monotonic() + expected > end:
+                left.append(piece)
+                continue
+            began = time.monotonic()
+            made = make_adapters(Path(args.model), Path(folder), made, count)
+
+            def keep(line: Line, start: int = start) -> None:
+                raw.keep({**line, "start": start})
+
+            command = [sys.executable, "-m", "bench.versus_lora", "--side", side]
+            command += ["--model", args.model, "--adapters", folder, "--counts", str(count)]
+            command += ["--cpu"] * args.cpu
+            wait_for_device()
+            try:
+                run_side(command, keep, max(60.0, end - time.monotonic()))
+            except SideFailed as failure:
+                failed = True
+                print(f"{side} with {count} adapters failed: {failure}", flush=True)
+            took = time.monotonic() - began
+            print(f"{side} with {count} adapters: {took:.0f} s", flush=True)
+    lines = whole_runs(raw.all)
+    configs = {line["side"]: line["config"] for line in lines if "config" in line}
+    ours = {side: configs[side] for side in ("manta", "loads") if side in configs}
+    peers = {"vllm": configs["vllm"]} if "vllm" in configs else {}
+    rows = rows_of(args.name, lines)
+    raw.finish({"ours": ours, "peers": peers, "versions": versions("vllm")}, rows)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    for side, count, _ in left:
+        print(f"not begun, for want of time: {side} with {count}; run it again with --resume")
+    return 1 if failed else 3 if left else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--name", default="model", help="label of the cases")
+    parser.add_argument(
+        "--counts", nargs="+", type=int, default=[0, 1, 16, 64], help="adapters; 0 = without LoRA"
+    )
+    parser.add_argument("--runs", type=int, default=1, help="alternating starts of each side")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default all")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--resume", action="store_true", help="keep the day's lines in --out")
+    parser.add_argument("--seconds", type=float, default=560.0, help="to be over after these")
+    parser.add_argument("--cpu", action="store_true", help="a trial of ours without a GPU")
+    parser.add_argument("--side", choices=SIDES, help="run one side only, here")
+    parser.add_argument("--adapters", type=Path, help="for --side: where they are")
+    args = parser.parse_args()
+    args.sides = args.sides or (["manta", "loads"] if args.cpu else list(SIDES))
+    if args.side == "manta":
+        run_manta(args.model, args.adapters, args.counts[0], args.cpu)
+    elif args.side == "vllm":
+        run_vllm(args.model, args.adapters, args.counts[0])
+    elif args.side == "loads":
+        run_loads(args.model, args.adapters, args.counts[0], args.cpu)
+    else:
+        sys.exit(compare(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Cross-origin requests: which web pages a browser lets ask this service, by `http.cors_origins`.
+
+Only browsers mind. A page of an origin that is not named cannot send JSON here, because its browser
+asks first (the preflight) and gets no leave.
+"""
+
+import re
+
+from deployments.api.errors import PERMISSION, ApiError, shown
+from deployments.api.http_exchange import Exchange
+
+ANY = "*"
+_MAX_AGE = 3600  # seconds for which a browser need not ask again
+_METHODS = "GET, HEAD, POST, DELETE"
+_READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"  # of an answer, by a page
+_NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
+
+
+def tell_origin(exchange: Exchange, origins: frozenset[str]) -> None:
+    """Put into the answer, whatever it will be, whether the page that asked may read it."""
+    if not origins:
+        return
+    if ANY not in origins:
+        exchange.always.append((b"vary", b"origin"))  # for caches
+    if (origin := _allowed(exchange, origins)) is not None:
+        exchange.always += [
+            (b"access-control-allow-origin", b"*" if ANY in origins else origin),
+            (b"access-control-expose-headers", _READABLE.encode()),
+        ]
+
+
+def is_preflight(exchange: Exchange) -> bool:
+    return bool(
+        exchange.method == "OPTIONS"
+        and exchange.values(b"origin")
+        and exchange.values(b"access-control-request-method")
+    )
+
+
+async def answer_preflight(exchange: Exchange, origins: frozenset[str]) -> None:
+    """The same for all paths: it gives nothing away, and browsers send no key with it.
+
+    Raises ApiError 403 origin_not_allowed.
+    """
+    if _allowed(exchange, origins) is None:
+        origin = shown(exchange.values(b"origin")[0].decode("latin-1"))
+        raise ApiError(
+            403,
+            "origin_not_allowed",
+            f"pages of {origin} may not ask here; the operator names origins in http.cors_origins",
+            kind=PERMISSION,
+        )
+    # What they ask for is theirs to ask: clients in browsers send many headers of their own.
+    asked = exchange.values(b"access-control-request-headers")
+    names = asked[0] if len(asked) == 1 and _NAMES.fullmatch(asked[0]) else b"authorization"
+    headers = (
+        ("access-control-allow-methods", _METHODS),
+        ("access-control-allow-headers", names.decode()),
+        ("access-control-max-age", str(_MAX_AGE)),
+    )
+    await exchange.answer(200, b"", headers=headers)
+
+
+def _allowed(exchange: Exchange, origins: frozenset[str]) -> bytes | None:
+    """The origin that asked, if it may."""
+    given = exchange.values(b"origin")
+    if len(given) != 1:
+        return None
+    return given[0] if ANY in origins or given[0].decode("latin-1") in origins else None

@@ -1,0 +1,235 @@
+"""Event ids: what a cut stream's last event says of it, so that any router can go on after it.
+
+An id is opaque to clients. Inside: version, second and number of the stream, a fingerprint of what
+was asked, and for each choice how many tokens have been shown, their checksum and how far it is;
+then a MAC over all of this, the request's body and its key. The tokens are not in it: replicas
+keep those of streams that ended a moment ago (failover/recall.py), and where none does they are
+computed again from the seed and compared with the checksum. So an id has some 60 characters,
+however long the answer is.
+"""
+
+import hashlib
+import hmac
+import secrets
+import struct
+import time
+from array import array
+from binascii import Error as Base64Error
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Sequence
+from zlib import crc32
+
+from deployments.api.errors import NO_RETRY, SERVER, ApiError, invalid
+from deployments.api.generation.openai_request import Call
+from deployments.api.http_exchange import Exchange
+
+WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
+LAST = b"last-event-id"
+
+LIFE_SECONDS = 86400  # of ids, from the stream's begin; clocks of two routers may differ
+OPENED, ENDED, FINISHED = 1, 2, 3  # a choice's phase: nothing is 0
+
+_VERSION = 1
+_HEAD = struct.Struct(">BI12s4s")  # a multiple of 3 bytes: a constant beginning in base64
+_MAC_BYTES = 12
+_MAX_ID = 8192  # characters: those of 32 prompts with 8 choices have 3,500
+
+
+class Shown:
+    """What a client has of one choice.
+
+    tokens: how many, of the choice's output. check: CRC-32 of them. cached: of its prompt, what
+    usage says. phase: OPENED after the event before its text, ENDED when all of its text has been
+    shown, FINISHED when its finish_reason has.
+    """
+
+    __slots__ = ("cached", "check", "phase", "tokens")
+
+    def __init__(self, phase: int = 0, tokens: int = 0, check: int = 0, cached: int = 0) -> None:
+        self.phase, self.tokens, self.check, self.cached = phase, tokens, check, cached
+
+    def encode(self) -> bytes:
+        told = _varint(self.tokens << 2 | self.phase)
+        if self.tokens:
+            told += self.check.to_bytes(4, "big") + _varint(self.cached)
+        return told
+
+
+class EventIds:
+    """The ids of one streamed answer. shown: of each choice; after `Last-Event-ID`, as it says."""
+
+    def __init__(self, secret: bytes, binding: bytes, number: bytes, created: int) -> None:
+        self.number = number
+        self.created = created
+        self.shown: list[Shown] = []
+        self.usage_shown = False
+        self.resumed = False
+        self._secret = secret
+        self._binding = binding
+        self._asked = b""  # fingerprint, once the call is known
+        self._parts: list[bytes] = []
+        self._prefix = b""
+
+    @property
+    def seed(self) -> int:
+        """Of a request that names none: it has to be the same when it comes again."""
+        return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
+
+    def bind(self, call: Call) -> None:
+        """The call is complete. Raises ApiError 409 if it means something else than when the
+        stream began: an adapter that was replaced, a template that tells the date."""
+        asked = fingerprint(call)
+        count = len(call.prompts) * call.params.n
+        if self.resumed and (asked != self._asked or count != len(self.shown)):
+            raise ApiError(
+                409,
+                "stream_changed",
+                "the stream cannot go on: its adapter or its prompt is not what it was",
+                param="last-event-id",
+                headers=NO_RETRY,
+            )
+        self._asked = asked
+        if not self.resumed:
+            self.shown = [Shown() for _ in range(count)]
+        if call.params.seed is None:
+            call.seed = self.seed
+        call.streams = [f"{self.number.hex()}.{i}" for i in range(len(call.prompts))]
+        head = _HEAD.pack(_VERSION, self.created, self.number, asked)
+        self._prefix = b"id: " + b2a_base64(head, newline=False)
+        self._mac = hashlib.blake2b(self._binding + head, key=self._secret, digest_size=_MAC_BYTES)
+        self._parts = [b"\x00", *(one.encode() for one in self.shown)]
+
+    def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
+        """The next event of this choice will have shown these tokens, too."""
+        if not (token_ids or ended):
+            return
+        shown = self.shown[index]
+        if not shown.tokens:
+            shown.cached = cached
+        shown.tokens += len(token_ids)
+        shown.check = checksum(token_ids, shown.check)
+        shown.phase = ENDED if ended else OPENED
+        self._parts[index + 1] = shown.encode()
+
+    def enter(self, index: int, phase: int) -> None:
+        """As took, for an event without tokens."""
+        self.shown[index].phase = phase
+        self._parts[index + 1] = self.shown[index].encode()
+
+    def show_usage(self) -> None:
+        self._parts[0] = b"\x01"
+
+    def line(self) -> bytes:
+        """The field of the next event."""
+        told = b"".join(self._parts)
+        mac = self._mac.copy()
+        mac.update(told)
+        return b"%b%b\n" % (self._prefix, b2a_base64(told + mac.digest(), newline=False))
+
+    @classmethod
+    def parse(cls, text: bytes, secret: bytes, binding: bytes) -> "EventIds":
+        """Raises ApiError 400 invalid_event_id, event_id_expired."""
+        try:
+            raw = a2b_base64(text if len(text) <= _MAX_ID else b"", strict_mode=True)
+        except Base64Error:
+            raw = b""
+        if b2a_base64(raw, newline=False) != text:  # base64 can be written in several ways
+            raise _unknown()
+        signed, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+        if len(signed) <= _HEAD.size or signed[0] != _VERSION:
+            raise _unknown()
+        expected = hashlib.blake2b(binding, key=secret, digest_size=_MAC_BYTES)
+        expected.update(signed)
+        if not hmac.compare_digest(mac, expected.digest()):
+            raise _unknown()
+        _, created, number, asked = _HEAD.unpack_from(signed)
+        if time.time() > created + LIFE_SECONDS:
+            raise invalid(
+                f"this id is of a stream that began more than {LIFE_SECONDS // 3600} hours ago",
+                LAST.decode(),
+                "event_id_expired",
+            )
+        found = cls(secret, binding, number, created)
+        found.resumed = True
+        found._asked = asked
+        found.usage_shown = signed[_HEAD.size] == 1
+        at = _HEAD.size + 1
+        while at < len(signed):
+            value, at = _read_varint(signed, at)
+            shown = Shown(value & 3, value >> 2)
+            if shown.tokens:
+                shown.check = int.from_bytes(signed[at : at + 4], "big")
+                shown.cached, at = _read_varint(signed, at + 4)
+            found.shown.append(shown)
+        return found
+
+
+def event_ids(exchange: Exchange, caller: str, secret: bytes) -> EventIds | None:
+    """Those of this request, if it asks for ids or goes on after one. Legal once the body was
+    read. caller: whose it is. Raises ApiError 400 invalid_event_id, event_id_expired."""
+    last = b"".join(exchange.values(LAST)[:1])
+    if not last and exchange.values(WANTED) != [b"1"]:
+        return None
+    told = (exchange.path.encode(), exchange.digest, caller.encode())
+    binding = b"".join(len(part).to_bytes(2, "big") + part for part in told)
+    if last:
+        return EventIds.parse(last, secret, binding)
+    return EventIds(secret, binding, secrets.token_bytes(12), int(time.time()))
+
+
+def fingerprint(call: Call) -> bytes:
+    """Of what the engines are asked beside the body: token ids, and the adapter's revision."""
+    digest = hashlib.blake2b(digest_size=4)
+    digest.update(b"" if call.adapter is None else call.adapter.key.encode())
+    for ids in call.prompts:
+        digest.update(b"/")
+        digest.update(array("I", ids).tobytes())
+    return digest.digest()
+
+
+def checksum(token_ids: Sequence[int], before: int = 0) -> int:
+    """Of a choice's tokens; in pieces as in one go."""
+    return crc32(array("I", token_ids).tobytes(), before)
+
+
+def lost() -> ApiError:
+    """No replica knows the tokens any more, and computing them again has given others."""
+    return ApiError(
+        409,
+        "stream_lost",
+        "the stream cannot go on: nobody has its tokens any more, and they were computed otherwise "
+        "this time",
+        param="last-event-id",
+        kind=SERVER,
+        headers=NO_RETRY,
+    )
+
+
+def _unknown() -> ApiError:
+    return invalid(
+        "this is no id of a stream with this body, path and key; repeat the request as it was",
+        LAST.decode(),
+        "invalid_event_id",
+    )
+
+
+def _varint(value: int) -> bytes:
+    if value < 128:
+        return value.to_bytes(1, "big")
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7

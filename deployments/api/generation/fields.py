@@ -1,0 +1,199 @@
+"""Which request fields there are, and typed reading of a JSON object's fields.
+
+Nothing is dropped silently: a field is used, or named in x-ignored-fields, or refused.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from deployments.api.errors import did_you_mean, invalid, shown, wrong_type
+
+# Fields of both generation routes that change what is generated or returned.
+SAMPLING = frozenset(
+    {
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "logit_bias",
+        "logprobs",
+        "prompt_logprobs",
+        "skip_special_tokens",
+    }
+)
+_COMMON = SAMPLING | {
+    "model",
+    "stream",
+    "stream_options",
+    "cache_salt",
+    "priority",
+    "deadline_seconds",
+    "return_token_ids",
+    "best_of",
+    # Constraints on the output, refused as not supported (constraints.py).
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "regex",
+    "ebnf",
+}
+CHAT = _COMMON | {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "modalities",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+}
+COMPLETION = _COMMON | {"prompt", "echo", "suffix", "add_special_tokens"}
+
+# Sent by OpenAI's clients, without effect here.
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "safety_identifier",
+        "verbosity",
+        "reasoning_effort",
+        "parallel_tool_calls",
+        "prediction",
+        "audio",
+        "web_search_options",
+        "moderation",
+    }
+)
+# Fields of other servers that reach inside the engine, and `chat_template`, which is code.
+_NOT_ALLOWED = frozenset(
+    {
+        "kv_transfer_params",
+        "prompt_embeds",
+        "chat_template",
+        "custom_logit_processor",
+        "logits_processors",
+        "request_id",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "vllm_xargs",
+        "lora_path",
+    }
+)
+_MAX_NAMED = 16  # ignored fields in the header
+_HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
+
+
+def take_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object", code="invalid_type")
+    return value
+
+
+def check_names(body: dict[str, Any], known: frozenset[str], *, strict: bool) -> list[str]:
+    """The fields that will be ignored, as header-safe names.
+
+    Raises ApiError 400: field_not_allowed; unknown_field if strict.
+    """
+    ignored: list[str] = []
+    for name in body:
+        if name in known:
+            continue
+        if name in _NOT_ALLOWED:
+            raise invalid(f"{name} cannot be set in a request", name, "field_not_allowed")
+        if name in WITHOUT_EFFECT:
+            if body[name] is None:
+                continue
+        elif strict:
+            raise invalid(
+                f"unknown field {shown(name)}{did_you_mean(name, known)}",
+                name[:128],
+                "unknown_field",
+            )
+        ignored.append(name)
+    return name_fields(ignored)
+
+
+def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
+    """Of fields that are ignored, as they may stand in a header; the first ones if there are many.
+    inside: what goes before each, e.g. ``stream_options.``."""
+    found = [
+        inside + (_HEADER_SAFE.sub("?", name[:64]) or "?")
+        for name in itertools.islice(names, _MAX_NAMED + 1)
+    ]
+    return found if len(found) <= _MAX_NAMED else [*found[: _MAX_NAMED - 1], "..."]
+
+
+def take_bool(body: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise wrong_type(name, "true or false")
+    return value
+
+
+def take_int(body: dict[str, Any], name: str, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(name, "an integer")
+    if not low <= value <= high:
+        raise invalid(f"{name} must be between {low} and {high}", name)
+    return value
+
+
+def take_str(body: dict[str, Any], name: str, max_bytes: int) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise wrong_type(name, "a string")
+    if len(value.encode()) > max_bytes:
+        raise invalid(f"{name} must have at most {max_bytes} bytes", name)
+    return value
+
+
+def take_token_ids(ids: list[Any], path: str, vocab_size: int) -> list[int]:
+    """The list itself if each item is an integer in [0, vocab_size).
+
+    Raises ApiError 400 token_out_of_range naming the first item that is not, e.g. ``prompt[3]``.
+    """
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
+    for index, item in enumerate(ids):
+        if type(item) is int and 0 <= item < vocab_size:
+            continue
+        if isinstance(item, (int, float)):
+            raise invalid(
+                f"{path}[{index}] is not a token id (an integer from 0 to {vocab_size - 1})",
+                f"{path}[{index}]",
+                "token_out_of_range",
+            )
+        raise wrong_type(f"{path}[{index}]", "a token id")
+    return ids

@@ -1,0 +1,53 @@
+"""Streams that wait for their first token: the head of the answer and a comment now and then, so
+that proxies with a limit on silence do not cut a long prompt.
+
+    seconds    0         5         10        15                          45
+    nothing    |---------| head and comment, comment, comment ... first token
+    no replica |---------|---------|---------| ... nothing, an error has its status | head, comments
+
+The head is a promise that no error status follows. So it waits: what fails at once, or while no
+replica was given the request, is an ordinary error, and HAProxy gives a request whose router ended
+without an answer to another one.
+"""
+
+import asyncio
+
+from deployments.api.http_exchange import Exchange
+from deployments.backend import Generation
+from engine.messages import Delta
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
+COMMENT = b": waiting for the first token\n\n"  # clients of server-sent events skip it
+HOLD_SECONDS = 45.0  # without a replica; usual limits on silence begin at 60
+
+
+async def first_items(
+    generation: Generation, exchange: Exchange, seconds: float
+) -> list[tuple[int, Delta]]:
+    """generation.next(); meanwhile a sign of life every so many seconds, 0 for none.
+
+    Raises what next() raises, and ClientGone.
+    """
+    if not seconds:
+        return await generation.next()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    first = loop.create_task(_next(generation))
+    try:
+        while not (await asyncio.wait({first}, timeout=seconds))[0]:
+            if not exchange.started:
+                placed = generation.timing().replicas
+                if not placed and loop.time() - began < HOLD_SECONDS:
+                    continue
+                await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+            await exchange.write(COMMENT)
+        return first.result()
+    finally:
+        if not first.done():
+            first.cancel()
+            await asyncio.wait({first})
+
+
+async def _next(generation: Generation) -> list[tuple[int, Delta]]:
+    return await generation.next()

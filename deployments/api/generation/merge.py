@@ -1,0 +1,187 @@
+"""Running the generations of one call, and what has come of each of its choices."""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from deployments.api.errors import SERVER, ApiError, from_backend
+from deployments.api.generation.openai_request import Call
+from deployments.backend import Backend, Generation, Timing
+from engine.batch import TokenLogprobs
+from engine.errors import RequestFailed
+from engine.messages import Delta
+from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+T = TypeVar("T")
+
+MAX_READY = 64  # deltas of several prompts that wait for the answer to take them
+
+
+class Merged:
+    """Several prompts as one Generation; choice = index of the prompt * n + its own choice. None
+    for a prompt whose choices have all ended.
+
+    One task a prompt, none a token. The first error ends the whole. What nobody reads stays with
+    the generations, which bound it.
+    """
+
+    def __init__(self, generations: list[Generation | None], n: int) -> None:
+        self._generations = generations
+        self._n = n
+        self._ready: list[tuple[int, Delta]] = []
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+        self._read = asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._pump(i * n, generation))
+            for i, generation in enumerate(generations)
+            if generation is not None
+        ]
+        self._open = len(self._tasks)
+
+    async def _pump(self, base: int, generation: Generation) -> None:
+        try:
+            while items := await generation.next():
+                self._ready += [(base + choice, delta) for choice, delta in items]
+                self._news.set()
+                while len(self._ready) > MAX_READY:
+                    self._read.clear()
+                    await self._read.wait()
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._open -= 1
+            self._news.set()
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        while not self._ready and self._open and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        ready, self._ready = self._ready, []
+        self._read.set()
+        return ready
+
+    def abort(self, choice: int | None = None) -> None:
+        if choice is not None:
+            generation = self._generations[choice // self._n]
+            if generation is not None:
+                generation.abort(choice % self._n)
+            return
+        for generation in filter(None, self._generations):
+            generation.abort()
+        for task in self._tasks:
+            task.cancel()
+
+    def timing(self) -> Timing:
+        parts = [generation.timing() for generation in filter(None, self._generations)]
+        return Timing(
+            max((part.queue_s for part in parts), default=0.0),
+            sum(part.migrations for part in parts),
+            tuple(replica for part in parts for replica in part.replicas),
+        )
+
+
+def start(call: Call, backend: Backend, request_id: str) -> Generation:
+    """Submit all prompts, or none. Raises MantaError."""
+    started: list[Generation | None] = []
+    try:
+        for request in call.requests(request_id):
+            over = bool(request.emitted) and all(tokens is None for tokens in request.emitted)
+            started.append(None if over else backend.generate(request))
+    except BaseException:
+        for generation in filter(None, started):
+            generation.abort()
+        raise
+    only = started[0] if len(started) == 1 else None
+    return Merged(started, call.params.n) if only is None else only
+
+
+class Choice:
+    """What has come of one choice: decoded text, kept tokens and their logprobs."""
+
+    __slots__ = (
+        "_keep_stop_token",
+        "cached",
+        "decoder",
+        "finish_reason",
+        "logprobs",
+        "offsets",
+        "prompt_logprobs",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(self, call: Call, *, offsets: bool = False) -> None:
+        params = call.params
+        self.decoder = ChoiceDecoder(call.tokenizer, params, offsets=offsets)
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.offsets: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached = 0
+        self._keep_stop_token = params.include_stop_str_in_output
+
+    def feed(self, delta: Delta) -> Decoded:
+        """Take a delta; the caller has checked that the choice is not finished.
+
+        Raises ApiError when the engine gave this request up.
+        """
+        if delta.finish in ("error", "abort"):
+            raise failed(delta)
+        decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
+        if delta.cached >= 0:
+            self.cached = delta.cached
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if decoded.finish_reason is not None:
+            self.finish_reason = decoded.finish_reason
+            self.stop_reason = decoded.stop_reason
+        return decoded
+
+    def kept(self, delta: Delta, decoded: Decoded) -> int:
+        """How many tokens of this delta belong in lists: not an end token that is not shown."""
+        ended = decoded.finish_reason == "stop" and decoded.num_tokens == len(delta.token_ids)
+        if ended and delta.stop_token is not None and not self._keep_stop_token:
+            return decoded.num_tokens - 1
+        return decoded.num_tokens
+
+
+def failed(delta: Delta) -> ApiError:
+    """The answer for a choice that ended without our asking."""
+    code, _, message = delta.error.partition(": ")
+    if delta.finish == "abort" or not message:
+        return ApiError(500, "engine_error", "the engine gave this request up", kind=SERVER)
+    return from_backend(RequestFailed(message, code=code))
+
+
+def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
+    """If more than `keep` deltas a choice have piled up: one delta a choice, tokens of all.
+
+    They pile up when the client or this process is slow; fewer events are then the way to catch up.
+    """
+    if len(items) <= keep or len(items) <= keep * len({choice for choice, _ in items}):
+        return items
+    merged: dict[int, Delta] = {}
+    for choice, delta in items:
+        into = merged.get(choice)
+        if into is None:
+            # A copy: the ledger may hold the original.
+            merged[choice] = msgspec.structs.replace(delta, token_ids=list(delta.token_ids))
+            continue
+        into.token_ids += delta.token_ids
+        into.finish, into.stop_token, into.error = delta.finish, delta.stop_token, delta.error
+        into.cached = max(into.cached, delta.cached)
+        into.logprobs = _joined(into.logprobs, delta.logprobs)
+        into.prompt_logprobs = _joined(into.prompt_logprobs, delta.prompt_logprobs)
+    return list(merged.items())
+
+
+def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
+    return [*(a or ()), *(b or ())] if a or b else None

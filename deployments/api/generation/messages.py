@@ -1,0 +1,185 @@
+"""check_messages: the chat of a request, validated, in the form that templates expect."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.api.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.json_body import MAX_CONTAINERS, parse_inner
+
+MAX_MESSAGES = 1024
+MAX_CALLS = 4096  # tool calls in all messages together, as the next
+MAX_PARTS = 16_384  # content parts
+_MAX_CALLS = 128  # tool calls in one message
+_MAX_PARTS = 1024  # content parts in one message
+# Newer clients say developer where templates know system.
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_MODALITIES = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
+# What answers carry and callers send back; of no use to a template.
+_ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
+_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+
+
+def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
+    """Messages with string contents, decoded tool arguments; unused keys go to ignored.
+
+    Several text parts become one string, in order and with nothing between them. Large ones
+    belong in a thread.
+    Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
+    """
+    if value is None:
+        raise invalid("messages is required", "messages", "missing_field")
+    if not isinstance(value, list):
+        raise wrong_type("messages", "a list")
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise invalid(f"messages must have 1 to {MAX_MESSAGES} items", "messages")
+    seen = _Seen(ignored)
+    return [_message(item, f"messages[{i}]", seen) for i, item in enumerate(value)]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of the messages so far. asked: tool call ids that may be answered. brackets: in tools'
+    arguments, which are JSON in a string and so were not counted with the body."""
+
+    ignored: list[str]
+    asked: set[str] = field(default_factory=set)
+    parts: int = 0
+    calls: int = 0
+    brackets: int = 0
+
+
+def _message(item: Any, path: str, seen: _Seen) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise wrong_type(path, "an object")
+    given = item.get("role")
+    if given is None:
+        raise invalid(f"{path}.role is required", f"{path}.role", "missing_field")
+    if not isinstance(given, str):
+        raise wrong_type(f"{path}.role", "a string")
+    role = _ROLES.get(given)
+    if role is None:
+        raise invalid(
+            f"{path}.role {shown(given)} is unknown; use one of {', '.join(_ROLES)}", f"{path}.role"
+        )
+    message: dict[str, Any] = {"role": role}
+    calls = item.get("tool_calls") if role == "assistant" else None
+    content = item.get("content")
+    if content is None:
+        if not calls:
+            raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
+    else:
+        message["content"] = _content(content, f"{path}.content", seen)
+    for name in ("name", "reasoning_content"):
+        if (value := item.get(name)) is not None:
+            if not isinstance(value, str):
+                raise wrong_type(f"{path}.{name}", "a string")
+            message[name] = value
+    if calls:
+        message["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls", seen)
+    if role == "tool":
+        answered = item.get("tool_call_id")
+        if not isinstance(answered, str) or answered not in seen.asked:
+            raise invalid(
+                f"{path}.tool_call_id must be the id of a tool call in an earlier message",
+                f"{path}.tool_call_id",
+                "invalid_tool_call_id",
+            )
+        message["tool_call_id"] = answered
+    for name in item:
+        if name not in _KNOWN and (name not in _ECHOED or item[name]) and len(seen.ignored) < 16:
+            safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "?" for c in name)
+            seen.ignored.append(f"{path}.{safe[:64]}")
+    return message
+
+
+def _content(content: Any, path: str, seen: _Seen) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong_type(path, "a string or a list of parts")
+    if not 1 <= len(content) <= _MAX_PARTS:
+        raise invalid(f"{path} must have 1 to {_MAX_PARTS} parts", path)
+    seen.parts += len(content)
+    if seen.parts > MAX_PARTS:
+        raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
+    return "".join([_part(part, f"{path}[{i}]") for i, part in enumerate(content)])
+
+
+def _part(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise wrong_type(path, "an object with a type")
+    kind = part.get("type")
+    if kind in _MODALITIES:
+        raise invalid(
+            "the models served here take text only", f"{path}.type", "modality_not_supported"
+        )
+    if kind not in ("text", "refusal"):
+        raise invalid(f'{path}.type must be "text"', f"{path}.type")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise wrong_type(f"{path}.{kind}", "a string")
+    return text
+
+
+def _tool_calls(calls: Any, path: str, seen: _Seen) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise wrong_type(path, "a list")
+    if len(calls) > _MAX_CALLS:
+        raise invalid(f"{path} may have at most {_MAX_CALLS} items", path)
+    seen.calls += len(calls)
+    if seen.calls > MAX_CALLS:
+        raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)
+    found = []
+    for i, call in enumerate(calls):
+        here = f"{path}[{i}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise invalid(f"{here} must be a function call", here, "invalid_type")
+        if not isinstance(call.get("id"), str):
+            raise wrong_type(f"{here}.id", "a string")
+        if not isinstance(function.get("name"), str):
+            raise wrong_type(f"{here}.function.name", "a string")
+        seen.asked.add(call["id"])
+        found.append(
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": function["name"],
+                    "arguments": _arguments(
+                        function.get("arguments"), f"{here}.function.arguments", seen
+                    ),
+                },
+            }
+        )
+    return found
+
+
+def _arguments(value: Any, path: str, seen: _Seen) -> Any:
+    """The wire has JSON in a string; templates print an object."""
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        seen.brackets += value.count("[") + value.count("{")
+        if seen.brackets > MAX_CONTAINERS:
+            raise invalid(
+                f"the arguments of tool calls may have at most {MAX_CONTAINERS} lists and objects "
+                "together",
+                path,
+                "json_too_large",
+            )
+        try:
+            value = parse_inner(value)
+        except ApiError as error:
+            if error.code != "invalid_json":
+                raise invalid(f"{path}: {error.message}", path, error.code) from None
+            raise invalid(f"{path} must be a JSON object in a string", path) from None
+    if not isinstance(value, dict):
+        raise wrong_type(path, "a JSON object in a string")
+    return value

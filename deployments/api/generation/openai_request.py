@@ -1,0 +1,401 @@
+"""Call: a checked generation request, and the two ways to get one from a JSON body."""
+
+import asyncio
+import functools
+import re
+import secrets
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from deployments.adapters.book import AdapterRecord
+from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
+from deployments.api.generation.constraints import refuse_constraints
+from deployments.api.generation.fields import (
+    CHAT,
+    COMPLETION,
+    check_names,
+    name_fields,
+    take_bool,
+    take_int,
+    take_token_ids,
+)
+from deployments.api.generation.messages import check_messages
+from deployments.api.generation.sampling import sampling_params
+from deployments.api.options import ApiOptions
+from deployments.backend import Backend, GenerationRequest, ModelCard
+from engine.errors import InvalidRequest, context_too_long
+from engine.sampling_params import MAX_N, SamplingParams
+from engine.text.tokenizer import Tokenizer, TooManyTokens
+
+T = TypeVar("T")
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+INLINE_CHARS = 16 * 1024  # larger bodies are read in a thread: up to 20 ms on the loop
+MAX_KWARGS_BYTES = 64 * 1024
+MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
+MAX_MODEL_NAME = 256
+MAX_NAMED = 4  # models that an error names
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
+# Two: tokenising frees the interpreter lock only in part, and more would only take turns.
+_pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+
+@dataclass(slots=True)
+class Call:
+    """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
+
+    key, owner, cache_salt: whose it is, for turns, for questions and for the prefix cache.
+    deadline: monotonic seconds.
+    prompt_logprobs: they were asked for by that name, not only through echo.
+    score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
+    timing: usage tells how the request fared (the header x-return-timing).
+    adapter: of the card, if it is one's.
+    streams, emitted, weights: for each prompt, or none; see GenerationRequest.
+    ignored: request fields without effect.
+    """
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    params: SamplingParams
+    prompts: list[list[int]]
+    seed: int
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    key: str = ""
+    owner: str = ""
+    deadline: float | None = None
+    return_token_ids: bool = False
+    prompt_logprobs: bool = False
+    echo: bool = False
+    texts: list[str] = field(default_factory=list)
+    score_only: bool = False
+    timing: bool = False
+    adapter: AdapterRecord | None = None
+    streams: list[str] = field(default_factory=list)
+    emitted: list[list[list[int] | None]] = field(default_factory=list)
+    weights: str = ""
+    ignored: list[str] = field(default_factory=list)
+
+    def requests(self, request_id: str) -> list[GenerationRequest]:
+        # An engine always makes a token; when none is wanted it is dropped here.
+        params = replace_max_tokens(self.params, 1) if self.score_only else self.params
+        adapter = self.adapter
+        return [
+            GenerationRequest(
+                request_id=request_id,
+                model=self.card.id,
+                token_ids=ids,
+                params=params,
+                seed=self.seed,
+                cache_salt=self.cache_salt,
+                adapter="" if adapter is None else adapter.key,
+                adapter_path="" if adapter is None else adapter.path,
+                adapter_version=0 if adapter is None else adapter.version,
+                priority=self.priority,
+                key=self.key,
+                owner=self.owner,
+                deadline=self.deadline,
+                stream=self.streams[i] if self.streams else "",
+                emitted=self.emitted[i] if self.emitted else [],
+                weights=self.weights,
+            )
+            for i, ids in enumerate(self.prompts)
+        ]
+
+
+def replace_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    changed: SamplingParams = msgspec.structs.replace(params, max_tokens=max_tokens)
+    return changed
+
+
+async def in_thread(work: Callable[[], T], size: int) -> T:
+    """Run now if size (characters or bytes) is small, else off the event loop."""
+    if size <= INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_pool, work)
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: list[str], special: bool, limit: int
+) -> list[list[int]]:
+    """Ids of each text, one after the other, up to the first that surely has more than `limit`: the
+    others are not worth the work then. Raises TooManyTokens."""
+    found = []
+    for text in texts:
+        tokenizer.check_length(text, limit)
+        found.append(tokenizer.encode(text, add_special_tokens=special))
+        if len(found[-1]) > limit:
+            raise TooManyTokens(len(found[-1]), limit)
+    return found
+
+
+async def find_model(name: Any, backend: Backend) -> ModelCard:
+    """The model or adapter of this name: an adapter has two, "name" and "model:name".
+
+    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found.
+    """
+    if name is None:
+        raise invalid("model is required", "model", "missing_field")
+    if not isinstance(name, str):
+        raise wrong_type("model", "a string")
+    if (card := _known(name, backend)) is not None:
+        return card
+    # Names become paths in some back ends: what could leave a folder never gets further.
+    dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
+    if name and (dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name)):
+        raise invalid("model is not a valid model name", "model", "invalid_model_name")
+    await backend.adapters.refresh()  # another router may have added it a moment ago
+    if (card := _known(name, backend)) is not None:
+        return card
+    models = backend.models()
+    raise ApiError(
+        404,
+        "model_not_found",
+        f"the model {shown(name)} does not exist{did_you_mean(name, models)}; {_served(models)}",
+        param="model",
+        kind=NOT_FOUND,
+    )
+
+
+def _served(names: Collection[str]) -> str:
+    """A few names for a message, and where to find the others."""
+    first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
+    more = len(names) - MAX_NAMED
+    return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
+
+
+def _known(name: str, backend: Backend) -> ModelCard | None:
+    models = backend.models()
+    if (card := models.get(name)) is not None:
+        return card
+    model, _, alias = name.rpartition(":")
+    card = models.get(alias)
+    return card if card is not None and card.parent == model else None
+
+
+async def chat_call(body: dict[str, Any], size: int, backend: Backend, options: ApiOptions) -> Call:
+    """size: bytes of the body. Raises ApiError."""
+    ignored = check_names(body, CHAT, strict=options.strict)
+    card = await find_model(body.get("model"), backend)
+
+    def work() -> Call:
+        messages = check_messages(body.get("messages"), ignored)
+        call = _common(body, card, backend, chat=True, max_tokens=None)
+        call.ignored = ignored + call.ignored
+        modalities = body.get("modalities")
+        if modalities is not None and modalities != ["text"]:
+            raise invalid("only text can be generated", "modalities", "modality_not_supported")
+        shape = template_options(body, options)
+        ids = call.tokenizer.encode_chat(messages, max_tokens=card.max_model_len, **shape)
+        if not ids:
+            raise invalid("the messages render to an empty prompt", "messages")
+        call.prompts = [ids]
+        return call
+
+    try:
+        return await in_thread(work, size)
+    except TooManyTokens as error:
+        raise too_many_tokens(error, "messages") from None
+    except InvalidRequest as error:
+        raise invalid(error.message, error.param, error.code) from None
+
+
+def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
+    """add_generation_prompt, continue_final_message and the allowed chat_template_kwargs."""
+    continued = take_bool(body, "continue_final_message")
+    generation = take_bool(body, "add_generation_prompt", not continued)
+    if continued and generation:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+            "conflicting_fields",
+        )
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is None:
+        kwargs = {}
+    if not isinstance(kwargs, dict):
+        raise wrong_type("chat_template_kwargs", "an object")
+    for name in kwargs:
+        if name not in options.template_kwargs:
+            raise invalid(
+                f"chat_template_kwargs cannot set {shown(name)}; allowed are "
+                f"{', '.join(sorted(options.template_kwargs))}",
+                "chat_template_kwargs",
+                "field_not_allowed",
+            )
+    if len(msgspec.json.encode(kwargs)) > MAX_KWARGS_BYTES:
+        raise invalid(
+            f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes", "chat_template_kwargs"
+        )
+    return {
+        **kwargs,
+        "add_generation_prompt": generation,
+        "continue_final_message": continued,
+    }
+
+
+async def completion_call(
+    body: dict[str, Any], size: int, backend: Backend, options: ApiOptions
+) -> Call:
+    """size: bytes of the body. Raises ApiError."""
+    ignored = check_names(body, COMPLETION, strict=options.strict)
+    card = await find_model(body.get("model"), backend)
+    if body.get("suffix"):
+        raise invalid("suffix is not supported", "suffix", "not_supported")
+    echo = take_bool(body, "echo")
+    call = _common(body, card, backend, chat=False, max_tokens=DEFAULT_COMPLETION_TOKENS)
+    call.ignored = ignored + call.ignored
+    call.echo = echo
+    if call.params.max_tokens == 0:
+        if not echo:
+            raise invalid("max_tokens must be at least 1 unless echo is set", "max_tokens")
+        call.score_only = True
+    if echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
+        call.params = msgspec.structs.replace(call.params, prompt_logprobs=call.params.logprobs)
+    special = take_bool(body, "add_special_tokens", True)
+    fill = functools.partial(_fill_prompts, call, body.get("prompt"), special, options.max_prompts)
+    try:
+        await in_thread(fill, size)
+    except TooManyTokens as error:
+        raise too_many_tokens(error, "prompt") from None
+    return call
+
+
+def _fill_prompts(call: Call, prompt: Any, special: bool, max_prompts: int) -> None:
+    if prompt is None:
+        raise invalid("prompt is required", "prompt", "missing_field")
+    items: list[Any]
+    if isinstance(prompt, str):
+        items = [prompt]
+    elif not isinstance(prompt, list):
+        raise wrong_type("prompt", "a string, a list of token ids, or a list of these")
+    elif not prompt:
+        raise invalid("prompt must not be empty", "prompt")
+    elif isinstance(prompt[0], (str, list)):
+        items = prompt
+        if len(items) > max_prompts:
+            raise invalid(
+                f"prompt takes at most {max_prompts} prompts, got {len(items)}",
+                "prompt",
+                "too_many_prompts",
+            )
+        for i, item in enumerate(items):
+            if not isinstance(item, type(prompt[0])):
+                raise wrong_type(f"prompt[{i}]", "of the same kind as prompt[0]")
+    else:
+        items = [prompt]
+    many = items is prompt
+    tokenizer, limit = call.tokenizer, call.card.max_model_len
+    skip = call.params.skip_special_tokens
+    for i, item in enumerate(items):
+        path = f"prompt[{i}]" if many else "prompt"
+        if isinstance(item, list):
+            if not item:
+                raise invalid(f"{path} must not be empty", "prompt")
+            if len(item) > limit:
+                raise context_too_long(limit, len(item), param=path)
+            take_token_ids(item, path, call.card.vocab_size)
+
+    if isinstance(items[0], str):
+        call.texts = items
+        call.prompts = encode_texts(tokenizer, items, special, limit)
+    else:
+        call.prompts = items
+        if call.echo:
+            call.texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in items]
+    for i, ids in enumerate(call.prompts):
+        if not ids and tokenizer.bos_token_id is not None:
+            call.prompts[i] = [tokenizer.bos_token_id]
+        elif not ids:
+            raise invalid("prompt must not be empty: this model has no BOS token", "prompt")
+
+
+def _common(
+    body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
+) -> Call:
+    refuse_constraints(body)
+    params = sampling_params(body, max_tokens=max_tokens, chat=chat)
+    try:
+        params.check_vocabulary(card.vocab_size)
+    except InvalidRequest as error:
+        raise invalid(error.message, error.param, error.code) from None
+    if chat and params.max_tokens == 0:
+        name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
+        raise invalid(f"{name} must be at least 1", name)
+    stream = take_bool(body, "stream")
+    include_usage, ignored = _stream_options(body.get("stream_options"), stream)
+    if stream and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
+    best_of = take_int(body, "best_of", 1, MAX_N)
+    if best_of is not None:
+        if best_of != params.n:
+            raise invalid("best_of must equal n; choices are not ranked", "best_of")
+        if stream:
+            raise invalid("best_of cannot be streamed", "best_of")
+    return Call(
+        card=card,
+        tokenizer=backend.tokenizer(card.id),
+        params=params,
+        prompts=[],
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        stream=stream,
+        include_usage=include_usage,
+        return_token_ids=take_bool(body, "return_token_ids"),
+        prompt_logprobs=params.prompt_logprobs is not None,
+        ignored=ignored,
+    )
+
+
+def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
+    if value is None:
+        return False, []
+    if not isinstance(value, dict):
+        raise wrong_type("stream_options", "an object")
+    if not stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    usage = value.get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        raise wrong_type("stream_options.include_usage", "true or false")
+    others = name_fields((name for name in value if name != "include_usage"), "stream_options.")
+    return bool(usage), others
+
+
+def check_context(call: Call, body: dict[str, Any], *, chat: bool) -> None:
+    """When the card is known to be the adapter's: it tells how much its virtual tokens leave.
+    Raises InvalidRequest context_length_exceeded, about the prompt if that alone is too long;
+    ApiError 400 where the log-probabilities of the prompt are too many."""
+    limit, wanted = call.card.max_model_len, call.params.max_tokens
+    newer = chat and body.get("max_completion_tokens") is not None
+    for ids in call.prompts:
+        if len(ids) + (wanted or 1) > limit:
+            param = "messages" if chat else "prompt"
+            if len(ids) < limit and wanted is not None:
+                param = "max_completion_tokens" if newer else "max_tokens"
+            where = "messages" if chat else "prompt"
+            raise context_too_long(limit, len(ids), wanted, param=param, where=where)
+    if call.params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
+        top = call.params.prompt_logprobs
+        raise invalid(
+            f"log-probabilities of {sum(map(len, call.prompts))} prompt tokens, each with {top} "
+            f"alternatives, for {call.params.n} choices: at most {MAX_SCORED} in one request",
+            "prompt_logprobs" if call.prompt_logprobs else "logprobs",
+        )
+
+
+def scored_entries(call: Call) -> int:
+    """Log-probabilities of prompt tokens that the answer will have, alternatives included."""
+    alternatives = call.params.prompt_logprobs or 0
+    return sum(map(len, call.prompts)) * (1 + alternatives) * call.params.n
+
+
+def too_many_tokens(error: TooManyTokens, param: str) -> InvalidRequest:
+    """The error for a text that was not encoded as a whole."""
+    return context_too_long(error.limit, error.at_least, param=param, where=param, at_least=True)

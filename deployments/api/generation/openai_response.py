@@ -1,0 +1,378 @@
+"""The two ways to answer a generation: whole, or as server-sent events.
+
+The stream is the hot path of the router: a chunk's constant bytes are made once a choice, only its
+text is escaped, and everything that came in one wake-up leaves in one send. Be paranoid about
+adding lines to `stream`.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from deployments.api.errors import ApiError, from_backend
+from deployments.api.generation.event_ids import ENDED, FINISHED, OPENED, EventIds
+from deployments.api.generation.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
+from deployments.api.generation.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    with_first,
+)
+from deployments.api.generation.merge import Choice, coalesce
+from deployments.api.generation.openai_request import Call, in_thread, scored_entries
+from deployments.api.generation.replay import Replay
+from deployments.api.http_exchange import Exchange
+from deployments.backend import Generation, Past
+from engine.errors import MantaError
+from engine.messages import Delta
+from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+_ENTRY_CHARS = 16  # of a token with its log-probability, at least
+MAX_EVENTS = 4  # of one choice in one send; when more deltas have piled up they become one event
+
+_json = msgspec.json.encode
+
+
+class Answer:
+    """The answer to one call. chat: chat completions, else completions. ids: of its events; past:
+    when it goes on after one, what replicas know of the choices."""
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        chat: bool,
+        ids: EventIds | None = None,
+        past: Sequence[Past | None] = (),
+    ) -> None:
+        self.call = call
+        self.ids = ids
+        self.chat = chat
+        self.wants_logprobs = call.params.logprobs is not None
+        count = len(call.prompts) * call.params.n
+        offsets = self.wants_logprobs and not chat
+        self.choices = [Choice(call, offsets=offsets) for _ in range(count)]
+        number = secrets.token_bytes(12) if ids is None else ids.number
+        self.head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{number.hex()}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()) if ids is None else ids.created,
+            "model": call.card.id,
+        }
+        self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
+        self._replay: Replay | None = None
+        if ids is not None and ids.resumed:
+            self._replay = Replay(call, ids, self.choices, past)
+            n = call.params.n
+            emitted = self._replay.emitted
+            call.emitted = [emitted[i : i + n] for i in range(0, count, n)]
+            self._echo_due = {i for i in self._echo_due if not ids.shown[i].phase}
+
+    # --- whole ---
+
+    async def collect(self, generation: Generation) -> bytes:
+        """Wait for all choices and return the JSON body. Raises ApiError, MantaError."""
+        choices = self.choices
+        left = len(choices)
+        while left:
+            items = await generation.next()
+            if not items:
+                raise _ended_early()
+            for index, delta in items:
+                choice = choices[index]
+                if choice.finish_reason is not None:
+                    continue
+                decoded = choice.feed(delta)
+                choice.text.append(decoded.text)
+                kept = choice.kept(delta, decoded)
+                choice.token_ids += delta.token_ids[:kept]
+                if self.wants_logprobs:
+                    choice.logprobs += (delta.logprobs or [])[:kept]
+                    choice.offsets += decoded.offsets[:kept]
+                if decoded.finish_reason is not None:
+                    left -= 1
+                    if left and not delta.finish:
+                        generation.abort(index)
+        usage = self.usage(generation)
+        return await in_thread(lambda: self._body(usage), self._logprobs_size())
+
+    def _body(self, usage: dict[str, Any]) -> bytes:
+        call = self.call
+        shaped = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        body = {**self.head, "choices": shaped, "usage": usage}
+        if self.chat and call.prompt_logprobs:
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self.chat and call.return_token_ids:
+            body["prompt_token_ids"] = call.prompts[0]
+        return _json(body)
+
+    def _logprobs_size(self) -> int:
+        """Of the log-probabilities in the answer, in characters: for a few there is no thread."""
+        params = self.call.params
+        prompts = 0 if params.prompt_logprobs is None else scored_entries(self.call)
+        outputs = sum(len(choice.logprobs) for choice in self.choices)
+        return _ENTRY_CHARS * (prompts + outputs * (1 + (params.logprobs or 0)))
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        call = self.call
+        text = "" if call.score_only else "".join(choice.text)
+        shaped: dict[str, Any] = {"index": index}
+        if self.chat:
+            shaped["message"] = {"role": "assistant", "content": text, "refusal": None}
+            shaped["logprobs"] = None
+            if self.wants_logprobs:
+                content = chat_logprobs(call.tokenizer, choice.logprobs)
+                shaped["logprobs"] = {"content": content, "refusal": None}
+        else:
+            prompt = self._prompt_of(index)
+            shaped["text"] = call.texts[prompt] + text if call.echo else text
+            shaped["logprobs"] = self._completion_logprobs(index, choice)
+            if call.prompt_logprobs:
+                shaped["prompt_logprobs"] = self._prompt_logprobs(index)
+            if call.return_token_ids:
+                shaped["prompt_token_ids"] = call.prompts[prompt]
+        shaped["finish_reason"] = "length" if call.score_only else choice.finish_reason
+        shaped["stop_reason"] = None if call.score_only else choice.stop_reason
+        if call.return_token_ids:
+            shaped["token_ids"] = [] if call.score_only else choice.token_ids
+        return shaped
+
+    def _prompt_of(self, index: int) -> int:
+        return index // self.call.params.n
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        length = len(self.call.prompts[self._prompt_of(index)])
+        items = with_first(self.choices[index].prompt_logprobs, length)
+        return prompt_logprobs(self.call.tokenizer, items)
+
+    def _completion_logprobs(self, index: int, choice: Choice) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        call = self.call
+        echoed = self._echo_logprobs(index) if call.echo else None
+        if call.score_only:
+            return echoed
+        shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+        own = completion_logprobs(
+            call.tokenizer, choice.token_ids, choice.logprobs, [o + shift for o in choice.offsets]
+        )
+        return own if echoed is None else {key: echoed[key] + own[key] for key in own}
+
+    def _echo_logprobs(self, index: int) -> dict[str, Any]:
+        """The prompt's own logprobs, for echo."""
+        call = self.call
+        ids = call.prompts[self._prompt_of(index)]
+        skip = call.params.skip_special_tokens
+        decoder = ChoiceDecoder(
+            call.tokenizer, SamplingParams(skip_special_tokens=skip), offsets=True
+        )
+        offsets = decoder.feed(ids, "length").offsets
+        items = with_first(self.choices[index].prompt_logprobs, len(ids))
+        return completion_logprobs(call.tokenizer, ids, items, offsets)
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """A prompt counts once, however many choices it has; cached is what all of them found."""
+        call, n = self.call, self.call.params.n
+        prompt = sum(map(len, call.prompts))
+        output = 0 if call.score_only else sum(c.decoder.num_tokens for c in self.choices)
+        cached = sum(
+            min(map(self._cached, range(i * n, (i + 1) * n))) for i in range(len(call.prompts))
+        )
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if call.timing:
+            told = generation.timing()
+            usage["timing"] = {
+                "queue_ms": round(told.queue_s * 1000, 3),
+                "migrations": told.migrations,
+                "replicas": told.replicas,
+            }
+        return usage
+
+    def _cached(self, index: int) -> int:
+        shown = None if self.ids is None else self.ids.shown[index]
+        return shown.cached if shown is not None and shown.tokens else self.choices[index].cached
+
+    # --- streamed ---
+
+    async def stream(self, generation: Generation, exchange: Exchange, keepalive: float) -> None:
+        """Write server-sent events until all choices have ended.
+
+        The status is sent with the first tokens or the first sign of life, one every `keepalive`
+        seconds until then; what fails before is an ordinary error answer. What fails later is an
+        event ``data: {"error": ...}`` without ``[DONE]`` after it.
+        Raises ApiError or MantaError before the start, ClientGone at any time.
+        """
+        choices, ids = self.choices, self.ids
+        skipping = {} if self._replay is None else self._replay.skipping
+        left = sum(choice.finish_reason is None for choice in choices)
+        plain = not (self.wants_logprobs or self.call.return_token_ids or self.call.score_only)
+        before, after = self._frames()
+        try:
+            items = await first_items(generation, exchange, keepalive) if left else []
+            if left and not items:
+                raise _ended_early()
+            if not exchange.started:
+                await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+            out = self._opening()
+            spoke = time.monotonic()
+            while True:
+                for index, delta in items if len(items) == 1 else coalesce(items, MAX_EVENTS):
+                    choice = choices[index]
+                    if choice.finish_reason is not None:
+                        continue
+                    if index in skipping:
+                        assert self._replay is not None
+                        delta, decoded = self._replay.skip(index, choice, delta)
+                    else:
+                        decoded = choice.feed(delta)
+                    if not plain and index in self._echo_due and (delta.token_ids or delta.finish):
+                        echo = partial(self._echo_event, index)
+                        out.append(await in_thread(echo, self._logprobs_size()))
+                    if ids is not None:
+                        shown = delta.token_ids[: decoded.num_tokens]
+                        ended = decoded.finish_reason is not None
+                        ids.took(index, shown, choice.cached, ended)
+                    if plain:
+                        # Without text too, while a character or a stop string is unfinished: that
+                        # tokens come is news to whoever waits for the first or watches the pace.
+                        if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
+                            if ids is not None:
+                                out.append(ids.line())
+                            out += (before[index], _json(decoded.text), after)
+                    else:
+                        out.append(self._event(index, delta, decoded))
+                    if decoded.finish_reason is not None:
+                        out.append(self._finish_event(index))
+                        left -= 1
+                        if left and not delta.finish:
+                            generation.abort(index)
+                if not left:
+                    break
+                if out:
+                    await exchange.write(b"".join(out))
+                    out = []
+                elif skipping and keepalive and time.monotonic() > spoke + keepalive:
+                    await exchange.write(COMMENT)
+                    spoke = time.monotonic()
+                items = await generation.next()
+                if not items:
+                    raise _ended_early()
+        except (ApiError, MantaError) as error:
+            if not exchange.started:
+                raise
+            answer = error if isinstance(error, ApiError) else from_backend(error)
+            await exchange.write(b"data: %b\n\n" % answer.body(), more=False)
+            return
+        if self.call.include_usage and not (ids is not None and ids.usage_shown):
+            if ids is not None:
+                ids.show_usage()
+            out.append(self._data({"choices": [], "usage": self.usage(generation)}))
+        out.append(b"data: [DONE]\n\n")
+        await exchange.write(b"".join(out), more=False)
+
+    def _data(self, fields: dict[str, Any]) -> bytes:
+        name = "chat.completion.chunk" if self.chat else "text_completion"
+        line = b"" if self.ids is None else self.ids.line()
+        return b"%bdata: %b\n\n" % (line, _json({**self.head, "object": name, **fields}))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        fields: dict[str, Any] = {"choices": [choice]}
+        if self.call.include_usage:
+            fields["usage"] = None
+        return self._data(fields)
+
+    def _frames(self) -> tuple[list[bytes], bytes]:
+        """What stands before an event's text, for each choice, and what stands after it."""
+        mark = secrets.token_hex(16)
+        before = []
+        after = b""
+        for index in range(len(self.choices)):
+            event = self._chunk(self._shaped(index, mark, None))
+            start, after = event.split(_json(mark))
+            before.append(start[start.index(b"data: ") :])
+        return before, after
+
+    def _shaped(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": None}
+
+    def _opening(self) -> list[bytes]:
+        """Events before the first token; an echo with logprobs has to wait for them. When the
+        stream goes on: what is missing of them, and the ends that are due."""
+        events = []
+        for i, choice in enumerate(self.choices):
+            phase = 0 if self.ids is None else self.ids.shown[i].phase
+            if phase == ENDED and choice.finish_reason is not None:
+                events.append(self._finish_event(i))
+            if phase or not (self.chat or (self.call.echo and not self.wants_logprobs)):
+                continue
+            if self.ids is not None:
+                self.ids.enter(i, OPENED)
+            shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
+            if self.chat:
+                shaped["delta"] = {"role": "assistant", "content": ""}
+            events.append(self._chunk(shaped))
+        return events
+
+    def _echo_event(self, index: int) -> bytes:
+        """The prompt, once its logprobs are there: with the first token at the latest."""
+        self._echo_due.discard(index)
+        if self.ids is not None:
+            self.ids.enter(index, OPENED)
+        text = self.call.texts[self._prompt_of(index)]
+        return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
+
+    def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
+        """An event with more than text in it; empty if there is nothing to tell."""
+        call, choice = self.call, self.choices[index]
+        kept = choice.kept(delta, decoded)
+        if call.score_only or not (kept or decoded.text):
+            return b""
+        logprobs: dict[str, Any] | None = None
+        if self.wants_logprobs:
+            items = (delta.logprobs or [])[:kept]
+            if self.chat:
+                logprobs = {"content": chat_logprobs(call.tokenizer, items), "refusal": None}
+            else:
+                shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+                logprobs = completion_logprobs(
+                    call.tokenizer,
+                    delta.token_ids[:kept],
+                    items,
+                    [o + shift for o in decoded.offsets[:kept]],
+                )
+        shaped = self._shaped(index, decoded.text, logprobs)
+        if call.return_token_ids:
+            shaped["token_ids"] = delta.token_ids[:kept]
+        return self._chunk(shaped)
+
+    def _finish_event(self, index: int) -> bytes:
+        choice = self.choices[index]
+        if self.ids is not None:
+            self.ids.enter(index, FINISHED)
+        body: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+        reason = "length" if self.call.score_only else choice.finish_reason
+        stop = None if self.call.score_only else choice.stop_reason
+        return self._chunk(
+            {
+                "index": index,
+                **body,
+                "logprobs": None,
+                "finish_reason": reason,
+                "stop_reason": stop,
+            }
+        )
+
+
+def _ended_early() -> ApiError:
+    return ApiError(500, "engine_error", "the generation ended early", kind="server_error")

@@ -1,0 +1,129 @@
+"""A stream that goes on: what its client has is brought back without being sent again."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from deployments.api.generation.event_ids import (
+    ENDED,
+    FINISHED,
+    OPENED,
+    EventIds,
+    Shown,
+    checksum,
+    lost,
+)
+from deployments.api.generation.merge import Choice
+from deployments.api.generation.openai_request import Call
+from deployments.backend import Backend, Past
+from engine.messages import Delta
+from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+
+async def recall(call: Call, ids: EventIds, backend: Backend) -> list[Past | None]:
+    """Of each choice what a replica knows of the tokens that were shown; None if none does, or
+    none are needed. All are of the same weights."""
+    n = call.params.n
+    wanted = {
+        (call.streams[i // n], i % n): i
+        for i, shown in enumerate(ids.shown)
+        if shown.tokens and shown.phase != FINISHED
+    }
+
+    def match(found: list[Past]) -> dict[int, Past]:
+        return {
+            wanted[past.stream, past.choice]: past
+            for past in found
+            if (past.stream, past.choice) in wanted
+            and _begins_with(past.token_ids, ids.shown[wanted[past.stream, past.choice]])
+        }
+
+    if not wanted:
+        return [None] * len(ids.shown)
+    known = match(
+        await backend.recall(call.streams, lambda found: len(match(found)) == len(wanted))
+    )
+    call.weights = next((past.weights for past in known.values()), "")
+    return [
+        past if (past := known.get(i)) is not None and past.weights == call.weights else None
+        for i in range(len(ids.shown))
+    ]
+
+
+def _begins_with(token_ids: Sequence[int], shown: Shown) -> bool:
+    count = shown.tokens
+    return len(token_ids) >= count and checksum(token_ids[:count]) == shown.check
+
+
+class Replay:
+    """Brings the choices of an answer to where their client is.
+
+    Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
+    is what each choice begins with. Tokens that nobody has are computed again; `skip` takes these
+    as they come, and sees that they are the same.
+    """
+
+    def __init__(
+        self, call: Call, ids: EventIds, choices: list[Choice], past: Sequence[Past | None]
+    ) -> None:
+        self.emitted: list[list[int] | None] = []
+        self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
+        self._call, self._ids = call, ids
+        for index, shown in enumerate(ids.shown):
+            self.emitted.append(self._bring(choices[index], shown, past[index]))
+            if shown.tokens and self.emitted[-1] == []:
+                self.skipping[index] = 0
+
+    def _bring(self, choice: Choice, shown: Shown, past: Past | None) -> list[int] | None:
+        """Where it is to begin, [] for anew, None if it has ended."""
+        if shown.phase == FINISHED:
+            choice.finish_reason = choice.finish_reason or "told"
+            choice.decoder.num_tokens = shown.tokens
+            return None
+        if past is None or not shown.tokens:
+            return []
+        tokens = past.token_ids[: shown.tokens]
+        if shown.phase == OPENED:
+            choice.decoder.feed(tokens)
+            return tokens
+        # All of its text was shown, but not why it ended: by its last token, or a stop string.
+        whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
+        if not (whole or self._stops(tokens)):
+            return []
+        delta = Delta(0, tokens, past.finish, past.stop_token) if whole else Delta(0, tokens)
+        choice.feed(delta)
+        return None
+
+    def _stops(self, tokens: list[int]) -> bool:
+        decoder = ChoiceDecoder(self._call.tokenizer, self._call.params)
+        return decoder.feed(tokens).finish_reason is not None
+
+    def skip(self, index: int, choice: Choice, delta: Delta) -> tuple[Delta, Decoded]:
+        """A delta of a choice in `skipping`: what is new of it. Raises ApiError 409 stream_lost,
+        and as `Choice.feed`."""
+        shown = self._ids.shown[index]
+        left = shown.tokens - choice.decoder.num_tokens
+        head, rest = delta.token_ids[:left], delta.token_ids[left:]
+        self.skipping[index] = checksum(head, self.skipping[index])
+        reached = len(head) == left
+        # What ends it at its last token has been shown with that token, or comes with it now.
+        ends = not rest and shown.phase == ENDED
+        first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
+        if not ends:
+            first.finish, first.stop_token = "", None
+        if delta.finish in ("error", "abort"):
+            first.finish = delta.finish
+        ended = choice.feed(first).finish_reason
+        if reached:
+            if self.skipping.pop(index) != shown.check or (ended is None) == (shown.phase == ENDED):
+                raise lost()
+        elif ended is not None or delta.finish:
+            raise lost()
+        nothing = Delta(delta.id, [], delta.finish)
+        if ended is not None or not (rest or (reached and delta.finish)):
+            return nothing, Decoded("", ended, choice.stop_reason, 0)
+        logprobs = None if delta.logprobs is None else delta.logprobs[left:]
+        second = msgspec.structs.replace(
+            delta, token_ids=rest, logprobs=logprobs, prompt_logprobs=None, cached=-1
+        )
+        return second, choice.feed(second)

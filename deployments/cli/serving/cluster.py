@@ -1,0 +1,148 @@
+"""The Ray cluster under `manta serve`: one of our own that ends with us, or one we join."""
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from deployments.cli.serving.joining import ClusterError, join, reason, running_here
+from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
+from deployments.cli.serving.time_limit import within
+from deployments.config.load import MantaConfig
+from deployments.environment import make_auth_token, ray_address, set_for_children
+from deployments.store import forget_app
+
+_ANSWER = 5.0  # seconds for Serve's controller to answer
+_DRAIN_MARGIN = 5.0  # seconds for routers to say that they are done
+_DELETE = 25.0  # seconds for replicas and routers to go; the edge is told first, which takes 5
+# The longest that `close` takes beside the drain.
+STOP_SECONDS = 3 * _ANSWER + _DRAIN_MARGIN + _DELETE
+_OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's small messages do
+
+
+def _deployed_at(app_name: str) -> float:
+    """Unix seconds; 0 if it is not there. Raises what `serve.status` does, and TimeoutError."""
+    from ray import serve
+
+    app = within(_ANSWER, serve.status).applications.get(app_name)
+    return float(app.last_deployed_time_s) if app is not None else 0.0
+
+
+class Cluster:
+    """Own: started by us on this machine and ended by `close`. Joined: left running."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address if address is not None else ray_address() or running_here()
+        self.own = self.address in (None, "local")
+        self._folder: str | None = None
+        self._deployed = 0.0  # when Serve took our deployment
+
+    def start(self, config: MantaConfig, folder: str | None = None) -> None:
+        """folder: for haproxy's sockets and files, which whoever gives it removes; by default one
+        that `close` removes. Raises ClusterError."""
+        if not self.own:
+            assert self.address is not None
+            join(self.address)
+            return
+        adopt_orphans()
+        if folder is None:
+            folder = self._folder = tempfile.mkdtemp(prefix="manta-serve-")
+        with contextlib.suppress(OSError):  # then Ray makes it, or says why not
+            make_auth_token()
+        import ray
+
+        from deployments.app import cluster_environment
+
+        environment = cluster_environment(config, folder)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            dict.fromkeys([_source_folder(), *filter(None, sys.path[:1])])
+        )
+        set_for_children(environment)
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:  # Ray raises plain ones, too, e.g. where the machine is too busy
+            raise ClusterError(
+                f"cannot start Ray: {reason(error)}; `manta doctor` may tell more"
+            ) from error
+
+    def note_deployment(self, app_name: str) -> None:
+        """Our application runs now; `close` leaves alone what somebody deploys in its place."""
+        with contextlib.suppress(TimeoutError):  # then it deletes what there is
+            self._deployed = _deployed_at(app_name)
+
+    def close(self, app_name: str, drain_seconds: float | None = None) -> None:
+        """Stop what we started: our own Ray, or our application in a joined one, unless somebody
+        has deployed it anew since then.
+
+        drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
+        no time. Takes at most so long and STOP_SECONDS, whatever Ray does.
+
+        Serve's own shutdown is not used for the first: with direct ingress it waits at least 30 s.
+        """
+        # A Ctrl-C may have come in the middle of `import ray`; then there is nothing to stop.
+        ray = sys.modules.get("ray")
+        if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
+            if drain_seconds is not None or not self.own:
+                self._stop(app_name, drain_seconds or 0.0)
+            with contextlib.suppress(TimeoutError):
+                within(_ANSWER, ray.shutdown)
+        self.kill()
+
+    def _stop(self, app_name: str, drain_seconds: float) -> None:
+        import ray
+        from ray import serve
+
+        # Nothing to delete if the controller is gone or never came up, and nobody to ask if Ray is.
+        gone = (
+            ray.exceptions.RayError,
+            serve.exceptions.RayServeException,
+            TimeoutError,
+            OSError,
+        )
+        with contextlib.suppress(*gone):
+            if not self.own and _deployed_at(app_name) > self._deployed > 0:
+                return
+        with contextlib.suppress(*gone):  # e.g. one of the routers
+            handle = within(_ANSWER, lambda: serve.get_app_handle(app_name))
+            within(drain_seconds + _DRAIN_MARGIN, lambda: _drain(handle, drain_seconds))
+        with contextlib.suppress(*gone):
+            within(_DELETE, lambda: _delete(app_name))
+
+    def kill(self) -> None:
+        """End every process of our own cluster now. Does nothing to a joined one."""
+        if not self.own:
+            return
+
+        def below() -> list[int]:
+            reap()
+            return descendants(os.getpid())
+
+        kill(below)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _drain(handle: Any, seconds: float) -> None:
+    handle.broadcast("drain", seconds).results(timeout_s=seconds + _DRAIN_MARGIN)
+
+
+def _delete(app_name: str) -> None:
+    from ray import serve
+
+    serve.delete(app_name)
+    forget_app(app_name)
+
+
+def _source_folder() -> str:
+    """Where Ray's workers find `deployments`, also when it runs from a source folder."""
+    return str(Path(__file__).parents[3])

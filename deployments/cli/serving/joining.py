@@ -1,0 +1,135 @@
+"""Whether a Ray answers at an address, asked before Ray's own client is: that one tries for a
+minute and a half and logs each try."""
+
+import contextlib
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deployments.environment import asks_for_token, auth_token_source
+from engine.errors import ConfigError, MantaError
+
+_CONNECT = 3.0  # seconds to connect; a packet that is lost comes again after 1 and 3
+_ANSWER = 5.0  # seconds for the first answer of the GCS
+_JOIN = 60.0  # seconds for Ray's own client, which a busy machine needs a part of
+_CURRENT = "/tmp/ray/ray_current_cluster"  # where `ray start` leaves the address; never in TMPDIR
+
+
+class ClusterError(MantaError):
+    """Ray could not be started or joined, or does not answer any more."""
+
+    code = "cluster_error"
+
+
+def running_here() -> str | None:
+    """The address that `ray start` has left for this machine, if that cluster still runs."""
+    try:
+        address = Path(_CURRENT).read_text().strip()
+    except OSError:
+        return None
+    flags = {f"--gcs-address={address}".encode(), f"--address={address}".encode()}
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if flags & set(entry.read_bytes().split(b"\0")):
+                return address
+    return None
+
+
+def join(address: str) -> None:
+    """`ray.init` at an address: host:port, ray://host:port, or auto for the one that runs here.
+    Does nothing if Ray is joined already.
+
+    Raises ConfigError for what is no address, ClusterError in a sentence when nothing answers there
+    within 8 s, or when it refuses the token.
+    """
+    there = sys.modules.get("ray")
+    if there is not None and there.is_initialized():
+        return
+    if address == "auto" and (found := running_here()) is None:
+        raise ClusterError(
+            "no Ray was found on this machine; give the --address of one, or `ray start` it"
+        )
+    address = found if address == "auto" and found else address
+    host, port = _parts(address)
+    _connect(address, host, port)
+    if "://" not in address:
+        _ask(address)
+    import ray
+
+    from deployments.cli.serving.time_limit import within
+
+    try:
+        within(
+            _JOIN,
+            lambda: ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR),
+        )
+    except Exception as error:  # Ray raises plain ones, too
+        raise ClusterError(
+            f"cannot join Ray at {address}: {reason(error)}; `manta doctor` may tell more"
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, or its name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def _parts(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        if parts.hostname and parts.port and parts.scheme in ("", "ray"):
+            return parts.hostname, parts.port
+    except ValueError:
+        pass  # e.g. a port that is no number
+    raise ConfigError(f"--address {address}: not an address; give one like 10.0.0.1:6379")
+
+
+def _connect(address: str, host: str, port: int) -> None:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT).close()
+        return
+    except TimeoutError:
+        why = f"no answer for {_CONNECT:g} s"
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+    raise ClusterError(f"cannot join Ray at {address}: {why}; `manta serve` prints its --address")
+
+
+def _ask(address: str) -> None:
+    """A question to the GCS by way of the token that Ray's client would send."""
+    import grpc  # type: ignore[import-untyped]
+    from ray._private.gcs_utils import create_gcs_channel
+    from ray.core.generated import gcs_service_pb2_grpc
+    from ray.core.generated.gcs_service_pb2 import (  # type: ignore[attr-defined]
+        GetClusterIdRequest,
+    )
+
+    if asks_for_token() and auth_token_source() is None:
+        raise ClusterError(
+            f"cannot join Ray at {address}: RAY_AUTH_MODE=token is set and there is no token here; "
+            "put the cluster's into ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    with create_gcs_channel(address) as channel:
+        ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetClusterId
+        try:
+            ask(GetClusterIdRequest(), timeout=_ANSWER)
+        except grpc.RpcError as error:
+            raise ClusterError(f"cannot join Ray at {address}: {_refusal(error.code())}") from error
+
+
+def _refusal(code: Any) -> str:
+    import grpc
+
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        if asks_for_token():
+            return f"it refuses the token from {auth_token_source() or 'this machine'}"
+        return (
+            "it asks for a token, as one that `manta serve` started does: set RAY_AUTH_MODE=token "
+            "in the environment"
+        )
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"what listens there has not answered for {_ANSWER:g} s"
+    return f"what listens there is no Ray ({code.name.lower()})"

@@ -1,0 +1,173 @@
+"""Which processes a `manta serve` has started, from /proc, and their end. Nothing is found on
+systems without /proc.
+
+They are known in three ways, for none is enough. By their parents: a process that was orphaned is
+adopted by the server (`adopt_orphans`), while the server lives. By the driver's session, which
+Ray's processes keep whatever becomes of their parents. And by a variable in the environment that
+they were started with, which names the server and that session for ever; a process that writes its
+title over its environment, as Ray's two agents do, has lost it.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "_MANTA_SERVER"  # without MANTA_ in front, which makes a setting
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_SECONDS = 5.0  # for the kernel to end what got SIGKILL; a large GPU process takes seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """started: clock ticks since boot; with the pid it names one process for ever."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    name: str
+
+
+def table() -> dict[int, Process]:
+    """All live processes by pid; zombies are not among them."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if (process := read(int(entry.name))) is not None:
+            found[process.pid] = process
+    return found
+
+
+def read(pid: int) -> Process | None:
+    """None for one that has ended, be it a zombie."""
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return None
+    fields = rest.split()
+    if fields[0] in "ZX":
+        return None
+    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), name.partition("(")[2])
+
+
+def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[int]:
+    """Live processes below one."""
+    children: dict[int, list[int]] = {}
+    for process in (table() if processes is None else processes).values():
+        children.setdefault(process.parent, []).append(process.pid)
+    found, pending = [], [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def mark() -> str:
+    """What names this server: pid, start, and the namespace that the pid is of, as a host sees the
+    processes of its containers, too."""
+    me = read(os.getpid())
+    return f"{os.getpid()}.{me.started if me is not None else 0}.{_namespace()}"
+
+
+def variable(server: str) -> dict[str, str]:
+    """What the driver adds to the environment of all that it starts: the server's mark, and the
+    session that the driver leads."""
+    return {MARK: f"{server}.{os.getsid(0)}"}
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        return "0"
+
+
+def marked(processes: Iterable[int]) -> dict[int, str]:
+    """pid -> mark, of those that have one and that we may read."""
+    found = {}
+    wanted = f"{MARK}=".encode()
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(wanted):
+                    found[pid] = entry[len(wanted) :].decode(errors="replace")
+    return found
+
+
+def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
+    """Live processes of this process, which is the server of that mark."""
+    processes = table()
+    found = {pid for pid, by in marked(processes).items() if by.startswith(f"{server}.")}
+    found |= {one.pid for one in processes.values() if one.session in sessions}
+    for root in (os.getpid(), *found):
+        found.update(descendants(root, processes))
+    return found - {os.getpid()}
+
+
+def leftovers() -> dict[int, Process]:
+    """Live processes whose server was killed: of its mark, below such, or in its driver's session."""
+    processes = table()
+    found: set[int] = set()
+    sessions: set[int] = set()
+    living = {(str(one.pid), str(one.started)) for one in processes.values()}
+    for pid, by in marked(processes).items():
+        server, started, namespace, session = (*by.split("."), "", "", "")[:4]
+        if namespace == _namespace() and (server, started) not in living:
+            found |= {pid, *descendants(pid, processes)}
+            if session.isdecimal() and session != "0":  # 0: of a leader that this namespace has not
+                sessions.add(int(session))
+    # Ray's agents have no mark: once those that have one are killed, only the session tells whose
+    # they are. A leader that lives and is not of these has the driver's pid by chance.
+    sessions -= set(processes) - found
+    found |= {one.pid for one in processes.values() if one.session in sessions}
+    found -= {os.getpid()}
+    return {pid: processes[pid] for pid in sorted(found)}
+
+
+def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:
+    """SIGKILL to all that are found, until none is; False if some are left after so long."""
+    deadline = time.monotonic() + seconds
+    while pids := find():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def reap(but: int = 0) -> bool:
+    """Take the exit codes of children that have ended, which are zombies until then. but: the child
+    whose end is taken later. True if no child is left."""
+    try:
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but:
+                return False
+            os.waitpid(ended.si_pid, 0)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def adopt_orphans() -> None:
+    """What a child of this process leaves behind becomes our child and not that of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with(parent: int) -> None:
+    """This process is killed when the parent ends, also if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

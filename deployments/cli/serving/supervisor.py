@@ -1,0 +1,299 @@
+"""What `manta serve` does itself: start the process that talks to Ray, see that it and Ray live,
+start both again when the node is lost, and at the end leave nothing behind. It never calls Ray, so
+there is nothing here that may not return.
+
+                            signal
+    start driver -> serving ------> driver stops, and what is left is killed
+         ^             | raylet or GCS ended, or no beat: all is killed
+         +-------------+ for limits.restarts times an hour
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from deployments.cli.console import Status, err, out
+from deployments.cli.serving.cluster import STOP_SECONDS, Cluster
+from deployments.cli.serving.driver import Driver, LostError
+from deployments.cli.serving.processes import (
+    adopt_orphans,
+    kill,
+    mark,
+    read,
+    reap,
+    started_by,
+    table,
+)
+from deployments.config.load import MantaConfig
+from engine.errors import ConfigError, MantaError
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL = 0.1  # seconds
+_SAME = 0.1  # seconds; `timeout` signals its child and then the child's whole group
+_UNWIND = 2.0  # seconds for a download to put away what it has begun
+_SILENT = 60.0  # seconds without a beat; Serve's controller may be replaced meanwhile
+_NODE = {"raylet": "the raylet", "gcs_server": "the GCS"}  # whose end is the node's end
+_HOUR = 3600.0
+
+Serve = Callable[[Driver], None]
+Close = Callable[[float | None], None]
+OnceReady = Callable[[str, MantaConfig], bool]
+
+
+class ServeError(MantaError):
+    """The application could not be deployed, or is not there any more."""
+
+    code = "deploy_failed"
+
+
+class Signals:
+    """The first says how to stop, and a later one not to wait. first: None so far."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.hurry = False
+        self.interrupts = False  # whether the first is raised, too, as KeyboardInterrupt
+        self._at = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """A supervisor asks by SIGTERM, and is told that all is well."""
+        return 0 if self.first == signal.SIGTERM else 128 + (self.first or 0)
+
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        if self.first is None:
+            self.first, self._at = number, time.monotonic()
+            if self.interrupts:
+                raise KeyboardInterrupt
+        elif time.monotonic() - self._at > _SAME:
+            self.hurry = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in _STOPS}
+        for number, handler in before.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self.handle)
+        try:
+            yield
+        finally:
+            # Once told to stop, the process ends with its own code, whatever comes last.
+            for number, handler in before.items():
+                signal.signal(number, handler if self.first is None else signal.SIG_IGN)
+
+
+class Child:
+    """A driver and all that it has started. Our own Ray is part of it, a joined one is not."""
+
+    def __init__(self, cluster: Cluster, serve: Serve, close: Close) -> None:
+        self.serving = False
+        self.has_model = False
+        self.has_ray = False
+        self.ended = False
+        self._heard = time.monotonic()
+        self._rest = b""
+        self._node: dict[str, int] = {}  # name -> pid, 0 if there is none
+        self._own = cluster.own
+        self._mark = mark()
+        self._channel, theirs = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        server = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._channel.close()
+            Driver(theirs, serve, close).run(server, self._mark)
+        theirs.close()
+
+    def messages(self, seconds: float) -> list[dict[str, Any]]:
+        """What it has said; waits so long for something."""
+        if self.ended:
+            return []
+        if self._selector.select(seconds):
+            data = self._channel.recv(1 << 16)
+            self.ended = not data
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if lines:
+                self._heard = time.monotonic()
+            found = [json.loads(line) for line in lines]
+            for message in found:
+                self._note(message)
+            return found
+        return []
+
+    def _note(self, message: dict[str, Any]) -> None:
+        self.has_model |= "model" in message
+        self.serving |= "serving" in message
+        if "ray" in message:
+            self.has_ray = True
+            processes = table() if self._own else {}
+            below = {one.name: one.pid for one in processes.values() if one.parent == self.pid}
+            if processes:  # there is a /proc
+                self._node = {name: below.get(name, 0) for name in _NODE}
+
+    def check(self) -> None:
+        """Raises LostError."""
+        if gone := [_NODE[name] for name, pid in self._node.items() if read(pid) is None]:
+            raise LostError(f"{gone[0]} of Manta's Ray has ended")
+        if self.ended:
+            raise LostError("the process that talks to Ray has ended")
+        if self.serving and time.monotonic() - self._heard > _SILENT:
+            raise LostError(f"Ray has not answered for {_SILENT:.0f} s")
+
+    def stop(self, drain_seconds: float | None) -> None:
+        """Have it stop what it started; `ended` is true when it has."""
+        with contextlib.suppress(OSError):
+            self._channel.sendall(json.dumps({"stop": drain_seconds}).encode() + b"\n")
+
+    def end(self) -> None:
+        """Kill it and what it started. What a joined Ray runs for us is not touched."""
+        if not self.has_model:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGINT)
+            deadline = time.monotonic() + _UNWIND
+            while read(self.pid) is not None and time.monotonic() < deadline:
+                time.sleep(_POLL / 10)
+        # Its zombie is left until the last, so that the number of its session stays its own.
+        if not kill(lambda: started_by(self._mark, [self.pid])):
+            left = ", ".join(f"{pid}" for pid in sorted(started_by(self._mark, [self.pid])))
+            err.print(f"these processes do not end: {left}", markup=False)
+        with contextlib.suppress(ProcessLookupError):  # where there is no /proc
+            os.kill(self.pid, signal.SIGKILL)
+        # A process whose first thread is a zombie holds its ports until its last thread has ended.
+        deadline = time.monotonic() + _UNWIND
+        while not reap() and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+        self._selector.close()
+        self._channel.close()
+
+
+class Supervisor:
+    """Serves until a signal comes, once."""
+
+    def __init__(
+        self,
+        config: MantaConfig,
+        cluster: Cluster,
+        serve: Callable[[Driver, str], None],
+        close: Close,
+        once_ready: OnceReady | None = None,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._serve = serve
+        self._close = close
+        self._once_ready = once_ready
+        self._signals = Signals()
+        self._served = False
+        self._losses: list[float] = []
+
+    def run(self) -> int:
+        """The exit code. Raises MantaError."""
+        adopt_orphans()
+        with self._signals.installed():
+            while True:
+                try:
+                    return self._once()
+                except LostError as lost:
+                    self._again(lost)
+
+    def _again(self, lost: LostError) -> None:
+        """Say that we start again; raises it where we do not."""
+        times = self._config.limits.restarts
+        if not (self._cluster.own and self._served):
+            raise lost
+        now = time.monotonic()
+        self._losses = [at for at in self._losses if now - at < _HOUR] + [now]
+        if len(self._losses) > times:
+            raise LostError(f"{lost.message}; limits.restarts is {times}, so this is the end")
+        self._say(f"{lost.message}; starting again ({len(self._losses)} of {times} in an hour)")
+
+    def _once(self) -> int:
+        folder = tempfile.mkdtemp(prefix="manta-serve-")
+        child = Child(self._cluster, lambda driver: self._serve(driver, folder), self._close)
+        try:
+            while self._signals.first is None:
+                for message in child.messages(_POLL):
+                    if not self._hear(child, message):
+                        return 0
+                reap(but=child.pid)
+                self._check(child)
+            return self._stop(child)
+        finally:
+            child.end()
+            shutil.rmtree(folder, ignore_errors=True)
+            if err.is_terminal:
+                err.show_cursor(True)  # which a spinner that was killed has hidden
+
+    def _check(self, child: Child) -> None:
+        try:
+            child.check()
+        except LostError:
+            # Whoever stops a service may signal all of its processes, and ours came first.
+            time.sleep(_POLL)
+            for message in child.messages(0):
+                self._hear(child, message)
+            if self._signals.first is None:
+                raise
+
+    def _hear(self, child: Child, message: dict[str, Any]) -> bool:
+        """False: the serving is over. Raises MantaError."""
+        if "failed" in message:
+            if self._served and not child.serving:  # a start that may go better next time
+                raise LostError(message["failed"])
+            kind = ConfigError if message["code"] == 2 else ServeError
+            raise kind(message["failed"])
+        if "lost" in message:
+            raise LostError(message["lost"])
+        if "serving" in message:
+            self._served = True
+            for line in message["about"]:
+                out.print(line, markup=False)
+            if self._once_ready is not None:
+                return self._ready(message["serving"])
+        return True
+
+    def _ready(self, url: str) -> bool:
+        assert self._once_ready is not None
+        self._signals.interrupts = True
+        try:
+            return self._signals.first is not None or self._once_ready(url, self._config)
+        except KeyboardInterrupt:
+            return True  # and the signal is seen next
+        finally:
+            self._signals.interrupts = False
+
+    def _stop(self, child: Child) -> int:
+        """A clean stop, as far as one is asked for and possible."""
+        signals, own = self._signals, self._cluster.own
+        terminated = signals.first == signal.SIGTERM
+        drains = child.serving and (terminated or not own)
+        how = "Letting requests end" if drains else "Stopping"
+        if not drains and child.serving:
+            how += "; SIGTERM would let requests end"
+        self._say(f"{how}. Once more to stop at once")
+        if drains or (child.has_ray and not own):
+            seconds = self._config.limits.drain_seconds if drains else None
+            deadline = time.monotonic() + (seconds or 0.0) + STOP_SECONDS
+            child.stop(seconds)
+            with Status("Stopping"), contextlib.suppress(LostError):
+                while not signals.hurry and time.monotonic() < deadline:
+                    child.messages(_POLL)
+                    child.check()
+        return signals.exit_code
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            err.print(text, markup=False)

@@ -1,0 +1,330 @@
+"""The configuration: one YAML file -> `MantaConfig`, whose keys are explained in models.py.
+
+Reading it needs no torch, no Ray and no GPU, and it fails before any of them is touched: a
+ConfigError lists all problems, each with file, line, key and, for a misspelt key, the nearest right
+one.
+"""
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from deployments.config import yaml_lines
+from deployments.config.adapters import make_absolute
+from deployments.config.models import (
+    HttpConfig,
+    LimitsConfig,
+    MantaConfig,
+    PoolConfig,
+    RouterConfig,
+    engine_model,
+)
+from deployments.config.tls import check_certificate
+from engine.errors import ConfigError
+
+__all__ = [
+    "ApiKey",
+    "HttpConfig",
+    "LimitsConfig",
+    "MantaConfig",
+    "PoolConfig",
+    "RouterConfig",
+    "default_config",
+    "environment_names",
+    "load_config",
+    "named_config",
+    "parse_config",
+    "read_api_keys",
+]
+
+logger = logging.getLogger("manta.config")
+
+_PRIORITY = re.compile(r"priority=(-?[0-9]{1,9})")
+_OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG", "MANTA_EDGE")
+
+
+def load_config(
+    path: str | Path, environment: Mapping[str, str] | None = None, *, check_model: bool = True
+) -> MantaConfig:
+    """Read, validate and check a configuration file, the model's folder included.
+
+    environment: variables MANTA_<KEY> override single values, e.g. MANTA_HTTP_PORT; default
+    os.environ. A relative `model` or `api_keys_file` is looked for beside the file, then in the
+    working directory. Raises ConfigError listing all problems.
+    """
+    path = Path(path).expanduser()
+    try:
+        with path.open("rb") as file:
+            raw = file.read(yaml_lines.MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}", param=str(path)) from None
+    try:
+        parsed = yaml_lines.parse(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text", param=str(path)) from None
+    except yaml_lines.YamlProblem as problem:
+        where = f"{path}:{problem.line}" if problem.line else str(path)
+        raise ConfigError(f"{where}: {problem.message}", param=str(path)) from None
+    if parsed.data is None:  # cut short, or not the file that was meant
+        message = f"{path}: there is nothing in it; the least is `model: default`"
+        raise ConfigError(message, param=str(path))
+    return _build(parsed, str(path), path.parent, environment, check_model)
+
+
+def parse_config(
+    data: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    check_model: bool = True,
+) -> MantaConfig:
+    """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults."""
+    parsed = yaml_lines.Lines(dict(data or {}))
+    return _build(parsed, "configuration", Path.cwd(), environment, check_model)
+
+
+def named_config() -> MantaConfig | None:
+    """The file that the variable MANTA_CONFIG names, if it names one. Raises ConfigError."""
+    path = os.environ.get("MANTA_CONFIG")
+    return load_config(path) if path else None
+
+
+def default_config() -> MantaConfig:
+    """The same, or all defaults."""
+    return named_config() or parse_config()
+
+
+class ApiKey(NamedTuple):
+    """priority: the least that its requests may have."""
+
+    key: str
+    priority: int = 0
+
+
+def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[ApiKey, ...]:
+    """The keys in a file, one a line, with `priority=<integer>` behind it or nothing; # begins a
+    comment line. Raises ConfigError (about param): missing, empty, readable by others, a line of
+    another form."""
+    path = Path(path).expanduser()
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
+            param=param,
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(f"{path}: other users may read it; chmod 600 {path}", param=param)
+    keys = tuple(
+        _api_key(line.split(), f"{path}:{number}", param)
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith("#")
+    )
+    if not keys:
+        raise ConfigError(f"{path}: no key in it", param=param)
+    return keys
+
+
+def _api_key(words: list[str], where: str, param: str) -> ApiKey:
+    if len(words) == 1:
+        return ApiKey(words[0])
+    right = _PRIORITY.fullmatch(words[1])
+    if len(words) > 2 or right is None:
+        # Without the line: it has a key in it.
+        message = f"{where}: a line is a key, or a key and priority=<integer>, such as priority=-8"
+        raise ConfigError(message, param=param)
+    return ApiKey(words[0], int(right[1]))
+
+
+def _build(
+    parsed: yaml_lines.Lines,
+    source: str,
+    folder: Path,
+    environment: Mapping[str, str] | None,
+    check_model: bool,
+) -> MantaConfig:
+    data = {} if parsed.data is None else parsed.data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys, such as `model: default`")
+    _apply_environment(data, os.environ if environment is None else environment)
+    for path in (
+        ("model",),
+        ("http", "api_keys_file"),
+        ("http", "admin_keys_file"),
+        ("http", "tls", "certificate"),
+        ("http", "tls", "key"),
+    ):
+        _make_absolute(data, path, folder)
+    make_absolute(data.get("adapters"), lambda value: _found(value, folder))
+    try:
+        config = MantaConfig.model_validate(data)
+    except ValidationError as error:
+        errors = sorted(_flatten(error.errors()), key=lambda item: parsed.line(item["loc"]))
+        problems = [_describe(item, parsed, source) for item in errors]
+        raise ConfigError("\n".join(problems)) from None
+    try:
+        if check_model:
+            _check_model(config)
+            config.adapters.check_folders()
+        for name in ("api_keys_file", "admin_keys_file"):
+            if (file := getattr(config.http, name)) is not None:
+                read_api_keys(file, f"http.{name}")
+        if config.http.tls.certificate and config.http.tls.key:
+            check_certificate(config.http.tls.certificate, config.http.tls.key)
+    except ConfigError as error:
+        key = tuple((error.param or "").split("."))
+        line = parsed.line(key)
+        where = f"{source}:{line}" if line else source
+        raise ConfigError(f"{where}: {error.param}: {error.message}", param=error.param) from None
+    return config
+
+
+def _check_model(config: MantaConfig) -> None:
+    """What can be told of the model without loading it. Raises ConfigError (param model)."""
+    from deployments.checkpoints import resolve as models
+    from engine.model_config import ModelConfig
+
+    options = [config.engine_options(pool) for pool in config.pools.values()] or [config.engine]
+    dummy = all(option.get("load_format") == "dummy" for option in options)
+    models.check_model(config.model, weights=not dummy)
+    if Path(config.model).is_dir():
+        try:
+            ModelConfig.from_folder(config.model)
+        except ConfigError as error:
+            raise ConfigError(error.message, param="model") from None
+
+
+def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) -> None:
+    """A relative path that exists beside the file or here becomes absolute: the cluster has another
+    directory."""
+    *parents, key = path
+    for parent in parents:
+        section = data.get(parent)
+        if not isinstance(section, dict):
+            return
+        data = section
+    value = data.get(key)
+    if isinstance(value, str) and value:
+        data[key] = _found(value, folder)
+
+
+def _found(value: str, folder: Path) -> str:
+    """Where it is, beside the file or here; as it is if it is in neither place."""
+    if "\0" not in value:
+        for base in (folder, Path.cwd()):
+            found = base / Path(value).expanduser()
+            if found.exists():
+                return str(found.resolve())
+    return value
+
+
+# -- messages
+
+
+def _flatten(errors: list[ErrorDetails]) -> Iterator[dict[str, Any]]:
+    for error in errors:
+        nested = error.get("ctx", {}).get("errors") if error["type"] == "nested" else None
+        if nested is None:
+            yield {**error}
+            continue
+        for inner in nested:
+            yield {**inner, "loc": (*error["loc"], *inner["loc"])}
+
+
+def _describe(error: dict[str, Any], parsed: yaml_lines.Lines, source: str) -> str:
+    """One problem: where, which key, what."""
+    loc = tuple(part for part in error["loc"] if part != "[key]")
+    line = parsed.line(loc)
+    where = f"{source}:{line}" if line else source
+    key = ".".join(str(part) for part in loc)
+    if error["type"] == "extra_forbidden" or "[key]" in error["loc"]:
+        known = _known_keys(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}: {key}: unknown key; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be")
+    shown = _lookup(parsed.data, loc)
+    if error["type"] != "engine" and isinstance(shown, str | int | float):
+        message += f", got {str(shown)[:64]!r}" if isinstance(shown, str) else f", got {shown}"
+    return f"{where}: {key}: {message}" if key else f"{where}: {message}"
+
+
+def _known_keys(path: tuple[str | int, ...]) -> list[str]:
+    """The keys that a mapping at this path may have."""
+    if path and path[-1] == "engine":
+        return list(engine_model().model_fields)
+    if path == ("pools",):
+        return ["gpu", "cpu"]
+    if path and path[0] == "pools":
+        return list(PoolConfig.model_fields)
+    section: type[BaseModel] = MantaConfig
+    for part in path:
+        kind = section.model_fields[str(part)].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        section = kind
+    return list(section.model_fields)
+
+
+def _lookup(data: Any, path: tuple[str | int, ...]) -> Any:
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+# -- environment
+
+
+def environment_names() -> dict[str, tuple[str, ...]]:
+    """MANTA_<KEY> -> key path, for every single value of the configuration."""
+    names: dict[str, tuple[str, ...]] = {}
+    for key, field in MantaConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            for inner in kind.model_fields:
+                names[f"MANTA_{key}_{inner}".upper()] = (key, inner)
+        elif key == "engine":
+            for inner in engine_model().model_fields:
+                names[f"MANTA_{key}_{inner}".upper()] = (key, inner)
+        elif key != "pools":
+            names[f"MANTA_{key}".upper()] = (key,)
+    return names
+
+
+def _apply_environment(data: dict[str, Any], environment: Mapping[str, str]) -> None:
+    names = environment_names()
+    for variable, text in environment.items():
+        if not variable.startswith("MANTA_") or variable in _OTHER_VARIABLES:
+            continue
+        path = names.get(variable)
+        if path is None:
+            near = difflib.get_close_matches(variable, [*names, *_OTHER_VARIABLES], n=1)
+            logger.warning(
+                "environment variable %s means nothing to Manta%s",
+                variable,
+                f"; did you mean {near[0]}?" if near else "",
+            )
+            continue
+        try:
+            value = yaml_lines.plain_value(text)
+        except yaml_lines.YamlProblem as problem:
+            raise ConfigError(f"environment variable {variable}: {problem.message}") from None
+        *parents, key = path
+        target = data
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                break
+        else:
+            target[key] = value

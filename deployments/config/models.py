@@ -1,0 +1,547 @@
+"""The configuration's models: every knob with its unit, default and reason. Frozen; an unknown key
+is an error. How a file becomes one of these is in load.py."""
+
+import re
+import typing
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from deployments.config.adapters import AdaptersConfig
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+_OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
+_MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+@cache
+def engine_model() -> type[BaseModel]:
+    """EngineConfig's fields as a pydantic model, so that its faults are reported like all
+    others."""
+    hints = typing.get_type_hints(EngineConfig)
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(EngineConfig):
+        if field.name not in _OWNED_BY_TOP:
+            kind = hints[field.name]
+            lists = typing.get_origin(kind) is tuple  # YAML has lists only
+            fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
+    return create_model("EngineOptions", __config__=_MODEL_CONFIG, **fields)
+
+
+def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
+    errors: list[Any] = []
+    try:
+        engine_model().model_validate(value)
+        EngineConfig(model="", **{**value, "graph_sizes": tuple(value.get("graph_sizes", ()))})
+    except ValidationError as error:
+        errors = list(error.errors())
+    except ConfigError as error:
+        loc = (error.param,) if error.param else ()
+        errors = [{"loc": loc, "msg": error.message, "type": "engine"}]
+    if errors:
+        raise PydanticCustomError("nested", "engine options", {"errors": errors})
+    return value
+
+
+EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
+
+
+class _Section(BaseModel):
+    model_config = _MODEL_CONFIG
+
+
+class PoolConfig(_Section):
+    """Engine replicas of one kind: one Serve deployment."""
+
+    replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Engine replicas, where max_replicas is not set. 1: the least that serves.",
+    )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="With it the pool scales between min_replicas and this. Default: it has "
+        "`replicas`, always.",
+    )
+    min_replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Where max_replicas is set: how many there are at first, and always. 0: the "
+        "pool may go, if nothing is asked or another pool carries all; the first request then "
+        "waits for a start (see router.wait_seconds).",
+    )
+    price: float | None = Field(
+        None,
+        gt=0,
+        le=10_000,
+        description="Of a replica's hour, in any unit: which pool carries the work, and which the "
+        "overflow. Default: 1 for gpu, 0.1 for cpu.",
+    )
+    start_seconds: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="From the decision to a replica's first answer, until it was measured: how far "
+        "ahead to look.",
+    )
+    start_first: bool = Field(
+        False,
+        description="In an update a new replica starts before an old one stops, which needs room "
+        "for one more. Off: a machine that is full could not be updated; of a single replica "
+        "requests wait until the new one is there.",
+    )
+    num_cpus: float | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
+        "Default: 1 in a gpu pool (the step loop); in a cpu pool the cores of the machine that "
+        "builds the configuration, or of the largest node if Ray runs, shared out among the "
+        "replicas. Name it for a cluster, whose nodes may be others.",
+    )
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="GPUs of a replica: 1, or a part of one that replicas share. Default: 1 in a "
+        "gpu pool, 0 in a cpu pool.",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom Ray resources of a replica, e.g. {pool_a: 0.001}."
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray node labels that a replica's node must have, e.g. {pool: gpu}.",
+    )
+    engine: EngineOptions = Field(
+        default_factory=dict,
+        description="EngineConfig fields that differ from `engine` in this pool.",
+    )
+
+    @model_validator(mode="after")
+    def _limits(self) -> "PoolConfig":
+        if self.num_gpus is not None and self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g}, and an engine uses one GPU: the others would be "
+                "reserved and idle. For more GPUs take more replicas of one each"
+            )
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is above max_replicas")
+        return self
+
+
+class ScalingConfig(_Section):
+    """Autoscaling of the pools that have max_replicas. See docs/routing.md."""
+
+    ttft: float = Field(
+        2.0,
+        gt=0,
+        le=600,
+        description="Seconds to the first token that users were promised. What waits longer makes "
+        "replicas come.",
+    )
+    busy: float = Field(
+        0.93,
+        gt=0.1,
+        le=1,
+        description="Share of a replica's time that is planned for. The rest is for chance: "
+        "less is quicker, more is cheaper.",
+    )
+    calm_seconds: float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="Replicas go only when the rest would have carried the most of so long.",
+    )
+    idle_seconds: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Without a request before the last replica goes, where the minimum is 0.",
+    )
+
+
+class RouterConfig(_Section):
+    """The routers: HTTP, tokenising, the ledger of requests, the choice of a replica."""
+
+    replicas: int = Field(
+        2,
+        ge=1,
+        le=256,
+        description="Router processes. Fixed, because a change reloads the HTTP edge, which cuts "
+        "long streams; 2, so that one can fail.",
+    )
+    num_cpus: float = Field(
+        0.0,
+        ge=0,
+        le=64,
+        description="CPU cores that Ray reserves for each. 0: on a small machine the engines get "
+        "them all, and a router that is idle needs none.",
+    )
+    wait_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="How long a request waits at most, for a replica to be ready (then 503 "
+        "no_replica) or to have room (503 overloaded). 30 "
+        "s: a replaced replica of a small model is back by then, and clients' own limits are "
+        "longer.",
+    )
+    losses: int = Field(
+        1,
+        ge=0,
+        le=100,
+        description="Replicas that a request may lose, killed from outside, without one new token "
+        "before it fails: it may be the cause. What engines die of by themselves is given up at "
+        "the second.",
+    )
+    heartbeat_seconds: float = Field(
+        0.5, gt=0, le=60, description="Between signs of life on a channel; costs nothing."
+    )
+    silence_seconds: float = Field(
+        2.5,
+        gt=0,
+        le=600,
+        description="A channel silent for so long is dead and its requests move: how soon a lost "
+        "machine is noticed. Five beats: a busy interpreter may miss one.",
+    )
+
+    @model_validator(mode="after")
+    def _order(self) -> "RouterConfig":
+        if self.silence_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError("silence_seconds must be at least twice heartbeat_seconds")
+        return self
+
+
+class TlsConfig(_Section):
+    """TLS at the HTTP edge, 1.2 or later. In a cluster: docs/deploy.md."""
+
+    certificate: str | None = Field(
+        None,
+        description="File in PEM with the certificate and those between it and a root. Default "
+        "none: plain HTTP. Read when the edge starts or is reloaded.",
+    )
+    key: str | None = Field(
+        None, description="File in PEM with its key, not encrypted, readable by few."
+    )
+
+    @model_validator(mode="after")
+    def _both(self) -> "TlsConfig":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together; one of them is missing")
+        return self
+
+
+class HttpConfig(_Section):
+    """The HTTP edge."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="Address to listen on. Loopback: nothing is open to the network until you "
+        "say so; on a single machine the engines' channels then stay on loopback too.",
+    )
+    port: int = Field(
+        8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
+    )
+    proxy: Literal["auto", "haproxy", "serve"] = Field(
+        "auto",
+        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed "
+        "chunk, Serve's own proxy about 300. auto: haproxy where its binary is installed.",
+    )
+    max_stream_seconds: int = Field(
+        3600,
+        ge=1,
+        le=7 * 86400,
+        description="The longest stream that survives a change at the edge (haproxy's hard stop) "
+        "or the update of its router. 1 h: longer than any answer, short enough that old processes "
+        "go.",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="File with one API key a line, readable by its owner only; `priority=-8` "
+        "behind a key lets its requests set `priority` down to that, else 0 is the least. Default "
+        "none: no key is asked for, which suits loopback.",
+    )
+    admin_keys_file: str | None = Field(
+        None,
+        description="The same for keys that may also change what is served: /v1/adapters. Default "
+        "none: nobody may where api_keys_file is set, and everybody where no key is asked for.",
+    )
+    share_prefixes: bool = Field(
+        False,
+        description="Requests of different API keys share the prefix cache. Off: by the time to "
+        "the first token one key could tell what another has asked. On: for keys of one owner, "
+        "whose common prompts are then computed once.",
+    )
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins of web pages that may ask, as a browser names them: "
+        "https://chat.example.com, without a path; `*` is any. Default none: browsers keep all "
+        "pages away. Without API keys whoever may be named here can use the service through "
+        "your browser.",
+    )
+    keepalive_seconds: float = Field(
+        5.0,
+        ge=0,
+        le=600,
+        description="A stream that has no token after so long gets the head of its answer, and a "
+        "comment line each so many seconds until it has one: proxies cut what is silent, often "
+        "after 60 s. What fails later has no status of its own: see docs/http.md. 0: never.",
+    )
+    tls: TlsConfig = Field(default_factory=TlsConfig)
+    connections: int = Field(
+        16384,
+        ge=16,
+        le=1_000_000,
+        description="Connections of clients at once (haproxy), beyond them 503 overloaded. Two "
+        "fifths of the limit of open files if that is less. 16384: twice what two routers "
+        "have in flight at most.",
+    )
+    connections_per_address: int = Field(
+        8192,
+        ge=0,
+        le=1_000_000,
+        description="Of them, from one address, at most half of all; beyond, 429 "
+        "too_many_connections. So many that a load generator does not notice, so few that one "
+        "address never keeps out the others. 0: no bound, for a proxy in front that all clients "
+        "come through.",
+    )
+    strict: bool = Field(
+        False,
+        description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
+        "Off: clients send fields of other servers.",
+    )
+
+    @property
+    def loopback(self) -> bool:
+        """Only this machine reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def exposed(self) -> str:
+        """What everybody in the network may do without a key; "" if nothing."""
+        if self.loopback or self.api_keys_file is not None:
+            return ""
+        admin = "" if self.admin_keys_file is not None else ", change adapters"
+        return (
+            f"http.host {self.host} is open to the network and no key is asked for: whoever "
+            f"reaches port {self.port} may use it{admin} and read what became of all requests"
+        )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin[:64]!r} is no origin: give scheme and host, and the port if it has "
+                    "one, such as https://chat.example.com, or * for any"
+                )
+        return value
+
+
+class LogConfig(_Section):
+    """What goes into Serve's log files. See docs/observability.md."""
+
+    level: Literal["info", "debug"] = Field(
+        "info",
+        description="debug: lines for each request in router, replica and engine, with its id. "
+        "info: those of requests that failed or moved.",
+    )
+    format: Literal["text", "json"] = Field(
+        "text", description="json: an object a line, with the request's id and our fields."
+    )
+
+
+class LimitsConfig(_Section):
+    """Bounds on what the service takes in."""
+
+    in_flight: int = Field(
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Requests in flight a router, then 503 overloaded. 4096: of two routers half "
+        "of http.connections, so that refusals have room beside them.",
+    )
+    waiting: int = Field(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Choices a router that may wait while no replica is ready.",
+    )
+    queue_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="Work a router that may wait for room at the replicas, in seconds at the "
+        "rate at which they were seen to work; beyond, 503 overloaded with the time until there "
+        "is room. Default: 0.75 of `scaling.ttft`, so that what is let in has its first token "
+        "within twice that (p99), with the answers that it waits for. A burst that fits into the "
+        "free rows may wait four times as long.",
+    )
+    queue_tokens: int = Field(
+        1_000_000,
+        ge=1,
+        le=10**12,
+        description="The same in tokens of prompts and expected outputs, whatever the rate. Bounds "
+        "the router's memory: about 40 bytes a token.",
+    )
+    share_by: str = Field(
+        "api_key",
+        pattern=r"^(api_key|user|x-[a-z0-9-]{1,62})$",
+        description="By what waiting requests take turns: `api_key`, `user` (the request's field) "
+        "or the name of a header, such as x-tenant. The last two are for a gateway in front that "
+        "sets them: whoever can choose them can take more turns.",
+    )
+    deadline_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=7 * 86400,
+        description="Time for an answer that names none itself (x-deadline-seconds), then 408 "
+        "deadline_exceeded. Default: any time.",
+    )
+    age_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=3600,
+        description="Waiting time that outweighs one step of a request's `priority`, so that "
+        "nothing waits for ever.",
+    )
+    body_bytes: int = Field(
+        4 * 2**20,
+        ge=1024,
+        le=2**30,
+        description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
+        "of prompt with room.",
+    )
+    drain_seconds: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="How long a replica that is to stop lets its requests end before they move "
+        "elsewhere; when `manta serve` is to stop, how long before they end with an error.",
+    )
+    restarts: int = Field(
+        5,
+        ge=0,
+        le=1000,
+        description="How often in an hour `manta serve` starts its own Ray and the application "
+        "again when that is lost (its raylet or GCS has ended). Beyond, it ends with exit code 1, "
+        "for a supervisor; 0: at once. 5: enough for chance, and no endless circle.",
+    )
+    stall_seconds: float = Field(
+        30.0,
+        ge=1,
+        le=3600,
+        description="An engine whose step takes so long is replaced. 30 s: a CPU may need it for a "
+        "prompt. One that computes nothing meanwhile is told after 8 s, one without a sign of life "
+        "after 3 s.",
+    )
+
+
+class MantaConfig(_Section):
+    """One served model."""
+
+    model: str = Field(
+        "default",
+        min_length=1,
+        max_length=4096,
+        description="A folder with config.json, a .gguf file, a hub name, or `default`: a small "
+        "model out of a package.",
+    )
+    revision: str | None = Field(
+        None, max_length=256, description="Hub revision. Default: the default branch."
+    )
+    served_name: str | None = Field(
+        None,
+        pattern=_NAME,
+        description="The `model` that requests name. Default: the folder's, file's or hub model's "
+        "name.",
+    )
+    app_name: str = Field(
+        "manta",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
+        description="Serve application name, which other Ray jobs find it by. Deploying removes "
+        "applications of other names: a cluster serves one configuration.",
+    )
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^/([A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*)?$",
+        description="Where its paths begin.",
+    )
+    engine: EngineOptions = Field(
+        default_factory=dict, description="EngineConfig fields for all pools; see engine/config.py."
+    )
+    replicas: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="Engine replicas, where there is one pool: gpu if a GPU is there, else cpu.",
+    )
+    pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
+        default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
+    )
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "MantaConfig":
+        if self.pools and "replicas" in self.model_fields_set:
+            raise ValueError("replicas and pools are both set; give the counts in pools")
+        if self.pools and not any(p.max_replicas or p.replicas for p in self.pools.values()):
+            raise ValueError("pools: all replicas are 0, so nothing would ever answer")
+        if not self.pools and not self.replicas:
+            raise ValueError("replicas is 0, so nothing would ever answer")
+        if self.adapters != AdaptersConfig():
+            self.adapters.check_names(self.name())
+            for pool in self.pools.values() or [PoolConfig()]:
+                if not self.engine_options(pool).get("max_loras"):
+                    raise ValueError(
+                        "adapters: engine.max_loras is 0, so none could be loaded; set it to how "
+                        "many are on a device at once"
+                    )
+        return self
+
+    def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
+        """EngineConfig's fields for a pool, model and revision included."""
+        top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
+        return {**top, **self.engine, **pool.engine}
+
+    def queue_seconds(self) -> float:
+        """`limits.queue_seconds`, or what follows from the promise."""
+        return self.limits.queue_seconds or 0.75 * self.scaling.ttft
+
+    def name(self) -> str:
+        """What requests call the model."""
+        if self.served_name is not None:
+            return self.served_name
+        if self.model == "default":
+            return "SmolLM2-135M-Instruct"
+        path = Path(self.model)
+        return path.stem if path.suffix == ".gguf" else path.name

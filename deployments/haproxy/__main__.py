@@ -1,0 +1,15 @@
+"""`python -m deployments.haproxy ARGUMENTS` is HAProxy with our configuration, for Serve to start.
+
+`python -m deployments.haproxy --install FILE` writes the program that RAY_SERVE_HAPROXY_BINARY_PATH
+names, and prints its path.
+"""
+
+import sys
+
+from deployments.haproxy.launch import install, launch
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--install"] and len(sys.argv) == 3:
+        print(install(sys.argv[2]))
+    else:
+        launch(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""What Serve reads of its HAProxy from the environment of Ray's processes."""
+
+import socket
+from pathlib import Path
+
+from deployments.config.models import MantaConfig
+from deployments.haproxy.launch import chosen_binary, install
+from deployments.haproxy.settings import VARIABLE, EdgeSettings
+from engine.errors import ConfigError
+
+_MAX_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
+
+
+def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
+    """Variables for a cluster behind HAProxy. folder: for its sockets and files; the launcher is
+    written there. Raises ConfigError."""
+    if len(str(folder)) > _MAX_FOLDER:
+        raise ConfigError(
+            f"{folder}: haproxy's sockets need a folder of at most {_MAX_FOLDER} "
+            "characters; set TMPDIR, or http.proxy: serve",
+            param="http.proxy",
+        )
+    longest = config.http.max_stream_seconds
+    edge = EdgeSettings(
+        host=config.http.host,
+        certificate=config.http.tls.certificate or "",
+        key=config.http.tls.key or "",
+        connections=config.http.connections,
+        connections_per_address=config.http.connections_per_address,
+        prefix=config.route_prefix,
+        binary=chosen_binary(),
+    )
+    return {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(longest + 30),
+        # For a head, a body or a reader that does not move; a stream that is silent may be so. A
+        # little longer than the routers wait, whose refusals are error objects.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "35",
+        # A router that ends before it has answered a byte: another one gets the request, if all of
+        # it is in haproxy's buffer (rewrite.py). Three times at most, which is its default:
+        # the next try may go to the dead one again.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        # How long a router that is to stop stays reachable; haproxy hears of it within a second.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        # Where haproxy sends what no router can take. Serve's default is 8500 in all clusters, and
+        # two on one machine would answer for each other.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_install(folder)),
+        VARIABLE: edge.encode(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _install(folder: Path) -> Path:
+    try:
+        return install(folder / "haproxy")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}", param="http.proxy") from None

@@ -1,0 +1,66 @@
+"""What HAProxy answers itself, as error objects in files."""
+
+from http import HTTPStatus
+from pathlib import Path
+
+from deployments.api.errors import NOT_FOUND, OVERLOADED, RATE_LIMIT, ApiError
+
+_AGAIN = (("retry-after", "1"),)
+# HAProxy's parser refuses a head that does not fit into a buffer, in HTML and nothing else. So more
+# fits than the routers take, and they refuse it. What fits as a whole can go to another router.
+BUFFER_BYTES = 64 * 1024
+REQUEST_BYTES = BUFFER_BYTES - 2048  # less what HAProxy keeps for headers of its own, and a head
+
+UNREACHABLE = ApiError(
+    503, "overloaded", "no router can take the request now", kind=OVERLOADED, headers=_AGAIN
+)
+FULL = ApiError(503, "overloaded", "too many connections are open", kind=OVERLOADED, headers=_AGAIN)
+ADDRESS_FULL = ApiError(
+    429,
+    "too_many_connections",
+    "too many connections are open from this address",
+    kind=RATE_LIMIT,
+    headers=_AGAIN,
+)
+NO_HOST = ApiError(400, "invalid_http", "HTTP/1.1 needs the header Host")
+VERSION = ApiError(400, "invalid_http", "the version of HTTP must be 1.0, 1.1 or 2")
+NOWHERE = ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
+
+# By the status that HAProxy would answer with, in HTML. What its parser refuses stays so: in 2.8 it
+# minds `errorfile` only for what it says later.
+OWN = {
+    400: ApiError(400, "invalid_http", "this is not valid HTTP"),
+    408: ApiError(408, "request_timeout", "the request did not arrive in time"),
+    413: ApiError(413, "body_too_large", "the body is larger than what the server takes"),
+    429: ADDRESS_FULL,
+    500: ApiError(503, "overloaded", "the edge cannot take the request now", headers=_AGAIN),
+    502: UNREACHABLE,
+    503: UNREACHABLE,
+    504: UNREACHABLE,
+}
+
+
+def write_own(folder: Path) -> dict[int, Path]:
+    """A whole answer for each status in OWN, for `errorfile`. Raises OSError."""
+    files = {}
+    for status, error in OWN.items():
+        body = error.body()
+        lines = [
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            *(f"{name}: {value}" for name, value in error.headers),
+        ]
+        files[status] = folder / f"{status}.http"
+        files[status].write_bytes("\r\n".join([*lines, "", ""]).encode() + body)
+    return files
+
+
+def returned(error: ApiError, file: Path) -> str:
+    """`return ...` of a rule that answers so. Writes file, the body. Raises OSError."""
+    file.write_bytes(error.body())
+    headers = "".join(f" hdr {name} {value}" for name, value in error.headers)
+    return (
+        f"return status {error.status} content-type application/json file {file}"
+        f"{headers} hdr x-request-id %[uuid]"
+    )

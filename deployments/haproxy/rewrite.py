@@ -1,0 +1,185 @@
+"""Serve's HAProxy configuration made ours. Each change names the line that it is about; a line that
+is not there, or there twice, is an error, and so is a listener that nobody has spoken of."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.api.errors import ApiError
+from deployments.haproxy import refusals
+from deployments.haproxy.settings import EdgeSettings
+from engine.errors import MantaError
+
+_LOOPBACK = "127.0.0.1"
+_SPARE_FILES = 256  # open files beside connections: listeners, checks, logs, libraries
+_MAX_HEADERS = 1024  # more than routers take: a head that HAProxy's parser refuses gets HTML
+_SHED = (
+    0.95  # of all connections: from here on refused in words, while there are places to do it in
+)
+
+
+class TemplateChanged(MantaError):
+    """Serve's file is not what this module was written for: another release of Ray."""
+
+    code = "haproxy_template_changed"
+
+
+def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) -> str:
+    """The configuration that HAProxy gets for the one that Serve has rendered.
+
+    folder: for answers and the certificate, of this process alone. open_files: how many the process
+    may have. Raises TemplateChanged, and OSError if a file cannot be read or written.
+    """
+    # Two sockets each, and HAProxy reckons with a pipe for every fourth.
+    connections = max(1, min(settings.connections, (open_files - _SPARE_FILES) * 2 // 5))
+    file = _File(text)
+    main = file.section("global")
+    main.change(
+        r"stats socket (\S+) mode 666 (level admin expose-fd listeners)",
+        r"stats socket \1 mode 600 \2",
+    )
+    main.change(r"maxconn \d+", f"maxconn {connections}")
+    main.change(r"tune\.bufsize \d+", f"tune.bufsize {refusals.BUFFER_BYTES}")
+    main.add(f"tune.http.maxhdr {_MAX_HEADERS}")
+    _defaults(file.section("defaults"), settings, folder)
+    for name in ("frontend prometheus", "listen stats"):
+        file.section(name).change(r"bind (?:\*|):(\d+)", rf"bind {_LOOPBACK}:\1")
+    _frontend(file.section("frontend http_frontend"), settings, folder, connections)
+    nowhere = f"http-request {refusals.returned(refusals.NOWHERE, folder / '404.json')}"
+    if settings.prefix:
+        # Serve sends here what no backend is for, which is all as long as it tells of no router.
+        below = f"{{ path_beg {settings.prefix.rstrip('/')}/ }}"
+        early = refusals.returned(refusals.UNREACHABLE, folder / "early.json")
+        nowhere = f"http-request {early} if {below}\n    {nowhere}"
+    file.section("backend default_backend").change(r"http-request return status 404 .*", nowhere)
+    file.check_listeners(3)
+    if settings.certificate:
+        main.add("ssl-default-bind-options ssl-min-ver TLSv1.2")
+    return file.text()
+
+
+def _defaults(section: "_Section", settings: EdgeSettings, folder: Path) -> None:
+    section.absent("timeout http-request")
+    # Of a head; HAProxy begins to count at its first byte, and on a new connection at once.
+    section.add(f"timeout http-request {settings.request_seconds}s")
+    files = refusals.write_own(folder)
+    for status in (502, 503, 504):
+        section.change(rf"errorfile {status} \S+", f"errorfile {status} {files.pop(status)}")
+    for status, file in files.items():
+        section.add(f"errorfile {status} {file}")
+
+
+def _frontend(section: "_Section", settings: EdgeSettings, folder: Path, connections: int) -> None:
+    def answer(error: ApiError, name: str, condition: str) -> str:
+        returned = refusals.returned(error, folder / f"{name}.json")
+        return f"http-request {returned} if {condition}"
+
+    match = section.match(r"bind (\S+):(\d+)")
+    host = "*" if settings.host in ("0.0.0.0", "::") else settings.host or match[1]
+    bind = f"bind {host}:{match[2]}"
+    if settings.certificate:
+        pem = folder / "edge.pem"
+        pem.touch(0o600)
+        pem.write_bytes(
+            Path(settings.certificate).read_bytes() + b"\n" + Path(settings.key).read_bytes()
+        )
+        bind += f" ssl crt {pem} alpn h2,http/1.1"
+    rules = []
+    if settings.connections_per_address:
+        bound = max(1, min(settings.connections_per_address, connections // 2))
+        rules += [
+            "stick-table type ipv6 size 100k expire 1m store conn_cur",
+            "tcp-request connection track-sc0 src",
+            # The first eighth above the bound is told so, if it asks anything.
+            f"tcp-request connection reject if {{ sc0_conn_cur gt {bound + bound // 8} }}",
+        ]
+    rules += [
+        answer(refusals.VERSION, "version", "!{ req.ver 1.0 1.1 2.0 }"),
+        answer(refusals.NO_HOST, "host", "{ req.ver 1.1 } !{ req.hdr(host) -m found }"),
+    ]
+    own_path = "!{ path_beg /-/ }"  # load balancers ask there whether this node lives
+    if settings.connections_per_address:
+        rules.append(
+            answer(refusals.ADDRESS_FULL, "address", f"{{ sc0_conn_cur gt {bound} }} {own_path}")
+        )
+    shed = f"{{ fe_conn gt {max(1, int(connections * _SHED))} }} {own_path}"
+    rules += [
+        answer(refusals.FULL, "full", shed),
+        # A request that is here as a whole can be sent to another router, if the first one ends
+        # before it has answered a byte. Larger ones go on at once: routers have their own bounds.
+        f"http-request wait-for-body time {settings.request_seconds}s "
+        f"if {{ req.body_size lt {refusals.REQUEST_BYTES} }}",
+    ]
+    section.change(r"bind \S+:\d+", "\n    ".join([bind, *rules]))
+
+
+class _File:
+    def __init__(self, text: str) -> None:
+        self._sections: list[_Section] = []
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line[:1] not in ("", " ", "\t", "#"):
+                lines = []
+                self._sections.append(_Section(line.strip(), lines))
+            lines.append(line)
+
+    def section(self, title: str) -> "_Section":
+        found = [section for section in self._sections if section.title == title]
+        if len(found) != 1:
+            raise _changed(f"{len(found)} sections {title!r}")
+        return found[0]
+
+    def check_listeners(self, known: int) -> None:
+        """Each `bind` is one that was changed."""
+        found = sum(section.count("bind ") for section in self._sections)
+        if found != known:
+            raise _changed(f"{found} listeners, {known} of them known")
+
+    def text(self) -> str:
+        return "\n".join(section.text() for section in self._sections) + "\n"
+
+
+class _Section:
+    """title: its first line. lines: that one and the others, as they stand in the file."""
+
+    def __init__(self, title: str, lines: list[str]) -> None:
+        self.title = title
+        self._lines = lines
+
+    def match(self, pattern: str) -> "re.Match[str]":
+        return self._only(pattern)[1]
+
+    def change(self, pattern: str, new: str) -> None:
+        """Put new, with pattern's groups, in place of the only line that is pattern as a whole."""
+        index, match = self._only(pattern)
+        self._lines[index] = "    " + match.expand(new)
+
+    def add(self, line: str) -> None:
+        self._lines.append("    " + line)
+
+    def absent(self, beginning: str) -> None:
+        if self.count(beginning):
+            raise _changed(f"{beginning!r} in {self.title!r}")
+
+    def count(self, beginning: str) -> int:
+        return sum(line.lstrip().startswith(beginning) for line in self._lines)
+
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def _only(self, pattern: str) -> "tuple[int, re.Match[str]]":
+        found = [
+            (index, match)
+            for index, line in enumerate(self._lines)
+            if (match := re.fullmatch(pattern, line.strip()))
+        ]
+        if len(found) != 1:
+            raise _changed(f"{len(found)} lines {pattern!r} in {self.title!r}")
+        return found[0]
+
+
+def _changed(what: Sequence[object] | str) -> TemplateChanged:
+    return TemplateChanged(
+        f"Ray Serve's HAProxy configuration is not as expected: {what}. This release of Ray needs "
+        "another release of Manta; http.proxy: serve works without HAProxy"
+    )

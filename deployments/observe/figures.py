@@ -1,0 +1,133 @@
+"""Figures: the text of /metrics, one for all routers of an application, whichever is asked.
+
+A load balancer gives each scrape to another router. So the one that gets it asks the others what
+they have counted, and each router's series carry its name: a series is counted in one process only,
+and never goes back. A router that ends takes its series along, as a target of Prometheus does.
+
+Replicas have one series each. Of what the routers have heard of one, the newest counts, and what a
+router was told by another it tells further, so that these do not go back either.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Generic, TypeVar
+
+import msgspec
+
+from deployments.observe.metrics import PREFIX, REPLICA_METRICS, Family, render
+from engine.messages import EngineStats
+
+T = TypeVar("T")
+
+_AGE = "engine_steps_total"  # of two readings of a replica, the one with more steps is newer
+
+
+class Told(msgspec.Struct, array_like=True):
+    """What a router tells: its own figures, and by replica what it knows of each."""
+
+    router: str
+    families: list[Family]
+    replicas: dict[str, dict[str, float]]
+
+
+class Figures:
+    """Of one router. own: what it has counted. heard: the last stats of the replicas that it is
+    connected to. others: asks the other routers to `tell`; those that do not answer are missing."""
+
+    def __init__(
+        self,
+        router: str,
+        model: str,
+        own: Callable[[], Iterable[Family]],
+        heard: Callable[[], Mapping[str, EngineStats]],
+        others: Callable[[], Awaitable[list[bytes]]],
+    ) -> None:
+        self._router = router
+        self._model = model
+        self._own = own
+        self._heard = heard
+        self._others = others
+        self._replicas: dict[str, dict[str, float]] = {}
+        self.text = Shared(self._gather)
+
+    def tell(self) -> bytes:
+        """For another router."""
+        return msgspec.msgpack.encode(self._told())
+
+    def _told(self) -> Told:
+        heard = {name: _read(stats) for name, stats in self._heard().items()}
+        # Of a replica that has left, nothing is kept.
+        self._replicas = {
+            name: _newest(figures, self._replicas.get(name, figures))
+            for name, figures in heard.items()
+        }
+        return Told(self._router, list(self._own()), self._replicas)
+
+    async def _gather(self) -> str:
+        answers = [msgspec.msgpack.decode(raw, type=Told) for raw in await self._others()]
+        own = self._told()  # after the others, so that it is the newest
+        told = [own, *(one for one in answers if one.router != self._router)]
+        replicas: dict[str, dict[str, float]] = {}
+        for one in told:
+            for name, figures in one.replicas.items():
+                replicas[name] = _newest(figures, replicas.get(name, figures))
+        self._replicas |= {name: replicas[name] for name in own.replicas}
+        return render([*_labelled(told), *_by_replica(replicas)], self._model)
+
+
+class Shared(Generic[T]):
+    """Calls of one function, one at a time: all who come while one runs share the next. So nobody
+    gets what was begun before they asked, and any number of them cost two."""
+
+    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
+        self._work = work
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        if self._next is None:
+            self._next = asyncio.create_task(self._after(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _after(self, before: "asyncio.Task[T] | None") -> T:
+        if before is not None and not before.done():
+            await asyncio.wait({before})
+        self._running, self._next = self._next, None
+        return await self._work()
+
+
+def _read(stats: EngineStats) -> dict[str, float]:
+    return {figure.name: float(figure.read(stats)) for figure in REPLICA_METRICS}
+
+
+def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Of two readings of a replica; a counter may have moved between two steps, too."""
+    newer, older = (one, other) if one[_AGE] >= other[_AGE] else (other, one)
+    counters = {name for name in newer if name.endswith("_total")}
+    return {
+        name: max(value, older.get(name, value)) if name in counters else value
+        for name, value in newer.items()
+    }
+
+
+def _labelled(told: Iterable[Told]) -> Iterable[Family]:
+    """The routers' families, each once, with all samples; during an update one may have more."""
+    found: dict[str, Family] = {}
+    for one in told:
+        for family in one.families:
+            into = found.setdefault(family.name, Family(family.name, family.kind, family.help, []))
+            into.samples.extend(
+                (suffix, {"router": one.router, **labels}, value)
+                for suffix, labels, value in family.samples
+            )
+    return found.values()
+
+
+def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[Family]:
+    for figure in REPLICA_METRICS:
+        samples = [
+            ("", {"replica": name}, figures[figure.name])
+            for name, figures in sorted(replicas.items())
+            if figure.name in figures
+        ]
+        yield Family(PREFIX + figure.name, figure.kind, figure.help, samples)

@@ -1,0 +1,298 @@
+"""The metrics: names, units and buckets in one table, and their Prometheus text.
+
+Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
+closed sets: the served model and the replica's id, never from a request.
+
+`families` lists what a router has, figures.py puts those of all routers together, and `render`
+writes them as Prometheus' text; ray_exporter.py gives them to Ray's exporter.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.backend import BackendState
+from engine.messages import EngineStats
+
+PREFIX = "manta_"
+
+_FIRST_TOKEN_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0,
+)  # fmt: skip
+_BETWEEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0,
+    480.0, 960.0,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
+)  # fmt: skip
+
+
+class Counter:
+    """A sum that only grows, for each combination of its labels' values."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, help: str, *labels: str) -> None:
+        self.name = PREFIX + name
+        self.help = help
+        self.labels = labels
+        self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
+
+    def add(self, amount: float = 1, *values: str) -> None:
+        self.values[values] = self.values.get(values, 0) + amount
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        for values, amount in self.values.items():
+            yield "", dict(zip(self.labels, values, strict=True)), amount
+
+
+class Histogram:
+    """Counts by upper bound, and the sum."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, buckets: tuple[float, ...]) -> None:
+        self.name = PREFIX + name
+        self.help = help
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.buckets, value)] += times
+        self.sum += value * times
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        total = 0
+        for bound, count in zip((*self.buckets, float("inf")), self.counts, strict=True):
+            total += count
+            yield "_bucket", {"le": "+Inf" if bound == float("inf") else f"{bound:g}"}, total
+        yield "_sum", {}, self.sum
+        yield "_count", {}, total
+
+
+def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> float | None:
+    """Of a histogram's counts, straight between two bounds; None without any. Beyond the last bound
+    it is that bound."""
+    wanted = q * sum(counts)
+    if wanted <= 0:
+        return None
+    below, low = 0.0, 0.0
+    for bound, count in zip(buckets, counts, strict=False):
+        if below + count >= wanted:
+            return low + (bound - low) * (wanted - below) / count
+        below, low = below + count, bound
+    return low
+
+
+class RouterMetrics:
+    """What one router counts itself."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self.between = Histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice.", _BETWEEN_BUCKETS
+        )
+        self.request = Histogram(
+            "e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_BUCKETS
+        )
+        self.queue = Histogram(
+            "request_queue_time_seconds",
+            "From arrival until a replica was given it.",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self.prompt_size = Histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", _TOKEN_BUCKETS
+        )
+        self.output_size = Histogram(
+            "request_generation_tokens", "Output tokens of a choice.", _TOKEN_BUCKETS
+        )
+        self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens taken in.")
+        self.cached_tokens = Counter(
+            "prompt_tokens_cached_total", "Of these, found in a replica's prefix cache."
+        )
+        self.output_tokens = Counter("generation_tokens_total", "Tokens handed out.")
+        self.finished = Counter(
+            "request_success_total", "Choices that ended, by reason.", "finished_reason"
+        )
+        self.failed = Counter("request_failure_total", "Requests that failed, by code.", "code")
+        self.migrations = Counter(
+            "migrations_total", "Choices that went on at another replica after losing theirs."
+        )
+        self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
+        self.paused = Counter(
+            "streams_paused_total", "Times that a stream stopped because nobody read it."
+        )
+        self.http = Counter(
+            "http_requests_total", "Answers by route and status.", "route", "status"
+        )
+        self.channels = Counter("channel_opened_total", "Connections made to replicas.")
+
+    def all(self) -> tuple[Counter | Histogram, ...]:
+        return tuple(vars(self).values())
+
+    def told(self) -> dict[str, Any]:
+        """For `manta status`: sums since the start, by label where there is one, and the counts of
+        the histograms' buckets."""
+        found: dict[str, Any] = {}
+        for name, metric in vars(self).items():
+            if isinstance(metric, Histogram):
+                found[name] = list(metric.counts)
+            elif metric.labels:
+                found[name] = {"/".join(key): value for key, value in metric.values.items()}
+            else:
+                found[name] = metric.values[()]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetric:
+    """One figure of a replica, read from its EngineStats."""
+
+    name: str
+    kind: str
+    help: str
+    read: Callable[[EngineStats], float]
+
+
+REPLICA_METRICS = (
+    ReplicaMetric("num_requests_running", "gauge", "In the running batch.", lambda s: s.running),
+    ReplicaMetric("num_requests_waiting", "gauge", "Not yet started.", lambda s: s.waiting),
+    ReplicaMetric(
+        "num_tokens_waiting", "gauge", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens
+    ),
+    ReplicaMetric(
+        "kv_cache_usage_perc",
+        "gauge",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda s: 1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0,
+    ),
+    ReplicaMetric(
+        "kv_cache_reserved_perc",
+        "gauge",
+        "The same if each running request gets as long as it may: over 1 they may not all fit.",
+        lambda s: s.reserved_blocks / s.total_blocks if s.total_blocks else 0.0,
+    ),
+    ReplicaMetric(
+        "num_preemptions_total",
+        "counter",
+        "Requests thrown out of the batch.",
+        lambda s: s.preemptions,
+    ),
+    ReplicaMetric(
+        "prefix_cache_queries_total",
+        "counter",
+        "Prompt tokens looked up.",
+        lambda s: s.prefix_queries,
+    ),
+    ReplicaMetric(
+        "prefix_cache_hits_total", "counter", "Of these, found.", lambda s: s.prefix_hits
+    ),
+    ReplicaMetric(
+        "engine_prompt_tokens_total",
+        "counter",
+        "Prompt tokens computed.",
+        lambda s: s.prompt_tokens,
+    ),
+    ReplicaMetric(
+        "engine_generation_tokens_total", "counter", "Tokens sampled.", lambda s: s.output_tokens
+    ),
+    ReplicaMetric("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.step),
+    ReplicaMetric(
+        "engine_step_seconds", "gauge", "Duration of the last step.", lambda s: s.step_seconds
+    ),
+    ReplicaMetric(
+        "engine_out_of_memory_total",
+        "counter",
+        "Steps that the device had no memory for; computed again in smaller ones.",
+        lambda s: s.out_of_memory,
+    ),
+    ReplicaMetric(
+        "num_adapters_loaded", "gauge", "Adapters on the device.", lambda s: len(s.adapters)
+    ),
+    ReplicaMetric(
+        "adapter_loads_total",
+        "counter",
+        "Adapters copied to the device.",
+        lambda s: s.adapter_loads,
+    ),
+    ReplicaMetric(
+        "replica_draining", "gauge", "1 when it takes nothing new.", lambda s: s.draining
+    ),
+)
+
+# Of the autoscaling policy, which runs in Serve's controller: through Ray's exporter only.
+SCALING_TARGET = "scaling_target_replicas"
+SCALING_DECISIONS = "scaling_decisions_total"
+SCALING_MINIMUM = "scaling_min_replicas"
+SCALING_MAXIMUM = "scaling_max_replicas"
+SCALING_CALM = "scaling_calm_seconds"
+SCALING_IDLE = "scaling_idle_seconds"
+SCALING_HELP = {
+    SCALING_TARGET: "Replicas that a pool should have.",
+    SCALING_DECISIONS: "Changes of that number, by direction and reason.",
+    SCALING_MINIMUM: "Replicas that a pool has at least.",
+    SCALING_MAXIMUM: "Replicas that a pool has at most.",
+    SCALING_CALM: "Seconds that demand must have been lower before replicas go.",
+    SCALING_IDLE: "Seconds without a request before the last one goes.",
+}
+
+
+Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric and its samples now. kind: "counter", "gauge" or "histogram"."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[Sample]
+
+
+def families(metrics: RouterMetrics, state: BackendState) -> Iterator[Family]:
+    """What a router has counted and what waits in it."""
+    for metric in metrics.all():
+        yield Family(metric.name, metric.kind, metric.help, list(metric.samples()))
+    for name, help, value in (
+        ("router_requests_in_flight", "Requests that have not ended.", state.in_flight),
+        ("router_choices_queued", "Choices that wait for a replica to have room.", state.queued),
+        ("router_tokens_queued", "Their prompts and expected outputs.", state.queued_tokens),
+    ):
+        yield Family(PREFIX + name, "gauge", help, [("", {}, value)])
+
+
+def replica_families(stats: EngineStats) -> Iterator[Family]:
+    """What a replica tells of itself."""
+    for figure in REPLICA_METRICS:
+        samples: list[Sample] = [("", {}, figure.read(stats))]
+        yield Family(PREFIX + figure.name, figure.kind, figure.help, samples)
+
+
+def render(families: Iterable[Family], model: str) -> str:
+    """The Prometheus text format, version 0.0.4."""
+    return "".join(f"{line}\n" for family in families for line in _block(family, model))
+
+
+def _block(family: Family, model: str) -> Iterator[str]:
+    yield f"# HELP {family.name} {family.help}"
+    yield f"# TYPE {family.name} {family.kind}"
+    for suffix, labels, value in family.samples:
+        pairs = {"model_name": model, **labels}.items()
+        text = ",".join(f'{key}="{_escape(label)}"' for key, label in pairs)
+        number = str(int(value)) if value == int(value) else repr(float(value))
+        yield f"{family.name}{suffix}{{{text}}} {number}"
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

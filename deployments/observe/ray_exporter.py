@@ -1,0 +1,119 @@
+"""Our metrics through Ray's own exporter, beside the routers' /metrics: for clusters that scrape
+Ray's nodes, and for the dashboard in deploy/grafana.json. Ray puts `ray_` before the names and adds
+deployment, replica and application.
+
+Everything is copied every few seconds: one call of Ray's costs as much as relaying a token. Hence
+the buckets of a histogram are gauges with the names that a histogram's have; queries see no
+difference.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, cast
+
+from ray.serve import metrics as ray_metrics
+
+from deployments.observe.metrics import (
+    PREFIX,
+    SCALING_CALM,
+    SCALING_DECISIONS,
+    SCALING_HELP,
+    SCALING_IDLE,
+    SCALING_MAXIMUM,
+    SCALING_MINIMUM,
+    SCALING_TARGET,
+    Family,
+)
+
+_PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that does not show
+
+
+class ServeExport:
+    """Copies `families()` to Ray until `stop`. For one event loop."""
+
+    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
+        self._families = families
+        self._metrics: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
+        self._sent: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_PERIOD, self._export)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _export(self) -> None:
+        for family in self._families():
+            for suffix, labels, value in family.samples:
+                name = family.name + suffix
+                metric = self._metrics.get(name)
+                if metric is None:
+                    metric = self._metrics[name] = _make(family, name, tuple(labels))
+                if isinstance(metric, ray_metrics.Gauge):
+                    metric.set(value, tags=labels)
+                    continue
+                key = (name, tuple(labels.values()))
+                new = value - self._sent.get(key, 0.0)
+                if new > 0:
+                    metric.inc(new, tags=labels)
+                    self._sent[key] = value
+        self._timer = self._loop.call_later(_PERIOD, self._export)
+
+
+def _make(
+    family: Family, name: str, labels: tuple[str, ...]
+) -> ray_metrics.Counter | ray_metrics.Gauge:
+    keys = cast(Any, labels)
+    if family.kind == "counter":  # Ray puts `_total` behind the name
+        return ray_metrics.Counter(name.removesuffix("_total"), family.help, tag_keys=keys)
+    return ray_metrics.Gauge(name, family.help, tag_keys=keys)
+
+
+@cache
+def scaling_export(app: str) -> "ScalingExport":
+    """The one of this process."""
+    return ScalingExport(app)
+
+
+class ScalingExport:
+    """Of the autoscaling policy, which has no event loop and no replica."""
+
+    def __init__(self, app: str) -> None:
+        keys = ("application", "pool")
+        self._app = app
+        self._targets: dict[str, int] = {}
+        self._target = _make(
+            Family(SCALING_TARGET, "gauge", SCALING_HELP[SCALING_TARGET], []),
+            PREFIX + SCALING_TARGET,
+            keys,
+        )
+        self._decisions = _make(
+            Family(SCALING_DECISIONS, "counter", SCALING_HELP[SCALING_DECISIONS], []),
+            PREFIX + SCALING_DECISIONS,
+            (*keys, "direction", "reason"),
+        )
+        self._bounds = [
+            _make(Family(name, "gauge", SCALING_HELP[name], []), PREFIX + name, keys)
+            for name in (SCALING_MINIMUM, SCALING_MAXIMUM, SCALING_CALM, SCALING_IDLE)
+        ]
+
+    def tell(
+        self,
+        targets: Mapping[str, int],
+        causes: Mapping[str, str],
+        limits: Mapping[str, tuple[int, int]],
+        cooldowns: tuple[float, float],
+    ) -> None:
+        """These pools' numbers, why (`scaling.Reason.cause`), their limits, and the seconds of calm
+        and of idleness before some or all go, are now these."""
+        for pool, target in targets.items():
+            tags = {"application": self._app, "pool": pool}
+            before = self._targets.get(pool, target)
+            cast(ray_metrics.Gauge, self._target).set(target, tags=tags)
+            for gauge, bound in zip(self._bounds, (*limits[pool], *cooldowns), strict=True):
+                cast(ray_metrics.Gauge, gauge).set(bound, tags=tags)
+            if target != before:
+                direction = "up" if target > before else "down"
+                counter = cast(ray_metrics.Counter, self._decisions)
+                counter.inc(1, tags={**tags, "direction": direction, "reason": causes[pool]})
+        self._targets.update(targets)

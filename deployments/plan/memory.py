@@ -1,0 +1,163 @@
+"""plan(model, config, device) -> Plan: what an engine will do with its memory, without loading it.
+
+The sum is the engine's own (`engine.runner.memory.plan_memory`), over a model of the same parts
+that takes no memory. What the engine measures at its start is estimated.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+
+if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
+    from engine.models.registry import Model
+    from engine.resolve import Resolved
+    from engine.runner.memory import MemoryPlan
+
+GIB = 1 << 30
+
+# Bytes that the driver reports as total, not the ones on the box.
+GPUS = {
+    "b200": int(178.4 * GIB),
+    "h200": int(139.8 * GIB),
+    "h100": int(79.2 * GIB),
+    "a100": int(79.2 * GIB),
+    "a100-40g": int(39.4 * GIB),
+    "l40s": int(44.4 * GIB),
+    "a10g": int(22.0 * GIB),
+    "l4": int(22.0 * GIB),
+    "t4": int(14.6 * GIB),
+}
+_WITHOUT_BFLOAT16 = ("t4",)
+
+_CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # and libraries' workspaces
+_CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU of `memory` bytes, or a CPU machine with so much free."""
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    memory: int  # bytes
+    cores: int = 0  # of a CPU machine; 0 = unknown
+    bfloat16: bool = True
+
+    @classmethod
+    def gpu(cls, name: str) -> "Device":
+        """One of GPUS."""
+        return cls(name.upper(), "cuda", GPUS[name], bfloat16=name not in _WITHOUT_BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized."""
+
+    device: Device
+    dtype: str
+    quantization: str
+    parameters: int
+    memory: "MemoryPlan"
+    max_model_len: int
+    max_num_seqs: int
+    devices_per_node: int
+
+    @property
+    def weights(self) -> int:
+        return dict(self.memory.rows)["weights"]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.memory.block_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.memory.block_size
+
+    @property
+    def full_length_requests(self) -> float:
+        """How many requests of max_model_len tokens fit at once."""
+        return self.kv_tokens / self.max_model_len
+
+    @property
+    def used(self) -> int:
+        return sum(size for _, size in self.memory.rows) + self.kv_bytes
+
+    @property
+    def replicas_per_node(self) -> int:
+        """GPUs, or how many fit into a machine's memory and have a core."""
+        if self.device.kind == "cuda":
+            return self.devices_per_node
+        by_memory = self.device.memory // self.used
+        cores = self.device.cores or by_memory
+        return max(1, min(by_memory, cores))
+
+
+def plan(
+    model: ModelConfig, config: EngineConfig, device: Device, *, devices_per_node: int = 1
+) -> Plan:
+    """Raises ConfigError, with the bytes needed and the ways out, when the model does not fit; and
+    for what the engine would refuse there."""
+    import torch
+
+    from engine.resolve import decide
+    from engine.runner.memory import check_weights, lora_host_bytes, plan_memory
+
+    cuda = device.kind == "cuda"
+    check_quantization(config, device.kind)
+    resolved = decide(
+        config, model, torch.device(device.kind), device.name, bfloat16=device.bfloat16
+    )
+    parts = _outline(resolved)
+    try:
+        others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
+        check_weights(parts, device.memory - others[1])
+        host_bytes = lora_host_bytes(config, device.memory)
+        memory = plan_memory(
+            resolved, parts, device.name, device.memory, others, host_bytes=host_bytes
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"does not fit on {device.name}: {error.message}", param=error.param
+        ) from None
+    return Plan(
+        device=device,
+        dtype=str(resolved.dtype).removeprefix("torch."),
+        quantization=config.quantization,
+        parameters=parts.num_parameters,
+        memory=memory,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        devices_per_node=devices_per_node,
+    )
+
+
+@lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
+def _outline(resolved: "Resolved") -> "Model":
+    from engine.runner.memory import outline
+
+    return outline(resolved)
+
+
+def check_quantization(config: EngineConfig, kind: str) -> None:
+    """Raises ConfigError if there is no such method for this kind of device."""
+    if config.quantization == "none":
+        return
+    from engine.quantization.method import METHODS  # with torch
+
+    if kind not in METHODS[config.quantization]:
+        raise ConfigError(
+            f"quantization {config.quantization!r} does not run on {kind}", param="quantization"
+        )

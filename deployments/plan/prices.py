@@ -1,0 +1,172 @@
+"""What a pool costs: which node types hold its replicas, how many, and what an hour and a million
+tokens come to. Prices are a dated file; throughput is only what was measured and written down."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deployments.config import yaml_lines
+from deployments.config.load import PoolConfig
+from deployments.plan.memory import GIB, GPUS, Device, Plan, plan
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+DEFAULT = _CONFIGS / "prices.yaml"
+SPEEDS = _CONFIGS / "speeds.yaml"
+
+_HOST_SHARE = 0.9  # of a node's memory is there for replicas; the rest is the system's and Ray's
+
+# Sizes of the models that speeds.yaml names: layers, width, heads, KV heads, vocabulary.
+_MEASURED = {
+    "llama-8b": (32, 4096, 32, 8, 128256),
+    "qwen3-0.6b": (28, 1024, 16, 8, 151936),
+}
+
+
+class NodeType(BaseModel):
+    """One row of the file. hour: its price."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    gpu: str | None = None
+    gpus: int = Field(0, ge=0, le=64)
+    cpus: int = Field(ge=1, le=4096)
+    memory_gib: float = Field(gt=0)
+    hour: float = Field(gt=0)
+
+    def device(self) -> Device:
+        """What one replica of a GPU pool gets, or all replicas of a CPU pool."""
+        if self.gpu is not None:
+            return Device.gpu(self.gpu)
+        return Device(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
+
+
+class Prices(BaseModel):
+    """The file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    date: str
+    source: str
+    currency: str = "USD"
+    nodes: tuple[NodeType, ...]
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> "Prices":
+        """Raises ConfigError naming the file, the line and the key."""
+        path = DEFAULT if path is None else path
+        try:
+            parsed = yaml_lines.parse(path.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}: not UTF-8 text") from None
+        except yaml_lines.YamlProblem as problem:
+            raise ConfigError(f"{path}:{problem.line}: {problem.message}") from None
+        try:
+            prices = cls.model_validate(parsed.data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            line = parsed.line(first["loc"])
+            raise ConfigError(f"{path}:{line}: {where}: {first['msg']}") from None
+        for node in prices.nodes:
+            if (node.gpu is None) != (node.gpus == 0) or (node.gpu or "t4") not in GPUS:
+                known = ", ".join(GPUS)
+                raise ConfigError(f"{path}: {node.name}: gpu must be one of {known}, with gpus")
+        return prices
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A pool on one node type. replicas: that fit on a node. replica_hour: of one of them on a full
+    node. tokens_per_second: measured, of one; million_tokens: what so many of its output tokens
+    cost then. None where nothing was measured."""
+
+    node: NodeType
+    plan: Plan
+    replicas: int
+    tokens_per_second: float | None
+
+    @property
+    def replica_hour(self) -> float:
+        return self.node.hour / self.replicas
+
+    @property
+    def million_tokens(self) -> float | None:
+        if self.tokens_per_second is None:
+            return None
+        return self.replica_hour / (self.tokens_per_second * 3600) * 1e6
+
+    def hour(self, replicas: int) -> float:
+        """Of so many replicas: whole nodes."""
+        return -(-replicas // self.replicas) * self.node.hour
+
+
+def offers(
+    kind: str,
+    pool: PoolConfig,
+    model: ModelConfig,
+    config: EngineConfig,
+    prices: Prices,
+    speeds: Path = SPEEDS,
+) -> list[Offer]:
+    """The node types that can hold a pool ("gpu" or "cpu"), the cheapest replica first."""
+    measured = _throughputs(model, speeds)
+    found = []
+    for node in prices.nodes:
+        if (node.gpu is not None) != (kind == "gpu"):
+            continue
+        try:
+            fits = plan(model, config, node.device(), devices_per_node=max(1, node.gpus))
+        except ConfigError:
+            continue
+        replicas = _replicas(kind, pool, node, fits)
+        if replicas:
+            speed = measured.get((node.gpu or node.name, fits.dtype))
+            found.append(Offer(node, fits, replicas, speed))
+    return sorted(found, key=lambda offer: (offer.replica_hour, offer.node.name))
+
+
+def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: Plan) -> int:
+    """That Ray places on a node, by what each reserves."""
+    if kind == "gpu":
+        by_gpus = int(node.gpus / (pool.num_gpus or 1.0))
+        return min(by_gpus, int(node.cpus / (pool.num_cpus or 1.0)))
+    # Without a number a replica takes a whole node's cores.
+    return min(fits.replicas_per_node, int(node.cpus / (pool.num_cpus or node.cpus)))
+
+
+class _Speed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    device: str
+    dtype: str
+    tokens_per_second: float = Field(gt=0)
+
+
+def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]:
+    """(GPU, dtype) -> output tokens/s of one replica on the chat workload, the engine alone.
+
+    Raises OSError and ValidationError: the file is a part of the package.
+    """
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_heads,
+        model.num_kv_heads,
+        model.vocab_size,
+    )
+    found = {}
+    rows: Any = yaml_lines.parse(path.read_text("utf-8")).data
+    for speed in map(_Speed.model_validate, rows["speeds"]):
+        gpu = next((gpu for gpu in GPUS if gpu in speed.device.lower().split()), None)
+        if gpu is not None and _MEASURED.get(speed.model) == sizes:
+            found[gpu, speed.dtype] = speed.tokens_per_second
+    return found

@@ -1,0 +1,194 @@
+"""ReplicaAdapters: what a replica's engine is told of adapters, and when. No Ray here.
+
+A request names an adapter, its revision and where its files are, so a replica needs to know nothing
+beforehand: the first request for a revision makes it known, whoever started when. The engine must
+hear of an adapter before it hears of requests for it, so what concerns one name is done in order,
+one after the other; other names, and requests for what is known, do not wait.
+
+`newest` holds the latest version of each name that anybody has spoken of. A request that is new and
+of an older one comes from a router that has not heard yet: it is refused with adapter_changed, and
+the router looks again. So an adapter that was replaced or removed is so for everybody once the
+replicas have been told, whatever the routers know.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from deployments.transport.channel import AdapterVersion, ReplicaEnd
+from engine.errors import AdapterError, EngineDead
+from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineRequest
+
+logger = logging.getLogger("manta.replica")
+
+FAILED_SECONDS = 5.0  # how long it is remembered that an adapter cannot be had
+
+
+class Engine(Protocol):
+    """What is used of `engine.process.client.EngineClient`."""
+
+    async def add_adapter(
+        self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
+    ) -> AdapterInfo: ...
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo: ...
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A request whose adapter is not known yet. path, version: of the adapter's record."""
+
+    connection: ReplicaEnd
+    request: EngineRequest
+    path: str
+    version: int
+
+    @property
+    def wanted(self) -> bool:
+        """Its router is there and has not taken it back."""
+        return self.request.id in self.connection.live
+
+
+Job = Held | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
+
+
+class ReplicaAdapters:
+    """submit(request) gives it to the engine. refuse(connection, id, error) ends one instead."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Callable[[EngineRequest], None],
+        refuse: Callable[[ReplicaEnd, int, AdapterError], None],
+    ) -> None:
+        self._engine = engine
+        self._submit = submit
+        self._refuse = refuse
+        self._known: dict[str, str] = {}  # name -> the revision that the engine has
+        self._newest: dict[str, int] = {}
+        self._failed: dict[tuple[str, str], tuple[float, AdapterError]] = {}
+        self._jobs: dict[str, deque[Job]] = {}  # of names that something is being done for
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, held: Held) -> None:
+        """A request with an adapter: to the engine, when that knows it."""
+        name, _, revision = held.request.adapter.partition("@")
+        known = name not in self._jobs and self._known.get(name) == revision
+        if known and held.version >= self._newest.get(name, 0):
+            self._submit(held.request)
+        else:
+            self._do(name, held)
+
+    def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
+        """These are not wanted any more. Returns those that the engine has."""
+        waiting = {
+            job.request.id for jobs in self._jobs.values() for job in jobs if isinstance(job, Held)
+        }
+        connection.live -= waiting.intersection(ids)
+        return [id for id in ids if id in connection.live]
+
+    def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
+        """A router asks for an adapter to be read, or says what is new. It gets an AdapterAnswer,
+        sooner or later."""
+        self._do(message.name, (connection, message))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # -- one name after the other
+
+    def _do(self, name: str, job: Job) -> None:
+        jobs = self._jobs.get(name)
+        if jobs is not None:
+            jobs.append(job)
+            return
+        self._jobs[name] = deque([job])
+        task = asyncio.get_running_loop().create_task(self._work(name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _work(self, name: str) -> None:
+        jobs = self._jobs[name]
+        try:
+            while jobs:
+                job = jobs[0]
+                if isinstance(job, Held):
+                    await self._start(name, job)
+                elif isinstance(job[1], AddAdapter):
+                    await self._answer(*job, self._load(job[1]))
+                else:
+                    await self._answer(*job, self._announced(job[1]))
+                jobs.popleft()
+        except EngineDead as error:
+            logger.info("adapter %s: %s", name, error.message)  # the routers are told of it
+        finally:
+            del self._jobs[name]
+
+    async def _start(self, name: str, held: Held) -> None:
+        revision = held.request.adapter.partition("@")[2]
+        try:
+            if held.version:  # 0: it goes on with what it began with
+                if held.version < self._newest.get(name, 0):
+                    raise AdapterError(
+                        f"adapter {name} has been replaced or removed", code="adapter_changed"
+                    )
+                self._newest[name] = held.version
+            if self._known.get(name) != revision:
+                await self._make_known(name, revision, held.path)
+        except AdapterError as error:
+            if held.wanted:
+                self._refuse(held.connection, held.request.id, error)
+            return
+        if held.wanted:
+            self._submit(held.request)
+
+    async def _make_known(self, name: str, revision: str, path: str) -> None:
+        """Raises AdapterError; at once, if the same has failed a moment ago."""
+        now = time.monotonic()
+        self._failed = {key: one for key, one in self._failed.items() if one[0] > now}
+        failed = self._failed.get((path, revision))
+        if failed is not None:
+            raise failed[1]
+        try:
+            await self._engine.add_adapter(
+                name, path, revision=revision, load=False, digest=revision
+            )
+        except AdapterError as error:
+            self._failed[path, revision] = (now + FAILED_SECONDS, error)
+            raise
+        self._known[name] = revision
+
+    async def _load(self, message: AddAdapter) -> AdapterInfo:
+        """All of it is read and checked; its revision is what the files hold."""
+        info = await self._engine.add_adapter(message.name, message.path)
+        self._known[message.name] = info.revision
+        self._failed.clear()
+        return info
+
+    async def _announced(self, message: AdapterVersion) -> None:
+        """What the name means from now on. Requests that run on another revision go on."""
+        name = message.name
+        if message.version < self._newest.get(name, 0):
+            return
+        self._newest[name] = message.version
+        known = self._known.get(name)
+        if known is not None and known != message.revision:
+            del self._known[name]
+            await self._engine.remove_adapter(name, known)
+
+    async def _answer(
+        self,
+        connection: ReplicaEnd,
+        message: AddAdapter | AdapterVersion,
+        work: Coroutine[Any, Any, AdapterInfo | None],
+    ) -> None:
+        try:
+            answer = AdapterAnswer(message.ticket, await work)
+        except AdapterError as error:
+            answer = AdapterAnswer(message.ticket, None, error.code, error.message)
+        connection.send(answer)

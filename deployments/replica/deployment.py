@@ -1,0 +1,168 @@
+"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it; tokens
+go by the relay."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import ray
+from ray._private.state import state
+
+from deployments.checkpoints.resolve import Identity
+from deployments.observe.logs import log_through_serve
+from deployments.observe.metrics import replica_families
+from deployments.observe.ray_exporter import ServeExport
+from deployments.replica.server import Relay
+from deployments.replica.watchdog import StallLimits
+from deployments.scaling.policy import Rates
+from deployments.transport.channel import ChannelLimits
+from engine.config import EngineConfig
+
+logger = logging.getLogger("manta.replica")
+
+_NOTICE_SECONDS = 1.0  # between looks at whether this node is to go
+_BEFORE_DEADLINE = 2.0  # seconds: what still runs then is handed over
+_ROWS = 256  # sequences of a full batch: more make tokens slow, and are not planned for
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds.
+
+    loopback: the service is for this machine only, if the cluster is this machine only.
+    """
+
+    engine: dict[str, Any]
+    stall_seconds: float = 30.0
+    drain_seconds: float = 60.0
+    loopback: bool = False
+    channel: ChannelLimits = field(default_factory=ChannelLimits)
+
+
+class EngineReplica:
+    """One engine replica.
+
+    settings: how to run it, from the configuration. prepare: turns that into the EngineConfig on
+    this machine (finds or fetches the model). Serve's replica is up when the engine can serve.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
+    ) -> None:
+        log_through_serve(settings.engine.get("log_level", "info"))
+        self._drain_seconds = settings.drain_seconds
+        config = await asyncio.to_thread(prepare, settings)
+        identity = await asyncio.to_thread(Identity.of, config.model)
+        self._rates = Rates(time.monotonic())
+        self._relay = Relay(settings.channel, StallLimits(step=settings.stall_seconds))
+        # The address of this node in the cluster, never all interfaces; loopback on a loopback
+        # cluster.
+        host = _address(settings.loopback)
+        ready = await self._relay.start(config, host)
+        self._step_tokens = ready.step_tokens
+        phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
+        logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
+        logger.info("%s", ready.memory_table)
+        self._notice = asyncio.create_task(self._await_notice())
+        self._export = ServeExport(lambda: replica_families(self._relay.stats))
+        self._metadata = {
+            "host": host,
+            "port": self._relay.port,
+            "secret": self._relay.secret.hex(),
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "eos_token_ids": list(ready.eos_token_ids),
+            "weights": identity.weights,
+            "tokenizer": identity.tokenizer,
+            "step_tokens": ready.step_tokens,
+            "adapter_slots": config.max_loras,
+            "prefix_caching": config.prefix_caching,
+        }
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook, called once when the replica is ready: what routers need to connect."""
+        return self._metadata
+
+    def record_autoscaling_stats(self) -> dict[str, int | float]:
+        """Serve's hook, for autoscaling.py: the engine's load, tokens/s computed since the last
+        call, and tokens/s that it was measured to be able to do."""
+        stats = self._relay.stats
+        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        rates = self._rates.update(
+            time.monotonic(), prompt=stats.prompt_tokens, output=stats.output_tokens
+        )
+        able = self._relay.steps.rates(min(stats.rows or _ROWS, _ROWS), self._step_tokens)
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "waiting_tokens": stats.waiting_tokens,
+            "kv_usage": used,
+            "prompt_rate": rates["prompt"],
+            "output_rate": rates["output"],
+            **(dict(zip(("prompt_able", "output_able"), able, strict=True)) if able else {}),
+        }
+
+    async def _await_notice(self) -> None:
+        """When this node is to be drained (a spot instance's notice, an operator's order): nothing
+        new from then on, and what runs goes elsewhere before the deadline. Serve starts a
+        replacement at the same time and ends this replica when that is there."""
+        node = cast(Any, ray).get_runtime_context().get_node_id()
+        while node not in (deadlines := await asyncio.to_thread(_draining_nodes)):
+            await asyncio.sleep(_NOTICE_SECONDS)
+        self._relay.refuse_new()
+        if not deadlines[node]:
+            logger.warning("this node is to be drained: no new requests")
+            return
+        left = deadlines[node] / 1000 - time.time()
+        logger.warning("this node is to be drained in %.0f s: no new requests", left)
+        await asyncio.sleep(max(0.0, left - _BEFORE_DEADLINE))
+        self._relay.hand_over()
+
+    def check_health(self) -> None:
+        """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
+        replica."""
+        self._relay.check_health()
+
+    async def stats(self) -> dict[str, Any]:
+        """For people: `handle.stats.remote()`. tasks: of asyncio."""
+        relay = self._relay
+        return {
+            **msgspec.structs.asdict(relay.stats),
+            "pid": os.getpid(),
+            "tasks": len(asyncio.all_tasks()),
+            "engine_pid": relay.engine_pid,
+            "routers": relay.num_routers,
+            "in_flight": relay.in_flight,
+        }
+
+    async def __del__(self) -> None:
+        """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
+        relay = getattr(self, "_relay", None)
+        if relay is not None:
+            await relay.drain(self._drain_seconds)
+            self._notice.cancel()  # until now: its deadline may be the nearer one
+            self._export.stop()
+            await relay.stop()
+
+
+def _draining_nodes() -> Mapping[str, int]:
+    """Node id -> deadline in milliseconds since 1970, 0 for none. Empty while the control plane
+    cannot be asked."""
+    try:
+        return cast(Mapping[str, int], state.get_draining_nodes())
+    except Exception as error:
+        logger.debug("draining nodes cannot be asked for: %s", error)
+        return {}
+
+
+def _address(loopback: bool) -> str:
+    """Where to listen: this node's address in the cluster, never all interfaces."""
+    untyped = cast(Any, ray)
+    if loopback and sum(node["Alive"] for node in untyped.nodes()) == 1:
+        return "127.0.0.1"
+    return str(untyped.util.get_node_ip_address())

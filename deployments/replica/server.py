@@ -1,0 +1,393 @@
+"""Relay: what an engine replica does between its engine and the routers' channels. No Ray here."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from deployments.replica.adapters import Held, ReplicaAdapters
+from deployments.replica.stream_memory import StreamMemory
+from deployments.replica.suspect_queue import Quarantine
+from deployments.replica.watchdog import StallLimits, Watch
+from deployments.routing.step_cost import Cost, StepModel
+from deployments.transport.channel import (
+    AdapterVersion,
+    ChannelLimits,
+    FromRouter,
+    Recall,
+    Recalled,
+    ReplicaEnd,
+)
+from deployments.transport.strangers import Strangers
+from engine.config import EngineConfig
+from engine.errors import AdapterError, EngineDead, MantaError
+from engine.messages import (
+    Abort,
+    AdapterInfo,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    Pulse,
+    Ready,
+    StepFrame,
+)
+from engine.process.client import EngineClient
+
+logger = logging.getLogger("manta.replica")
+
+_ROUTER_BITS = 40  # engine id = connection's index above, the router's own number below
+_ROUTER_MASK = (1 << _ROUTER_BITS) - 1
+_IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
+_FAREWELL = 0.2  # seconds for the last frames to leave before the connections are cut
+_MAX_HEARD = 4096  # bytes of links in a frame: those of eight long prompts
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What the relay uses of `engine.process.client.EngineClient`."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def pulses(self) -> int: ...
+
+    @property
+    def pulse(self) -> Pulse: ...
+
+    async def start(self, config: EngineConfig) -> Ready: ...
+
+    def submit(self, request: EngineRequest) -> None: ...
+
+    def abort(self, ids: list[int]) -> None: ...
+
+    async def add_adapter(
+        self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
+    ) -> AdapterInfo: ...
+
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo: ...
+
+    async def close(self) -> None: ...
+
+
+MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]], Engine]
+
+
+class Relay:
+    """Routers' connections on one side, the engine on the other.
+
+    Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a
+    router has running when its connection is gone.
+    """
+
+    def __init__(
+        self, limits: ChannelLimits, stall: StallLimits, make_engine: MakeEngine = EngineClient
+    ) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.stats = EngineStats()
+        self.steps = StepModel(Cost.mean(()))  # what this engine's steps were seen to cost
+        self.failed: Failed | None = None
+        self.port = 0
+        self._limits = limits
+        self._engine = make_engine(self.on_frame, self.on_death)
+        self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
+        self._quarantine = Quarantine(self._begin)
+        self._memory = StreamMemory()
+        self._server: asyncio.Server | None = None
+        self._strangers = Strangers()
+        self._routers: dict[int, ReplicaEnd] = {}
+        self._indices = itertools.count(1)
+        self._draining = False
+        self._leaving = False
+        self._stall = stall
+        self._watch = Watch(stall)
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self, config: EngineConfig, host: str) -> Ready:
+        """Start the engine, then listen on a free port of host. Raises what the engine's start
+        raises."""
+        ready = await self._engine.start(config)
+        self._server = await self._loop.create_server(self._accept, host, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._look()
+        return ready
+
+    async def stop(self) -> None:
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._strangers, *self._routers.values()]:
+            connection.live.clear()  # the engine ends as a whole
+            connection.close("the replica has stopped")
+        self._strangers.close()
+        self._adapters.close()
+        await self._engine.close()
+
+    async def drain(self, seconds: float) -> None:
+        """Tell the routers to send nothing new, and let what runs end, for so long at most; then
+        hand it over."""
+        self.refuse_new()
+        deadline = time.monotonic() + seconds
+        while self.in_flight and time.monotonic() < deadline and self.failed is None:
+            await asyncio.sleep(0.05)
+        self.hand_over()
+        await asyncio.sleep(_FAREWELL)
+
+    def hand_over(self) -> None:
+        """Give back what runs and what still comes: the routers' ledgers go on elsewhere. A
+        connection that breaks would do the same, but blame the requests that were here."""
+        self.refuse_new()
+        self._leaving = True
+        for router in list(self._routers.values()):
+            if router.live and self.failed is None:
+                ids = sorted(router.live)
+                self._tell(self._engine.abort, self._take_back(router, ids))
+                router.live.clear()
+                router.tell(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids])
+        self._quarantine.advance()
+
+    def refuse_new(self) -> None:
+        """Routers send nothing new from now on; what runs goes on."""
+        self._draining = True
+        self._announce()
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(router.live) for router in self._routers.values())
+
+    @property
+    def engine_pid(self) -> int:
+        return self._engine.pid
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the engine is gone or stuck."""
+        if self.failed is not None:
+            raise EngineDead(self.failed.message, code=self.failed.code)
+        if not self._engine.alive:
+            raise EngineDead("the engine process is gone")
+
+    def _look(self) -> None:
+        """Once a tick: is the engine stuck?"""
+        engine, stats = self._engine, self.stats
+        busy = bool(stats.running or stats.waiting or self.in_flight)
+        wrong = self._watch.look(engine.pulses, engine.pulse, stats.step, busy=busy)
+        if wrong:
+            self.on_death(EngineDead(wrong, code="engine_stalled"))
+        if self.failed is None:
+            self._watch_timer = self._loop.call_later(self._stall.tick, self._look)
+
+    # -- from the engine
+
+    def on_frame(self, frame: StepFrame) -> None:
+        self._share_out(frame)
+        if self._quarantine.suspect is not None:
+            self._quarantine.advance()
+
+    def _share_out(self, frame: StepFrame) -> None:
+        """To each router what is its own."""
+        stats, now = frame.stats, self._loop.time()
+        self._memory.take(frame.deltas, now)
+        self.steps.observe_frame(stats)
+        if self._draining:
+            stats.draining = True
+        stats.routers = len(self._routers)
+        self.stats = stats
+        # No frame will follow this one: a router without it would see load until the next beat.
+        idle = not stats.running and not stats.waiting
+        routers = self._routers
+        for id in frame.taken:
+            router = routers.get(id >> _ROUTER_BITS)
+            if router is not None:
+                router.taken.append(id & _ROUTER_MASK)
+        if len(routers) == 1:
+            (router,) = routers.values()
+            index = router.index
+            mine = []
+            for delta in frame.deltas:
+                id = delta.id
+                if id >> _ROUTER_BITS == index:
+                    delta.id = id & _ROUTER_MASK
+                    mine.append(delta)
+                    if delta.finish:
+                        router.live.discard(id)
+            if mine or idle or router.since_sent(now) > _IDLE_NEWS:
+                router.tell(stats, mine)
+            return
+        by_router: dict[int, list[Delta]] = {}
+        for delta in frame.deltas:
+            id = delta.id
+            index = id >> _ROUTER_BITS
+            found = routers.get(index)
+            if found is None:
+                continue  # that router has gone; its requests are being aborted
+            delta.id = id & _ROUTER_MASK
+            by_router.setdefault(index, []).append(delta)
+            if delta.finish:
+                found.live.discard(id)
+        for index, router in list(routers.items()):
+            deltas = by_router.get(index)
+            if deltas or idle or router.since_sent(now) > _IDLE_NEWS:
+                router.tell(stats, deltas or [])
+
+    def on_death(self, error: MantaError) -> None:
+        """The engine cannot go on: tell the routers, which move their requests, and refuse new
+        connections."""
+        if self.failed is not None:
+            return
+        logger.error("the engine has failed: %s: %s", error.code, error.message)
+        self.failed = Failed(error.code, error.message, error.param)
+        if self._server is not None:
+            self._server.close()
+        # Whom the engine did not have it did not die of.
+        accused = self._quarantine.accused()
+        doubt = len(accused) > 1
+        deaths = self._quarantine.deaths if len(accused) == 1 else []
+        for router in list(self._routers.values()):
+            router.live.clear()
+            ids = [one.request.id & _ROUTER_MASK for one in accused if one.connection is router]
+            trial = ids if accused else None
+            router.send(
+                msgspec.structs.replace(self.failed, trial=trial, deaths=deaths, doubt=doubt)
+            )
+        self._quarantine.advance()
+
+    # -- from the routers
+
+    def _accept(self) -> ReplicaEnd:
+        return ReplicaEnd(
+            self.secret,
+            self._limits,
+            on_made=self._strangers.add,
+            on_open=self._opened,
+            on_message=self._received,
+            on_close=self._closed,
+            stats=lambda: self.stats,
+        )
+
+    def _opened(self, connection: ReplicaEnd) -> None:
+        self._strangers.discard(connection)
+        connection.index = next(self._indices)
+        self._routers[connection.index] = connection
+        logger.info("router %s is connected from %s", connection.router, connection.peer)
+        connection.tell(self.stats, [])
+
+    def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
+        if self.failed is not None:
+            return  # the router has been told, and moves its requests
+        base = connection.index << _ROUTER_BITS
+        if isinstance(message, Abort):
+            ids = [base | (id & _ROUTER_MASK) for id in message.ids]
+            self._tell(self._engine.abort, self._take_back(connection, ids))
+            self._quarantine.advance()
+            return
+        if isinstance(message, AddAdapter | AdapterVersion):
+            self._adapters.order(connection, message)
+            return
+        if isinstance(message, Recall):
+            records = self._memory.find(message.streams, self._loop.time())
+            connection.send(Recalled(message.ticket, records))
+            return
+        request = message.request
+        if self._leaving:
+            connection.tell(self.stats, [_given_back(request.id)])
+            return
+        id = base | request.id
+        if not 0 <= request.id <= _ROUTER_MASK or id in connection.live:
+            connection.close(f"request number {request.id} is out of range or in use")
+            return
+        request.id = id
+        logger.debug(
+            "from router %s: %d tokens",
+            connection.router,
+            len(request.token_ids),
+            extra={"request_id": request.request_id},
+        )
+        for other in self._routers.values():
+            # A prompt begins with what is shared; what is too much at once is left out.
+            if other is not connection and len(other.heard) < _MAX_HEARD:
+                other.heard += message.links[:_MAX_HEARD]
+        connection.live.add(id)
+        if message.stream:
+            self._memory.begin(request, message.stream)
+        held = Held(connection, request, message.adapter_path, message.adapter_version)
+        self._quarantine.submit(held, message.turn, message.deaths)
+
+    def _begin(self, held: Held) -> None:
+        if held.path:
+            self._adapters.submit(held)
+        else:
+            self._start(held.request)
+
+    def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
+        """These are not wanted any more. Returns those that the engine has."""
+        for id in ids:
+            self._memory.end(id, self._loop.time())
+        self._quarantine.take_back(connection, ids)
+        return self._adapters.take_back(connection, ids)
+
+    def _start(self, request: EngineRequest) -> None:
+        told = self._tell(self._engine.submit, request)
+        suspect = self._quarantine.suspect
+        if told and suspect is not None and suspect.request is request:
+            self._quarantine.given = True
+
+    def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
+        connection.live.discard(id)
+        self._memory.end(id, self._loop.time())
+        text = f"{error.code}: {error.message}"
+        delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
+        connection.tell(self.stats, [delta])
+        self._quarantine.advance()
+
+    def _closed(self, connection: ReplicaEnd, reason: str) -> None:
+        if connection.index < 0:
+            self._strangers.refused(connection, reason)
+            return
+        self._routers.pop(connection.index, None)
+        logger.info(
+            "router %s: %s; %d requests aborted", connection.router, reason, len(connection.live)
+        )
+        for id in connection.live:
+            self._memory.end(id, self._loop.time())
+        if connection.live and self.failed is None:
+            self._tell(self._engine.abort, list(connection.live))
+            connection.live.clear()
+            self._quarantine.advance()
+
+    def _tell(self, call: Callable[[T], None], argument: T) -> bool:
+        """Whether the engine was there to hear it."""
+        try:
+            call(argument)
+        except EngineDead as error:
+            if not self._engine.alive:
+                self.on_death(error)
+            # Else its client will soon say what it died of, after the last of its frames.
+            return False
+        return True
+
+    def _announce(self) -> None:
+        self.stats.draining = True
+        for router in list(self._routers.values()):
+            router.tell(self.stats, [])
+
+
+def _given_back(id: int) -> Delta:
+    """A request's end here, as an engine that drains says it. id: the router's."""
+    return Delta(id, [], "error", error="draining: this replica is about to end")

@@ -1,0 +1,90 @@
+"""StreamMemory: the tokens of streams that a replica has, and of those that it had a moment ago.
+
+A client whose router or edge has died comes back with the number of its stream, and the next router
+asks the replicas: so the answer goes on after what was shown, at the cost of a look into the prefix
+cache, and with the same tokens also where computing them again could give others. Kept are streams
+whose client has said that it may come back, for KEEP_SECONDS after their end and KEEP_TOKENS in
+all; the oldest go first.
+"""
+
+from array import array
+from collections import OrderedDict
+
+from deployments.transport.channel import Record
+from engine.messages import Delta, EngineRequest
+
+KEEP_SECONDS = 180.0  # longer than an edge, a router or a node takes to come back
+KEEP_TOKENS = 8 * 2**20  # of ended ones: 32 MiB
+_OF_EACH = 128  # a record without tokens counts as so many
+
+
+class _Kept:
+    __slots__ = ("choice", "ended", "finish", "id", "stop_token", "stream", "tokens")
+
+    def __init__(self, id: int, stream: str, choice: int, tokens: list[int]) -> None:
+        self.id, self.stream, self.choice = id, stream, choice
+        self.tokens = array("I", tokens)
+        self.finish = ""
+        self.stop_token: int | None = None
+        self.ended = 0.0
+
+
+class StreamMemory:
+    """Ids are the engine's."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Kept] = {}
+        self._ended: OrderedDict[int, _Kept] = OrderedDict()  # in the order of their ends
+        self._streams: dict[str, list[_Kept]] = {}
+        self._tokens = 0  # of those that have ended
+
+    def begin(self, request: EngineRequest, stream: str) -> None:
+        emitted = request.token_ids[request.num_prompt_tokens :]
+        kept = _Kept(request.id, stream, request.choice, emitted)
+        self._live[request.id] = kept
+        self._streams.setdefault(stream, []).append(kept)
+
+    def take(self, deltas: list[Delta], now: float) -> None:
+        """What a step has given. now: seconds, as in `find`."""
+        live = self._live
+        if not live:
+            return
+        for delta in deltas:
+            kept = live.get(delta.id)
+            if kept is not None:
+                kept.tokens.extend(delta.token_ids)
+                if delta.finish:
+                    if delta.finish in ("stop", "length"):
+                        kept.finish, kept.stop_token = delta.finish, delta.stop_token
+                    self.end(delta.id, now)
+
+    def end(self, id: int, now: float) -> None:
+        """Nobody wants more of it here, or there is no more. Idempotent."""
+        kept = self._live.pop(id, None)
+        if kept is None:
+            return
+        kept.ended = now
+        self._ended[id] = kept
+        self._tokens += len(kept.tokens) + _OF_EACH
+        self._forget(now)
+
+    def find(self, streams: list[str], now: float) -> list[Record]:
+        self._forget(now)
+        return [
+            Record(kept.stream, kept.choice, kept.tokens.tolist(), kept.finish, kept.stop_token)
+            for stream in streams
+            for kept in self._streams.get(stream, ())
+        ]
+
+    def _forget(self, now: float) -> None:
+        ended = self._ended
+        while ended:
+            oldest = next(iter(ended.values()))
+            if now - oldest.ended < KEEP_SECONDS and self._tokens <= KEEP_TOKENS:
+                return
+            del ended[oldest.id]
+            self._tokens -= len(oldest.tokens) + _OF_EACH
+            of_stream = self._streams[oldest.stream]
+            of_stream.remove(oldest)
+            if not of_stream:
+                del self._streams[oldest.stream]

@@ -1,0 +1,100 @@
+"""Resuming: a client's side of a stream that goes on after a break; standard library alone.
+
+Knows nothing of connections: whoever has them feeds what comes, and asks what to send after a break
+and how long to wait before.
+"""
+
+import json
+import random
+import time
+
+WANTED = "x-event-ids"  # the server is asked for ids by "1"
+LAST = "Last-Event-ID"
+
+PATIENCE = 60.0  # seconds without news after which a stream is given up
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts; they double
+_LONGEST_TOLD = 5.0  # of what a server says itself
+# While its parts come back a service may say any of these, and Serve's edge 404 for a moment.
+_AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
+
+
+class Resuming:
+    """One streamed answer in all its parts. patience: seconds without news until it is given up.
+
+    finished: the stream has come to its end, by [DONE] or by an error that the server has told.
+    """
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.finished = False
+        self._patience = patience
+        self._last = ""
+        self._shown = False  # an event without an id has gone out: there is no way back
+        self._buffer = b""
+        self._news = time.monotonic()
+        self._wait = _FIRST_WAIT
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the request, the first time and each time after."""
+        return {WANTED: "1", **({LAST: self._last} if self._last else {})}
+
+    def feed(self, data: bytes) -> bytes:
+        """What of it can be handed on: whole events. The rest of one that was cut is dropped at
+        the next request, because that event comes again."""
+        self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
+        end = self._buffer.rfind(b"\n\n") + 2
+        if end < 2:
+            return b""
+        whole, self._buffer = self._buffer[:end], self._buffer[end:]
+        for block in whole.split(b"\n\n"):
+            self._look(block)
+        self.heard()
+        return whole
+
+    def heard(self) -> None:
+        """There is news."""
+        self._news = time.monotonic()
+        self._wait = _FIRST_WAIT
+
+    def _look(self, block: bytes) -> None:
+        id, data = "", []
+        for line in block.split(b"\n"):
+            name, _, value = line.partition(b":")
+            if name == b"id":
+                id = value.strip().decode("latin-1")
+            elif name == b"data":
+                data.append(value.strip())
+        if not data:
+            return
+        text = b"\n".join(data)
+        if text == b"[DONE]" or _is_error(text):
+            self.finished = True
+        elif id:
+            self._last = id
+        else:
+            self._shown = True
+
+    def pause(self, status: int = 0, headers: dict[str, str] | None = None) -> float | None:
+        """The stream broke (0), or an attempt to go on got this answer (its headers in lower case):
+        seconds to wait before the next, or None if there is to be none."""
+        headers = headers or {}
+        self._buffer = b""
+        given_up = time.monotonic() > self._news + self._patience
+        refused = status and (status not in _AGAIN or headers.get("x-should-retry") == "false")
+        if self.finished or self._shown or given_up or refused:
+            return None
+        wait, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
+        try:
+            told = float(headers.get("retry-after", 0))
+        except ValueError:
+            told = 0.0
+        return max(wait * random.uniform(0.5, 1.0), min(told, _LONGEST_TOLD))
+
+
+def _is_error(data: bytes) -> bool:
+    if not data.startswith(b'{"error"'):
+        return False
+    try:
+        return "error" in json.loads(data)
+    except ValueError:
+        return False

@@ -1,0 +1,185 @@
+"""Gate: where a router's requests wait until a replica has room for them; the queue of
+fair_queue.py with a clock and replicas."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from deployments.backend import GenerationRequest
+from deployments.router.admission.fair_queue import (
+    AdmissionLimits,
+    Capacity,
+    OutputEstimate,
+    Queue,
+    Ticket,
+)
+from deployments.router.inflight import Entry
+from deployments.routing.fleet import Fleet
+from deployments.routing.replica_state import ReplicaState
+from engine.errors import MantaError, Overloaded
+
+_CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good for
+
+
+@dataclass(frozen=True, slots=True)
+class GateLimits:
+    """wait_seconds: how long a request waits at most. waiting: choices that may wait while no
+    replica is ready."""
+
+    wait_seconds: float = 30.0
+    waiting: int = 1024
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+
+
+class Gate:
+    """fleet: the router's replicas. max_len: tokens of the longest request. send(entry, replicas):
+    give it to one of these, which have room."""
+
+    def __init__(
+        self,
+        limits: GateLimits,
+        fleet: Fleet,
+        random: Callable[[], float],
+        max_len: Callable[[], int],
+        send: Callable[[Entry, list[ReplicaState]], None],
+    ) -> None:
+        self._limits = limits
+        self._fleet = fleet
+        self._max_len = max_len
+        self._send = send
+        self._queue: Queue[Entry] = Queue(limits.admission, random)
+        self._tickets: dict[Entry, Ticket[Entry]] = {}
+        self._estimate = OutputEstimate()
+        self._capacity = (0.0, Capacity())  # good until, what
+        self._rate = math.inf  # tokens/s, of the replicas when it was last known
+
+    @property
+    def choices(self) -> int:
+        """That wait."""
+        return self._queue.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Their work."""
+        return int(self._queue.tokens)
+
+    def seconds(self) -> float:
+        """How long they will take to go."""
+        return self._queue.tokens / self._capacity_at(time.monotonic()).rate
+
+    # -- in
+
+    def admit(self, key: str) -> None:
+        """Raises Overloaded if a request of this key would be refused, one like those that wait."""
+        if self._queue:
+            self._check(key, 0, self._queue.tokens / len(self._queue), None)
+
+    def check(self, request: GenerationRequest) -> bool:
+        """Whether a replica has room for it now; if not, it may wait. Raises MantaError."""
+        if not self._queue and self._roomy():
+            return True
+        if self.choices >= self._limits.waiting and not self._ready():
+            message = "no replica is ready and too many requests wait for one"
+            raise Overloaded(message, code="no_replica", retry_after=5)
+        self._check(request.key, request.priority, self._work(request), request.deadline)
+        return False
+
+    def enter(self, entry: Entry, *, now: bool) -> None:
+        """Send it now, or let it wait, as `check` has said."""
+        if now:
+            self._send(entry, self._roomy())
+            return
+        request = entry.request
+        self._tickets[entry] = self._queue.push(
+            entry,
+            request.key,
+            request.priority,
+            self._work(request),
+            len(entry.choices),
+            self._capacity[1].rate,
+        )
+        loop = asyncio.get_running_loop()
+        entry.timers.append(loop.call_later(self._limits.wait_seconds, self._expire, entry))
+
+    def _expire(self, entry: Entry) -> None:
+        if entry in self._tickets:
+            seconds = f"{self._limits.wait_seconds:g} s"
+            if self._ready():
+                entry.fail(Overloaded(f"no replica had room for it within {seconds}"))
+            else:
+                message = f"no replica became ready within {seconds}"
+                entry.fail(Overloaded(message, code="no_replica", retry_after=5))
+
+    # -- out
+
+    def fill(self) -> None:
+        """Give replicas what waits, while one has room."""
+        queue = self._queue
+        while queue.head() is not None and (roomy := self._roomy()):
+            entry = queue.pop()
+            del self._tickets[entry]
+            self._send(entry, roomy)
+
+    def news(self, replica: ReplicaState) -> None:
+        """A frame of this replica has come."""
+        if self._queue and replica.room() > 0:
+            self.fill()
+
+    def ended(self, entry: Entry) -> None:
+        """A request has ended, wherever it was."""
+        ticket = self._tickets.pop(entry, None)
+        if ticket is not None:
+            self._queue.remove(ticket)
+            return
+        limit = self._limit(entry.request)
+        expected = self._estimate.expected(limit) * len(entry.choices)
+        for choice in entry.choices:
+            expected -= len(choice.emitted)
+            self._estimate.learn(limit, len(choice.emitted))
+        self._queue.correct(entry.request.key, -expected)
+
+    # -- what it goes by
+
+    def _roomy(self) -> list[ReplicaState]:
+        return [one for one in self._fleet.replicas.values() if one.available and one.room() > 0]
+
+    def _ready(self) -> bool:
+        return any(one.available for one in self._fleet.replicas.values())
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """Output tokens that a choice can have at most."""
+        limit = request.params.max_tokens
+        return self._max_len() - len(request.token_ids) if limit is None else limit
+
+    def _work(self, request: GenerationRequest) -> float:
+        """Tokens that it is likely to take."""
+        output = self._estimate.expected(self._limit(request))
+        return len(request.token_ids) + request.params.n * output
+
+    def _check(self, key: str, priority: int, work: float, deadline: float | None) -> None:
+        now = time.monotonic()
+        refusal = self._queue.refusal(key, priority, work, now, self._capacity_at(now), deadline)
+        if refusal is None:
+            return
+        if refusal.code == "deadline_exceeded":
+            raise MantaError("it could not start before its deadline", code=refusal.code)
+        message = "too much work is waiting"
+        if refusal.code != "overloaded":
+            message = "too much work of this key is waiting"
+        raise Overloaded(message, code=refusal.code, retry_after=refusal.seconds)
+
+    def _capacity_at(self, now: float) -> Capacity:
+        until, capacity = self._capacity
+        if now >= until:
+            known = self._fleet.available()
+            capacity = Capacity.of([(one.rate(), one.rows, one.free_rows()) for one in known])
+            if capacity.rate < math.inf:
+                self._rate = capacity.rate
+            elif known:
+                # All are new, after an update or from another pool: until they show how fast they
+                # are, what waits for them already must not count as more than they can do.
+                capacity = replace(capacity, rate=self._rate)
+            self._capacity = (now + _CAPACITY_SECONDS, capacity)
+        return capacity

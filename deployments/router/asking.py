@@ -1,0 +1,51 @@
+"""Asking: questions to replicas over their channels, and their answers by ticket."""
+
+import asyncio
+import itertools
+from typing import Any, Protocol
+
+from deployments.router.replica_client import Link
+
+
+class Ticketed(Protocol):
+    ticket: int
+
+
+class Asking:
+    """Of one router. An answer is a message with the question's ticket."""
+
+    def __init__(self) -> None:
+        self._tickets = itertools.count(1)
+        self._asked: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
+
+    def ticket(self) -> int:
+        """For the next question."""
+        return next(self._tickets)
+
+    async def ask(self, link: Link, message: Ticketed, seconds: float) -> Any:
+        """None if the replica was lost, or has not answered in time."""
+        if link.connection is None:
+            return None
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[message.ticket] = (link, future)
+        link.connection.send(message)
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(message.ticket, None)
+
+    def answered(self, answer: Ticketed) -> None:
+        asked = self._asked.pop(answer.ticket, None)
+        if asked is not None and not asked[1].done():
+            asked[1].set_result(answer)
+
+    def lost(self, link: Link) -> None:
+        """Its connection is gone."""
+        for ticket, (where, future) in list(self._asked.items()):
+            if where is link:
+                del self._asked[ticket]
+                if not future.done():
+                    future.set_result(None)

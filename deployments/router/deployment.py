@@ -1,0 +1,265 @@
+"""Router: the Serve deployment that answers HTTP and handle calls. All the work is the dispatcher's
+and the API's."""
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.adapters.book import RayBook
+from deployments.adapters.registry import AdapterSettings
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.backend import ModelCard
+from deployments.checkpoints.resolve import Identity
+from deployments.observe.figures import Figures
+from deployments.observe.logs import log_through_serve
+from deployments.observe.ray_exporter import ServeExport
+from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.serve import discovery, handle_call
+from deployments.router.serve.peers import Peers
+from deployments.store import event_secret, first_served
+from engine.model_config import ModelConfig
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.router")
+
+_FIGURES_SECONDS = 1.0  # for the other routers to tell their figures: two beats of a replica
+_ASK_SECONDS = 5.0  # for the other routers to say what they know of a request
+_ASKERS = 8  # questions to the other routers at once
+_LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """model_name: what requests call it. find_model: gives the local folder, fetching the model if
+    need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities: of such a
+    digest, the least priority that its requests may have, if that is not 0."""
+
+    model_name: str
+    find_model: Callable[[], Path]
+    dispatch: DispatchLimits
+    api_key_digests: tuple[str, ...]
+    body_bytes: int
+    strict: bool
+    share_by: str
+    deadline_seconds: float | None
+    adapters: AdapterSettings
+    admin_key_digests: tuple[str, ...] = ()
+    key_priorities: Mapping[str, int] = field(default_factory=dict)
+    share_prefixes: bool = False
+    cors_origins: tuple[str, ...] = ()
+    keepalive_seconds: float = 5.0
+    log_level: str = "info"
+
+
+class Router:
+    """engines: the handle of each engine deployment; used for discovery, not for tokens."""
+
+    def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
+        log_through_serve(settings.log_level)
+        self._settings = settings
+        self._engines = engines
+        self._replicas: dict[str, discovery.Replicas] = {}
+        self._unsubscribe: list[Callable[[], None]] = []
+        self._asking = asyncio.Semaphore(_ASKERS)
+
+    async def __serve_build_asgi_app__(self) -> handle_call.AsgiApp:
+        """Serve's hook: runs once on the loop that will carry the requests."""
+        settings = self._settings
+        context = serve.get_replica_context()
+        app = context.app_name
+        card, tokenizer, identity = await asyncio.to_thread(self._load_model, app)
+        try:
+            secret = await asyncio.to_thread(event_secret, app)
+        except OSError as error:
+            logger.warning("event ids are good at this router only: %s", error)
+            secret = secrets.token_bytes(32)
+        name = f"router-{secrets.token_hex(4)}"
+        dispatcher = Dispatcher(
+            card,
+            tokenizer,
+            settings.dispatch,
+            name,
+            identity,
+            settings.adapters,
+            RayBook(app),
+        )
+        self._dispatcher = dispatcher
+        self._peers = Peers(context.deployment, app)
+        await dispatcher.adapters.start()
+        loop = asyncio.get_running_loop()
+        for engine in self._engines:
+            # Any option makes the handle follow its deployment from now on, not from the first
+            # call.
+            engine.options(method_name="stats")
+            set_replicas = partial(self._set_replicas, engine.deployment_name)
+
+            def listener(
+                replicas: discovery.Replicas, call: Callable[..., None] = set_replicas
+            ) -> None:
+                loop.call_soon_threadsafe(call, replicas)
+
+            self._unsubscribe.append(
+                discovery.subscribe(engine.app_name, engine.deployment_name, listener)
+            )
+        self._export = ServeExport(dispatcher.figures)
+        self._figures = Figures(
+            name,
+            settings.model_name,
+            dispatcher.figures,
+            lambda: dispatcher.state().replicas,
+            partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
+        )
+        options = ApiOptions(
+            strict=settings.strict,
+            api_keys=frozenset(map(bytes.fromhex, settings.api_key_digests)),
+            admin_keys=frozenset(map(bytes.fromhex, settings.admin_key_digests)),
+            priorities={bytes.fromhex(key): p for key, p in settings.key_priorities.items()},
+            share_prefixes=settings.share_prefixes,
+            max_body_bytes=settings.body_bytes,
+            max_in_flight=settings.dispatch.in_flight,
+            share_by=settings.share_by,
+            deadline_s=settings.deadline_seconds,
+            cors_origins=frozenset(settings.cors_origins),
+            keepalive_s=settings.keepalive_seconds,
+            event_secret=secret,
+            metrics=self._figures.text,
+            explain=self._explain,
+            observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
+        )
+        # Whoever holds a handle is inside the cluster: no key.
+        self._trusted = build_asgi(
+            dispatcher, replace(options, api_keys=frozenset(), admin_keys=frozenset())
+        )
+        # Serve puts the request's id, or one that it makes, into request and answer itself.
+        self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
+        # A collection that goes over all that was imported holds every stream up for 70 ms.
+        gc.collect()
+        gc.freeze()
+        return self._http
+
+    def _load_model(self, app: str) -> tuple[ModelCard, Tokenizer, Identity]:
+        folder = self._settings.find_model()
+        name, now = self._settings.model_name, int(time.time())
+        model = ModelConfig.from_folder(folder)
+        tokenizer = Tokenizer.load(folder)
+        card = ModelCard(
+            id=name,
+            max_model_len=model.max_positions,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            created=first_served(app, name, now),
+            root=name,
+        )
+        return card, tokenizer, Identity.of(folder)
+
+    def _set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
+        self._replicas[deployment] = replicas
+        everything: dict[str, Mapping[str, Any]] = {
+            f"{name}/{replica}": metadata
+            for name, known in self._replicas.items()
+            for replica, metadata in known.items()
+        }
+        self._dispatcher.set_replicas(everything)
+
+    def record_autoscaling_stats(self) -> dict[str, int | float]:
+        """Serve's hook: the signals of the autoscaling policy."""
+        return self._dispatcher.autoscaling_stats() if hasattr(self, "_dispatcher") else {}
+
+    # -- handle calls: plain dicts, so that callers need nothing of ours
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A chat completion if body has `messages`, else a completion. Fields and answer as in the
+        HTTP API."""
+        return await handle_call.call(self._trusted, self._named(body))
+
+    async def stream(
+        self, body: dict[str, Any], last_event_id: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The same, streamed; with last_event_id, as asgi_call.stream says."""
+        async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
+            yield chunk
+
+    def _named(self, body: dict[str, Any]) -> dict[str, Any]:
+        """There is one model here, so a body need not say which."""
+        return {"model": self._settings.model_name, **body}
+
+    async def drain(self, seconds: float) -> None:
+        """Before the application is deleted, which Serve tells nobody in time: nothing new from now
+        on, and back when the last answer is out. What still runs after so long ends with the error
+        `draining`."""
+        self._dispatcher.refuse_new()
+        await self._idle(seconds)
+        self._dispatcher.fail_all()
+        await self._idle(_LAST_WORDS)
+
+    async def _idle(self, seconds: float) -> None:
+        """Until no request is in flight, for so long at most."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and (self._http.in_flight or self._trusted.in_flight):
+            await asyncio.sleep(0.05)
+
+    async def state(self) -> dict[str, Any]:
+        """Replicas and load as this router sees them. `held` is 0 throughout when nothing is in
+        flight; pid and tasks (of asyncio) are for finding leaks."""
+        state = self._dispatcher.state()
+        return {
+            "name": self._dispatcher.name,
+            "model": self._settings.model_name,
+            "pid": os.getpid(),
+            "tasks": len(asyncio.all_tasks()),
+            "in_flight": state.in_flight,
+            "queued": state.queued,
+            "queued_tokens": state.queued_tokens,
+            "held": {
+                **self._dispatcher.held(),
+                "http": self._http.in_flight,
+                "handle": self._trusted.in_flight,
+            },
+            "replicas": {
+                name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()
+            },
+            "metrics": self._dispatcher.metrics.told(),
+        }
+
+    async def figures(self) -> bytes:
+        """For another router's /metrics; see figures.py."""
+        return self._figures.tell()
+
+    async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
+        """What this router knows of a request, lately ended or in flight: one for each prompt; see
+        request_trace.py. owner: None for everyone's."""
+        return self._dispatcher.explain(request_id, owner)
+
+    async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
+        """The same of whichever router had it: this one, or the others are asked."""
+        if found := self._dispatcher.explain(request_id, owner):
+            return found
+        async with self._asking:
+            answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
+        return [part for answer in answers for part in answer]
+
+    async def __del__(self) -> None:
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        if hasattr(self, "_dispatcher"):
+            self._export.stop()
+            self._dispatcher.close()
+
+
+def digest(key: str) -> str:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,266 @@
+"""The ledger: what each request in flight was, and what has come out of it, so that another replica
+can go on.
+
+An Entry is one prompt; a Choice is one of its n continuations, which lives at one replica at a
+time. Going on elsewhere is `Choice.as_request` with what was emitted behind the prompt: the engine
+counts max_tokens and its random numbers from the prompt's end, so the text is the one that would
+have come without the loss.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from deployments.backend import GenerationRequest, Timing
+from deployments.observe.metrics import RouterMetrics
+from deployments.router.failover.poison import Blame
+from deployments.router.request_trace import Story
+from engine.errors import MantaError
+from engine.messages import Delta, EngineRequest
+
+# What is kept of a stream that nobody reads: then it pauses.
+UNREAD_BYTES = 2**20
+DELTA_BYTES = 256  # of a delta of one token
+LOGPROB_BYTES = 192  # of a log-probability
+
+
+class Choice:
+    """One choice in flight.
+
+    emitted: output token ids so far. place: the replica that has it, "" while none has.
+    begun: how many there were when it was placed there. blame: for replicas that were lost.
+    weights: of the replica that it went to last; what was emitted can only go on with the same.
+    """
+
+    __slots__ = (
+        "begun",
+        "blame",
+        "done",
+        "emitted",
+        "entry",
+        "id",
+        "index",
+        "last",
+        "place",
+        "weights",
+    )
+
+    def __init__(self, entry: "Entry", index: int, id: int) -> None:
+        self.entry = entry
+        self.index = index
+        self.id = id
+        self.emitted: list[int] = []
+        self.place = ""
+        self.weights = ""
+        self.begun = 0
+        self.blame = Blame()
+        self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
+        self.done = False
+
+    @property
+    def given(self) -> int:
+        """Tokens that its replica has given."""
+        return len(self.emitted) - self.begun
+
+    def as_request(self) -> EngineRequest:
+        """The message that starts it, or resumes it after what was emitted; a suspect, for the
+        tokens of its trial."""
+        request = self.entry.request
+        params = request.params
+        if (self.last or self.emitted) and params.prompt_logprobs is not None:
+            # They came with the first delta; asking again would only switch the prefix cache off.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        limit = len(self.emitted) + self.blame.tokens
+        if self.blame.tokens and (params.max_tokens is None or limit < params.max_tokens):
+            least = min(params.min_tokens, limit)
+            params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
+        return EngineRequest(
+            id=self.id,
+            token_ids=request.token_ids + self.emitted,
+            num_prompt_tokens=len(request.token_ids),
+            params=params,
+            seed=request.seed,
+            choice=self.index,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            priority=request.priority,
+            request_id=request.request_id,
+        )
+
+    def passes(self, delta: Delta, context: int) -> bool:
+        """This end is that of its trial only. context: of its replica's model, in tokens."""
+        total = len(self.emitted) + len(delta.token_ids)
+        tokens, request = self.blame.tokens, self.entry.request
+        limit = request.params.max_tokens
+        return (
+            delta.finish == "length"
+            and 0 < tokens == total - self.begun
+            and (limit is None or total < limit)
+            and len(request.token_ids) + total < context
+        )
+
+
+class Entry:
+    """A request in flight; implements `deployments.backend.Generation`.
+
+    on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices
+    off their replicas; on_resume(choices) brings some back that were taken off because nobody read
+    what came.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        first_id: int,
+        metrics: RouterMetrics,
+        on_end: Callable[["Entry"], None],
+        on_abort: Callable[[list[Choice]], None],
+        on_resume: Callable[[list[Choice]], None] = lambda _: None,
+        reader_seconds: float = 30.0,
+    ) -> None:
+        self.request = request
+        self.arrived = time.monotonic()
+        self.choices = [Choice(self, index, first_id + index) for index in range(request.params.n)]
+        for choice, tokens in zip(self.choices, request.emitted, strict=False):
+            # The stream goes on after what another router has sent.
+            choice.done = tokens is None
+            choice.emitted = list(tokens or ())
+            choice.weights = request.weights
+        self.story = Story(request, self.arrived)
+        self.timers: list[asyncio.TimerHandle] = []
+        self.placed = 0.0  # monotonic seconds of the last Submit
+        self.replicas: list[str] = []  # where it has been
+        self.migrations = 0
+        self._queue_s = 0.0
+        self._open = sum(not choice.done for choice in self.choices)
+        self._metrics = metrics
+        self._on_end = on_end
+        self._on_abort = on_abort
+        self._on_resume = on_resume
+        self._reader_seconds = reader_seconds
+        k = request.params.logprobs
+        delta_bytes = DELTA_BYTES + (0 if k is None else LOGPROB_BYTES * (k + 1))
+        self._most_unread = UNREAD_BYTES // delta_bytes
+        self._paused: asyncio.TimerHandle | None = None
+        self._items: list[tuple[int, Delta]] = []
+        self._error: MantaError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Tokens have come for any choice."""
+        return any(choice.emitted for choice in self.choices)
+
+    @property
+    def paused(self) -> bool:
+        """Nobody reads it: its choices are at no replica."""
+        return self._paused is not None
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            if self._paused is not None:
+                self._resume()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+    def abort(self, choice: int | None = None) -> None:
+        wanted = self.choices if choice is None else self.choices[choice : choice + 1]
+        stopped = [one for one in wanted if not one.done]
+        if stopped:
+            self._metrics.finished.add(len(stopped), "abort")
+            self.story.finish += ["abort"] * len(stopped)
+            self._end(stopped)
+
+    def timing(self) -> Timing:
+        return Timing(self._queue_s, self.migrations, tuple(self.replicas))
+
+    def fail(self, error: MantaError) -> None:
+        """The request cannot go on: what has come is still handed out, then next() raises."""
+        if self._open:
+            self._metrics.failed.add(1, error.code)
+            self._error = error
+            self._end([choice for choice in self.choices if not choice.done])
+
+    def take(self, choice: Choice, delta: Delta, now: float) -> None:
+        """A delta has come for a choice that is not done. now: monotonic seconds."""
+        metrics = self._metrics
+        tokens = len(delta.token_ids)
+        if choice.last == 0.0:
+            metrics.first_token.observe(now - self.arrived)
+            queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
+            self._queue_s = max(self._queue_s, queued)
+            self.story.begun(delta, now)
+            if delta.cached > 0:
+                metrics.cached_tokens.add(delta.cached)
+            choice.last = now
+        elif tokens:
+            metrics.between.observe((now - choice.last) / tokens, tokens)
+            delta.cached = -1
+            choice.last = now
+        if tokens:
+            choice.emitted += delta.token_ids
+            metrics.output_tokens.values[()] += tokens
+        self._items.append((choice.index, delta))
+        if delta.finish:
+            choice.done = True
+            self._open -= 1
+            metrics.finished.add(1, delta.finish)
+            self.story.finish.append(delta.finish)
+            metrics.output_size.observe(len(choice.emitted))
+            if not self._open:
+                self._finish(now)
+        if self._waiter is not None:
+            self._wake()
+        elif len(self._items) > self._most_unread and self._open and self._paused is None:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Nobody reads. What is left to compute gives its place to others, until somebody does:
+        then it goes on as after the loss of a replica."""
+        self._metrics.paused.add()
+        self.story.moves(self.choices[0].place, "nobody read what came", time.monotonic())
+        error = MantaError(
+            f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
+        )
+        loop = asyncio.get_running_loop()
+        self._paused = loop.call_later(self._reader_seconds, self.fail, error)
+        self.timers.append(self._paused)
+        self._on_abort([choice for choice in self.choices if not choice.done])
+
+    def _resume(self) -> None:
+        assert self._paused is not None
+        self._paused.cancel()
+        self.timers.remove(self._paused)
+        self._paused = None
+        self._on_resume([choice for choice in self.choices if not choice.done])
+
+    def _end(self, stopped: list[Choice]) -> None:
+        for choice in stopped:
+            choice.done = True
+        self._open -= len(stopped)
+        self._on_abort(stopped)
+        if not self._open:
+            self._finish(time.monotonic())
+            self._wake()
+
+    def _finish(self, now: float) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self._metrics.request.observe(now - self.arrived)
+        emitted = sum(len(choice.emitted) for choice in self.choices)
+        self.story.ends(emitted, "" if self._error is None else self._error.code, now)
+        self._on_end(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None

@@ -1,0 +1,44 @@
+"""ModelCards: what a router can be asked for: the model, and its adapters."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from deployments.adapters.book import AdapterRecord
+from deployments.backend import ModelCard
+from deployments.router.replica_client import Endpoint
+
+
+class ModelCards:
+    """card: of the model, as configured; what replicas can really do is learnt from them."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.base = card
+        self.by_name: dict[str, ModelCard] = {card.id: card}
+        self._records: Mapping[str, AdapterRecord] = {}
+        self._known = False  # a replica has said what it can really do
+
+    def learn(self, endpoint: Endpoint) -> None:
+        """What a replica can do; of several, the shortest context counts."""
+        known = self.base.max_model_len if self._known else endpoint.max_model_len
+        self._known = True
+        self.base = replace(
+            self.base,
+            max_model_len=min(known, endpoint.max_model_len),
+            vocab_size=endpoint.vocab_size,
+            eos_token_ids=endpoint.eos_token_ids,
+        )
+        self.set_adapters(self._records)
+
+    def set_adapters(self, records: Mapping[str, AdapterRecord]) -> None:
+        card = self.base
+        self._records = records
+        self.by_name = {card.id: card}
+        for name, record in records.items():
+            self.by_name[name] = replace(
+                card,
+                id=name,
+                max_model_len=max(0, card.max_model_len - record.virtual_tokens),
+                root=record.key if record.revision else name,
+                parent=card.id,
+                created=record.version // 10**9 or card.created,
+            )

@@ -1,0 +1,181 @@
+"""Link: one replica as a router sees it. Keeps the connection up, the choices there, and what
+routing needs to know."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.router.inflight import Choice
+from deployments.routing.fleet import Fleet
+from deployments.routing.prefix_index import unpack
+from deployments.transport.channel import ChannelLimits, FromReplica, RouterEnd
+from engine.messages import Failed, StepFrame
+
+logger = logging.getLogger("manta.router")
+
+_RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a replica publishes: where it listens, the secret, and what its engine can do.
+
+    step_tokens: of a step, at most. adapter_slots: adapters on the device; 0: not told.
+    weights, tokenizer: of models.Identity.
+    """
+
+    host: str
+    port: int
+    secret: str  # hex
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    step_tokens: int
+    adapter_slots: int = 0
+    prefix_caching: bool = True
+    weights: str = ""
+    tokenizer: str = ""
+
+    @classmethod
+    def parse(cls, metadata: Mapping[str, Any]) -> "Endpoint":
+        return cls(
+            host=str(metadata["host"]),
+            port=int(metadata["port"]),
+            secret=str(metadata["secret"]),
+            max_model_len=int(metadata["max_model_len"]),
+            vocab_size=int(metadata["vocab_size"]),
+            eos_token_ids=tuple(int(token) for token in metadata["eos_token_ids"]),
+            step_tokens=int(metadata["step_tokens"]),
+            adapter_slots=int(metadata.get("adapter_slots", 0)),
+            prefix_caching=bool(metadata.get("prefix_caching", True)),
+            weights=str(metadata.get("weights", "")),
+            tokenizer=str(metadata.get("tokenizer", "")),
+        )
+
+
+class Link:
+    """on_open(link), on_frame(link, message), on_lost(link, choices, reason) are called on the
+    loop. state: what is known of the replica; it is in `fleet` until the link is retired."""
+
+    def __init__(
+        self,
+        replica: str,
+        endpoint: Endpoint,
+        limits: ChannelLimits,
+        router: str,
+        fleet: Fleet,
+        *,
+        on_open: Callable[["Link"], None],
+        on_frame: Callable[["Link", FromReplica], None],
+        on_lost: Callable[["Link", list[Choice], str], None],
+    ) -> None:
+        self.replica = replica
+        self.endpoint = endpoint
+        self.connection: RouterEnd | None = None  # an open one
+        self.choices: dict[int, Choice] = {}
+        self.failed: Failed | None = None  # its engine, and what the replica says of that
+        self.silent = False  # nothing was heard of it, though its process may well live
+        self.retired = False  # Serve no longer counts it: send nothing new
+        self._limits = limits
+        self._router = router
+        self._on_open = on_open
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._fleet = fleet
+        self.state = fleet.add(
+            replica,
+            replica.partition("/")[0],
+            step_tokens=endpoint.step_tokens,
+            adapter_slots=endpoint.adapter_slots,
+            prefix_caching=endpoint.prefix_caching,
+        )
+        self._ended = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._keep_connected())
+
+    @property
+    def available(self) -> bool:
+        return self.connection is not None and not self.retired and self.state.available
+
+    def observe(self, frame: StepFrame, now: float) -> None:
+        """What a frame says of the replica. now: monotonic seconds."""
+        self._fleet.observe(self.state, frame.stats, frame.taken, now)
+        if frame.links:
+            self._fleet.hear(self.state, unpack(frame.links))
+
+    def forget(self, choice: Choice) -> None:
+        """The choice ended or moved. A retired link closes with its last choice."""
+        self.choices.pop(choice.id, None)
+        self._fleet.unbook(self.state, choice.id)
+        if self.retired and not self.choices:
+            self.close("no longer in service")
+
+    def retire(self) -> None:
+        """Take nothing new, let what is there end."""
+        self._leave()
+        if not self.choices:
+            self.close("no longer in service")
+
+    def close(self, reason: str) -> None:
+        self._leave()
+        if self.connection is not None:
+            self.connection.close(reason)
+        else:
+            self._task.cancel()
+
+    def _leave(self) -> None:
+        if not self.retired:
+            self.retired = True
+            self._fleet.remove(self.state)
+
+    async def _keep_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        delay, longest = _RETRY
+        while not self.retired:
+            self._ended.clear()
+            try:
+                async with asyncio.timeout(self._limits.handshake):
+                    await loop.create_connection(
+                        self._protocol, self.endpoint.host, self.endpoint.port
+                    )
+            except (OSError, TimeoutError) as error:
+                if delay == _RETRY[0]:  # once; Serve will take it out or bring it back
+                    logger.warning("replica %s: cannot connect: %s", self.replica, error)
+            else:
+                started = time.monotonic()
+                await self._ended.wait()
+                if time.monotonic() - started > longest:
+                    delay = _RETRY[0]
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, longest)
+
+    def _protocol(self) -> RouterEnd:
+        return RouterEnd(
+            bytes.fromhex(self.endpoint.secret),
+            self._limits,
+            self._router,
+            on_open=self._opened,
+            on_frame=lambda _, message: self._on_frame(self, message),
+            on_close=self._closed,
+        )
+
+    def _opened(self, connection: RouterEnd) -> None:
+        self.connection = connection
+        self.failed = None
+        self._fleet.opened(self.state, time.monotonic())
+        self._on_open(self)
+
+    def _closed(self, connection: RouterEnd, reason: str) -> None:
+        was_open = connection is self.connection
+        self.silent = connection.silent
+        self.connection = None
+        self._fleet.lost(self.state)
+        lost = list(self.choices.values())
+        self.choices.clear()
+        self._ended.set()
+        if was_open or lost:
+            self._on_lost(self, lost, reason)
+        else:
+            logger.warning("replica %s: %s", self.replica, reason)

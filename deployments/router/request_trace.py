@@ -1,0 +1,236 @@
+"""What became of a request: kept by the router that had it, for GET /v1/requests/{id}. Pure: times
+are arguments.
+
+A Story is begun with the request and written to when something happens to it as a whole: it is
+sent to a replica, has its first token, moves, ends. Never for a token. It holds no token and no
+text, so thousands of them are a few megabytes.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from deployments.backend import GenerationRequest
+from deployments.routing.decision import Decision
+from engine.messages import Delta
+
+KEPT = 4096  # ended requests that a router remembers: the oldest go
+_EVENTS = 32  # placements and moves of one request that are kept: the last ones
+
+logger = logging.getLogger("manta.router")
+
+_WHY = {
+    "load": "the least expected wait",
+    "prefix": "it has the beginning of the prompt in its cache",
+    "adapter": "it has the adapter",
+    "owner": "it shall be the one that has this prefix or adapter",
+    "spill": "the one that has the prefix or adapter is too busy",
+    "only": "no other replica could take it",
+}
+
+
+class Story:
+    """One prompt and its choices. Times are monotonic seconds; 0 = not yet.
+
+    owner: digest of the API key that sent it, "" if none was asked for; nobody else may see it.
+    """
+
+    __slots__ = (
+        "_moves",
+        "_placements",
+        "adapter",
+        "adapter_us",
+        "arrived",
+        "cached",
+        "choices",
+        "ended",
+        "engine_us",
+        "error",
+        "finish",
+        "first",
+        "id",
+        "max_tokens",
+        "model",
+        "output_tokens",
+        "owner",
+        "placed",
+        "prompt_tokens",
+        "received_at",
+        "started",
+        "state",
+    )
+
+    def __init__(self, request: GenerationRequest, arrived: float) -> None:
+        self.id = request.request_id
+        self.owner = request.owner
+        self.model = request.model
+        self.adapter = request.adapter
+        self.prompt_tokens = len(request.token_ids)
+        self.choices = request.params.n
+        self.max_tokens = request.params.max_tokens
+        self.arrived = arrived
+        self.received_at = time.time()
+        self.state = "waiting"
+        self.placed = 0.0  # the first time
+        self.engine_us = -1  # in the engine that brought the first token, until its first step
+        self.adapter_us = -1  # part of that: until its adapter was on the device
+        self.started = 0.0  # then
+        self.first = 0.0
+        self.cached = 0
+        self.output_tokens = 0
+        self.finish: list[str] = []
+        self.error = ""
+        self.ended = 0.0
+        self._placements: list[tuple[float, Decision, int]] = []
+        self._moves: list[tuple[float, str, str]] = []
+
+    # -- what happens to it
+
+    def sent(self, decision: Decision, now: float, emitted: int) -> None:
+        """It goes to a replica, with so many tokens that came elsewhere."""
+        self.placed = self.placed or now
+        self.state = "running"
+        self._placements.append((now, decision, emitted))
+        del self._placements[:-_EVENTS]
+
+    def begun(self, delta: Delta, now: float) -> None:
+        """The first tokens of a choice have come. Those of the first choice are told."""
+        if self.first:
+            return
+        self.first = now
+        self.engine_us = delta.queued_us
+        self.adapter_us = delta.adapter_us
+        self.cached = max(0, delta.cached)
+        sent = self._placements[-1][0] if self._placements else now
+        self.started = sent + max(0, delta.queued_us) / 1e6
+
+    def moves(self, place: str, why: str, now: float) -> None:
+        """A choice has left its replica and goes on elsewhere."""
+        self.state = "waiting"
+        self._moves.append((now, place, why))
+        del self._moves[:-_EVENTS]
+
+    def ends(self, output_tokens: int, error: str, now: float) -> None:
+        self.output_tokens = output_tokens
+        self.error = error
+        self.ended = now
+        self.state = "failed" if error else "finished"
+
+    # -- told to people
+
+    @property
+    def moved(self) -> bool:
+        return bool(self._moves)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Where it has been, in order."""
+        return [decision.replica for _, decision, _ in self._placements]
+
+    def tell(self, router: str, now: float) -> dict[str, Any]:
+        """As JSON has it. Times are milliseconds, of an unfinished request so far; null = not
+        reached."""
+        end = self.ended or now
+        waited = (self.placed or end) - self.arrived
+        decode = end - self.first if self.first else None
+        return {
+            "state": self.state,
+            "router": router,
+            "model": self.model,
+            "received_at": round(self.received_at, 3),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached,
+            "output_tokens": self.output_tokens,
+            "choices": self.choices,
+            "max_tokens": self.max_tokens,
+            "finish_reasons": list(self.finish),
+            "error": self.error or None,
+            "timing_ms": {
+                "queue": _ms(waited),
+                "engine_queue": _ms(self.engine_us / 1e6) if self.engine_us >= 0 else None,
+                "prefill": _ms(self.first - self.started) if self.first else None,
+                "first_token": _ms(self.first - self.arrived) if self.first else None,
+                "decode": _ms(decode),
+                "total": _ms(end - self.arrived),
+            },
+            "adapter": self._adapter(),
+            "route": [
+                {
+                    "at_ms": _ms(at - self.arrived),
+                    "replica": decision.replica,
+                    "reason": decision.reason,
+                    "why": _WHY[decision.reason],
+                    "expected_ms": _ms(decision.seconds),
+                    "expected_cached_tokens": decision.cached,
+                    "emitted_tokens": emitted,
+                }
+                for at, decision, emitted in self._placements
+            ],
+            "moves": [
+                {"at_ms": _ms(at - self.arrived), "from": place, "why": why}
+                for at, place, why in self._moves
+            ],
+        }
+
+    def _adapter(self) -> dict[str, Any] | None:
+        """load_ms: that it waited for the adapter to be on the device."""
+        if not self.adapter:
+            return None
+        name, _, revision = self.adapter.partition("@")
+        return {
+            "name": name,
+            "revision": revision or None,
+            "loaded": self.adapter_us > 0,
+            "load_ms": _ms(self.adapter_us / 1e6) if self.adapter_us >= 0 else None,
+        }
+
+
+class Stories:
+    """Those of the last requests that ended. Bounded."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._ended: deque[Story] = deque(maxlen=kept)
+
+    def add(self, story: Story) -> None:
+        self._ended.append(story)
+
+    def find(self, id: str, owner: str | None, unfinished: Iterable[Story] = ()) -> Iterator[Story]:
+        """All with this id, in the order of arrival: the prompts of one call, or several calls that
+        were given one id. owner: None may see everyone's.
+
+        Walks over all of them: asking is rare, and so a request that nobody asks for costs nothing.
+        """
+        found = [
+            story
+            for stories in (self._ended, unfinished)
+            for story in stories
+            if story.id == id and (owner is None or story.owner == owner)
+        ]
+        found.sort(key=lambda story: story.arrived)
+        return iter(found)
+
+
+def log_story(story: Story) -> None:
+    """A line for a request that has ended: at info if it failed or moved, else at debug."""
+    notable = story.error or story.moved
+    level = logging.INFO if notable else logging.DEBUG
+    if not logger.isEnabledFor(level):
+        return
+    first = story.first - story.arrived if story.first else 0.0
+    fields = {
+        "prompt_tokens": story.prompt_tokens,
+        "cached_tokens": story.cached,
+        "output_tokens": story.output_tokens,
+        "finish": story.error or ",".join(story.finish),
+        "first_token_ms": _ms(first),
+        "total_ms": _ms(story.ended - story.arrived),
+        "replicas": ",".join(story.replicas),
+    }
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    logger.log(level, "%s: %s", story.state, text, extra={"request_id": story.id, **fields})
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

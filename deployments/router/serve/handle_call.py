@@ -1,0 +1,157 @@
+"""Calling our own ASGI app without HTTP: how handle calls get the validation and the answers of the
+HTTP API."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from deployments.api.generation.event_ids import LAST, WANTED
+
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [
+        MutableMapping[str, Any],
+        Callable[[], Awaitable[Message]],
+        Callable[[Message], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+
+_MAX_PARTS = 16  # of an answer, that wait for a caller to read them
+
+
+def path_for(body: dict[str, Any]) -> str:
+    """The route that a body is for: chat has messages, a completion has a prompt."""
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside it."""
+    exchange = _Exchange(app, {**body, "stream": False})
+    try:
+        await exchange.started.wait()
+        parts = [part async for part in exchange.parts()]
+    finally:
+        await exchange.end()
+    return exchange.answer(b"".join(parts))
+
+
+async def stream(
+    app: AsgiApp, body: dict[str, Any], last_event_id: str | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer; a failure is the last item, in `call`'s form. Closing it
+    aborts the request.
+
+    last_event_id: go on after this event, or begin ("") with ids; then each chunk has `event_id`,
+    and after the last one comes {"done": True}.
+    """
+    headers: list[tuple[bytes, bytes]] = []
+    if last_event_id is not None:
+        headers.append((WANTED, b"1"))
+        if last_event_id:
+            headers.append((LAST, last_event_id.encode("ascii", "replace")))
+    exchange = _Exchange(app, {**body, "stream": True}, headers)
+    try:
+        await exchange.started.wait()
+        if exchange.status != 200:
+            yield exchange.answer(b"".join([part async for part in exchange.parts()]))
+            return
+        tail = b""
+        async for part in exchange.parts():
+            *events, tail = (tail + part).split(b"\n\n")
+            for event in events:
+                fields = dict(line.partition(b": ")[::2] for line in event.split(b"\n"))
+                data = fields.get(b"data")
+                if data == b"[DONE]":
+                    if last_event_id is not None:
+                        yield {"done": True}
+                elif data is not None:
+                    chunk = json.loads(data)
+                    if b"id" in fields:
+                        chunk["event_id"] = fields[b"id"].decode()
+                    yield chunk
+    finally:
+        await exchange.end()
+
+
+class _Exchange:
+    """One request in a task of its own, its body parts in a queue."""
+
+    def __init__(
+        self, app: AsgiApp, body: dict[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        payload = json.dumps(body).encode()
+        self.status = 0
+        self.started = asyncio.Event()
+        self._headers: dict[bytes, bytes] = {}
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        # A caller that does not read makes the app wait, as a socket would.
+        self._room = asyncio.Semaphore(_MAX_PARTS)
+        self._unread: list[Message] = [
+            {"type": "http.request", "body": payload, "more_body": False}
+        ]
+        self._gone = asyncio.Event()
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path_for(body),
+            "raw_path": path_for(body).encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [
+                (b"host", b"handle"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(payload)).encode()),
+                *headers,
+            ],
+            "client": None,
+            "server": None,
+        }
+        self._task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: AsgiApp, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            self.started.set()
+            self._parts.put_nowait(None)
+
+    async def _receive(self) -> Message:
+        if self._unread:
+            return self._unread.pop()
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self._headers = dict(message.get("headers", ()))
+            self.started.set()
+        elif message["type"] == "http.response.body" and message.get("body"):
+            if not self._gone.is_set():
+                await self._room.acquire()
+            self._parts.put_nowait(message["body"])
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        while (part := await self._parts.get()) is not None:
+            self._room.release()
+            yield part
+
+    def answer(self, body: bytes) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(body) if body else {}
+        if self.status != 200:
+            answer["status"] = self.status
+            if b"retry-after" in self._headers:
+                answer["retry_after"] = float(self._headers[b"retry-after"])
+        return answer
+
+    async def end(self) -> None:
+        """The caller has what it wants; the app sees a disconnect if it has not ended."""
+        self._gone.set()
+        self._room.release()  # for a send that waits
+        await asyncio.wait([self._task])
+        self._task.result()

@@ -1,0 +1,41 @@
+"""Peers: questions to all routers of an application, through Serve."""
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+logger = logging.getLogger("manta.router")
+
+
+class Peers:
+    """Of one router, which is among those that are asked."""
+
+    def __init__(self, deployment: str, app: str) -> None:
+        self._deployment, self._app = deployment, app
+        self._handle: Any = None
+
+    async def ask(self, seconds: float, method: str, *arguments: Any) -> list[Any]:
+        """The answers of those that give one within so many seconds: one that is silent or fails
+        costs the others' answers nothing."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                if self._handle is None:
+                    self._handle = serve.get_deployment_handle(self._deployment, self._app)
+                # Serve's own results_async() loses all answers if one is late.
+                asked = self._handle.broadcast(method, *arguments)
+                waiting = [
+                    asyncio.ensure_future(result.get_async())
+                    for result in await asked._fetch_replica_results_async()
+                ]
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the other routers cannot be asked: %s", type(error).__name__)
+            return []
+        left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
+        done, late = await asyncio.wait(waiting, timeout=max(0.0, left))
+        for task in late:
+            task.cancel()
+        return [task.result() for task in done if task.exception() is None]

@@ -1,0 +1,268 @@
+"""Fleet: what a router knows of its replicas, in columns, so that a decision is a few operations on
+arrays however many there are. Pure: times are arguments.
+
+Each replica's row is refreshed when a frame of it arrives or something is sent there. A row's
+columns give the seconds that a request would add, as a linear function of what it asks:
+
+    fixed + uncached prompt tokens x token + output tokens x decode
+
+What is known of each comes from its ReplicaState; this module adds what routing asks of all of them
+together: the columns, who holds which prefix and which adapter.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deployments.routing.decision import Decision, Work
+from deployments.routing.prefix_index import STRIDE, PrefixIndex
+from deployments.routing.replica_state import ReplicaState
+from deployments.routing.step_cost import Cost
+from engine.lora.tiers.popularity import Popularity
+from engine.messages import EngineStats
+
+Column = NDArray[np.float64]
+
+FIXED, TOKEN, DECODE = range(3)  # rows of Fleet.terms
+HARM = 0.1  # what a second of each running stream counts against a second of the new request
+_STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
+_OUTPUT = 128.0  # output tokens of a request, until some have ended
+_ADAPTER_SECONDS = 0.1  # a load, until one was seen
+
+
+class Fleet:
+    """The replicas in service, by name. `terms`, `room` and so on are for routing.route; the rest
+    is for the router. What changes a ReplicaState that is in a fleet goes through the fleet, so
+    that its columns follow; one that has been removed changes alone."""
+
+    def __init__(self, index: PrefixIndex | None = None) -> None:
+        self.index = PrefixIndex() if index is None else index
+        self.rows: list[ReplicaState | None] = []
+        self.replicas: dict[str, ReplicaState] = {}
+        self.holders: dict[str, set[int]] = {}  # adapter -> rows
+        self.popularity = Popularity()  # of adapters
+        self.adapter_seconds = _ADAPTER_SECONDS
+        self._held: dict[int, tuple[str, ...]] = {}  # row -> adapters, the next to go last
+        self._resize(16)
+
+    def _resize(self, capacity: int) -> None:
+        kept = len(self.rows)
+        old = getattr(self, "_table", None)
+        # terms, room, seconds a token beyond it, when silence begins, step, victim, ending
+        self._table: Column = np.zeros((9, capacity))
+        self._table[FIXED] = np.inf
+        self._table[5] = np.inf
+        self.hashes: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
+        if old is not None:
+            self._table[:, :kept] = old[:, :kept]
+        for replica in self.replicas.values():
+            self.hashes[replica.row] = _hash(replica.name)
+        self._view(kept)
+
+    def _view(self, count: int) -> None:
+        table = self._table[:, :count]
+        self.terms = table[:3]
+        self.room, self.beyond, self.due, self.step, self.victim, self.ending = table[3:]
+
+    # -- members
+
+    def add(
+        self,
+        name: str,
+        pool: str = "",
+        *,
+        step_tokens: int,
+        adapter_slots: int = 0,
+        prefix_caching: bool = True,
+    ) -> ReplicaState:
+        """A replica that will send frames. It is taken to be as fast as its pool until it has
+        been measured. adapter_slots: 0 is unknown."""
+        row = next((i for i, known in enumerate(self.rows) if known is None), len(self.rows))
+        if row == len(self.rows):
+            if row == self._table.shape[1]:
+                self._resize(2 * row)
+            self.rows.append(None)
+            self._view(len(self.rows))
+        peers = [one.steps.cost for one in self.replicas.values() if one.pool == pool]
+        replica = ReplicaState(
+            name,
+            pool,
+            step_tokens=step_tokens,
+            adapter_slots=adapter_slots,
+            prefix_caching=prefix_caching,
+            cost=Cost.mean(peers),
+        )
+        replica.row = row
+        self.rows[row] = replica
+        self.replicas[name] = replica
+        self.hashes[row] = _hash(name)
+        self._refresh(replica)
+        return replica
+
+    def remove(self, replica: ReplicaState) -> None:
+        """It takes nothing new, and is on its own from now on. Idempotent."""
+        row = replica.row
+        if row < 0:
+            return
+        self._forget_caches(replica)
+        replica.row = -1
+        del self.replicas[replica.name]
+        self.rows[row] = None
+        self._table[FIXED, row] = self._table[5, row] = np.inf
+
+    def available(self) -> list[ReplicaState]:
+        return [one for one in self.replicas.values() if one.available]
+
+    # -- news
+
+    def opened(self, replica: ReplicaState, now: float) -> None:
+        """Its connection is up. now: seconds of any clock that the other calls use too."""
+        sharing = max((one.stats.routers for one in self.replicas.values()), default=1)
+        replica.opened(sharing, now)
+        self._refresh(replica)
+
+    def lost(self, replica: ReplicaState) -> None:
+        """Its connection broke: what was sent there is elsewhere now, its caches are empty."""
+        self._forget_caches(replica)
+        replica.lost()
+        self._refresh(replica)
+
+    def observe(
+        self, replica: ReplicaState, stats: EngineStats, taken: Iterable[int], now: float
+    ) -> None:
+        """A frame has come. taken: choices that it is the first to count."""
+        last = replica.stats
+        replica.observe(stats, taken, now)
+        if replica.row < 0:
+            return
+        if stats.total_blocks != last.total_blocks:
+            self.index.capacity += _share(stats) - _share(last)
+        if stats.adapters or replica.row in self._held:
+            self._see_adapters(replica)
+        self._refresh(replica)
+
+    def send(
+        self,
+        replica: ReplicaState,
+        choices: Sequence[int],
+        decision: Decision,
+        work: Work,
+        now: float,
+    ) -> None:
+        """These choices of one request go there: the first computes what the others find."""
+        uncached = work.prompt_tokens - decision.cached
+        for choice in choices:
+            replica.book(choice, work.prompt_tokens, uncached, work.adapter)
+            uncached = 0
+        if replica.row < 0:
+            return
+        if work.adapter:
+            self.popularity.count(work.adapter, now)
+            held = self._held.get(replica.row, ())
+            if work.adapter not in held:
+                slots = replica.adapter_slots or 2**31
+                self._hold(replica, (work.adapter, *held)[:slots])
+        if work.links and replica.prefix_caching:
+            self.index.add(work.links, replica.row)
+        self._refresh(replica)
+
+    def begun(self, replica: ReplicaState, choice: int) -> None:
+        """The first tokens of a choice have come."""
+        if replica.begun(choice):
+            self._refresh(replica)
+
+    def unbook(self, replica: ReplicaState, choice: int) -> None:
+        """A choice is there no more: it ended, moved or was taken back."""
+        if replica.unbook(choice):
+            self._refresh(replica)
+
+    def hear(self, replica: ReplicaState, links: Sequence[bytes]) -> None:
+        """Another router has sent a prompt with these links there."""
+        if replica.row >= 0:
+            self.index.add(links, replica.row)
+
+    def adapter_loaded(self, seconds: float) -> None:
+        """A request waited so long until its adapter was on the device."""
+        self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
+
+    def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
+        """On its device or on their way there, the next to go last."""
+        return self._held.get(replica.row, ())
+
+    def _see_adapters(self, replica: ReplicaState) -> None:
+        known, sent = replica.stats.adapters, replica.sent_adapters
+        coming = [one for one in self.adapters_of(replica) if one in sent and one not in known]
+        self._hold(replica, (*coming, *known))
+
+    def _forget_caches(self, replica: ReplicaState) -> None:
+        if replica.row >= 0:
+            self.index.capacity -= _share(replica.stats)
+            self._hold(replica, ())
+            self.index.forget(replica.row)
+
+    # -- columns
+
+    def _hold(self, replica: ReplicaState, adapters: tuple[str, ...]) -> None:
+        row = replica.row
+        held = self._held.get(row, ())
+        if adapters != held:
+            for gone in set(held).difference(adapters):
+                self.holders[gone].discard(row)
+            for adapter in adapters:
+                self.holders.setdefault(adapter, set()).add(row)
+            self._held[row] = adapters
+        if not adapters:
+            self._held.pop(row, None)
+
+    def _refresh(self, replica: ReplicaState) -> None:
+        """From what is known of a replica to its columns."""
+        stats, row, table = replica.stats, replica.row, self._table
+        if row < 0:
+            return
+        cost = replica.steps.cost
+        running = stats.running
+        # The other routers see the same figures and choose alike, unseen until the next frame.
+        routers = max(1, stats.routers)
+        sequences = running + stats.waiting + routers * replica.booked
+        limit = stats.rows or 2**31
+        crowd = min(sequences, limit)
+        step = cost.base + cost.sequence * crowd
+        chunk = max(1, replica.step_tokens - crowd)
+        token = cost.token + step / chunk
+        # Part of what waits there will be found in its cache; of what we sent, we know which.
+        queued = stats.waiting_tokens * replica.missed + routers * replica.uncached_tokens
+        # One sequence ends every so many seconds, if all have the usual length.
+        output = stats.output_tokens / stats.finished if stats.finished else _OUTPUT
+        ending = step * output / max(1, crowd)
+        fixed = queued * token + step * (1.5 if sequences else 1.0)
+        if sequences >= limit:
+            fixed += (sequences - limit + 1) * ending
+        table[FIXED, row] = fixed if replica.available else np.inf
+        table[TOKEN, row] = token + HARM * running * cost.token
+        table[DECODE, row] = cost.base + cost.sequence * (crowd + 1 + HARM * running)
+        if stats.total_blocks:
+            free = stats.free_blocks * stats.block_size
+            used = (stats.total_blocks - stats.free_blocks) * stats.block_size
+            table[3, row] = free - queued
+            table[4, row] = ending * max(1, running) / max(1.0, used)
+        else:
+            table[3, row] = np.inf
+            table[4, row] = 0.0
+        table[5, row] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
+        table[6, row] = step
+        table[8, row] = ending
+        table[7, row] = 0.0
+        held = self._held.get(row, ())
+        if held and len(held) >= replica.adapter_slots > 0:
+            table[7, row] = self.popularity[held[-1]]
+
+
+def _share(stats: EngineStats) -> int:
+    """Links that a replica's cache can hold."""
+    return stats.total_blocks * stats.block_size // STRIDE
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,106 @@
+"""PrefixIndex: which replica holds which prefix, as far as this router knows. Pure and bounded.
+
+Two sources. What this router sent where. And what the other routers sent: their requests carry the
+names of their prefixes, which the replica passes on with its next frame. Nothing is told of what
+caches drop: the record is as large as they are and forgets in the same order, and a wrong entry
+costs the computation of one prompt, after which it is right. docs/routing.md has the cost, and that
+of telling all routers of every block instead.
+
+A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each link of a chain the
+index keeps the set of its holders as the bits of an integer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.scheduling.prefix_hash import extend_hashes, root_hash
+
+STRIDE = 64  # tokens a link: four blocks; finer costs memory and finds 32 tokens more on average
+LINK_BYTES = 8  # a collision costs a wrong guess, nothing more
+ECHOED = 64  # links of a request that the other routers hear of
+_LIMIT = 2**19  # (link, holder) pairs: 33 million tokens, 80 to 120 MB
+
+
+def chain(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
+    """The links of a prompt; its last token is in none, because it is always computed."""
+    links: list[bytes] = []
+    root = root_hash("", adapter, salt)
+    extend_hashes(links, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE)
+    return [link[:LINK_BYTES] for link in links]
+
+
+def pack(links: Sequence[bytes]) -> bytes:
+    """What the other routers hear of: the head of a prompt, which is what prompts share."""
+    return b"".join(links[:ECHOED])
+
+
+def unpack(links: bytes) -> list[bytes]:
+    """Of links joined into one string."""
+    return [links[at : at + LINK_BYTES] for at in range(0, len(links), LINK_BYTES)]
+
+
+class PrefixIndex:
+    """capacity: pairs of link and holder, of the fleet's memory; beyond it, or `limit`, the links
+    that were used least recently go.
+
+    Holders are small integers, the rows of routing.Fleet.
+    """
+
+    def __init__(self, limit: int = _LIMIT) -> None:
+        self.capacity = 0
+        self._limit = limit
+        self._holders: OrderedDict[bytes, int] = OrderedDict()  # link -> bit set, oldest first
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def match(self, links: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
+        """[(holders, links held)], most links first; each holder once, `limit` entries at most."""
+        found: list[tuple[int, int]] = []
+        get = self._holders.get
+        at, held = 0, -1
+        for link in links:
+            now = held & get(link, 0)
+            if now != held:
+                if at:
+                    found.append((held ^ now, at))
+                held = now
+                if not held:
+                    break
+            at += 1
+        if held > 0:
+            found.append((held, at))
+        return found[: -limit - 1 : -1]
+
+    def add(self, links: Sequence[bytes], holder: int) -> None:
+        """`holder` will have these: a request with this prefix was sent there."""
+        holders = self._holders
+        bit = 1 << holder
+        for link in reversed(links):  # the head is worth more than its tail
+            known = holders.get(link, 0)
+            if not known & bit:
+                holders[link] = known | bit
+                self._size += 1
+            holders.move_to_end(link)
+        most = min(self.capacity or self._limit, self._limit)
+        while self._size > most:
+            _, gone = holders.popitem(last=False)
+            self._size -= gone.bit_count()
+
+    def remove(self, links: Sequence[bytes], holder: int) -> None:
+        """`holder` turned out not to have these."""
+        bit = 1 << holder
+        for link in links:
+            known = self._holders.get(link, 0)
+            if known & bit:
+                self._size -= 1
+                if known == bit:
+                    del self._holders[link]
+                else:
+                    self._holders[link] = known ^ bit
+
+    def forget(self, holder: int) -> None:
+        """The replica is gone, or its cache. A walk over everything: tens of ms when full."""
+        bit = 1 << holder
+        self.remove([link for link, known in self._holders.items() if known & bit], holder)

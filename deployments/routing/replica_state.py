@@ -1,0 +1,258 @@
+"""ReplicaState: all that one router knows of one replica: what the replica published last, what was
+sent since and is not in that yet, how fast it works, and how much more it can be given. Pure: no
+loop, no clock, no connection.
+
+A request that was sent is *booked* until the replica's figures count it. The replica says so: its
+frame names the requests that its figures count for the first time (`StepFrame.taken`), so a booking
+lasts as long as the replica needs to take the request, through a step of any length. A replica that
+does not name them (an older one) ends a booking with the request's first tokens.
+"""
+
+import math
+from collections.abc import Iterable
+
+from deployments.routing.step_cost import Cost, StepModel
+from engine.messages import EngineStats
+
+_RATE_SECONDS = 2.0  # how long a measurement of a rate counts
+_RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
+_ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
+
+_SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
+# Prompts that it has waiting: enough for its next step, and no more. What waits there waits for its
+# first token out of order, and prompts that begin together end together.
+_AHEAD_SECONDS = 0.5
+_AHEAD_STEPS = 0.5  # at least
+_MISSED_TOKENS = 20_000  # prompt tokens looked up that make half of the hit rate
+
+
+class Rate:
+    """An amount a second; older seconds fade."""
+
+    __slots__ = ("_amount", "_seconds")
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        keep = math.exp(-seconds / _RATE_SECONDS)
+        self._amount = self._amount * keep + amount
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def measured(self) -> float | None:
+        return self._amount / self._seconds if self._seconds >= _RATE_ENOUGH else None
+
+
+class ReplicaState:
+    """step_tokens: of a step of its engine, at most. adapter_slots: adapters on its device; 0: not
+    told. cost: what its steps are taken to cost until they were measured. row: in the fleet's
+    columns; -1: in none."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: str = "",
+        *,
+        step_tokens: int,
+        adapter_slots: int = 0,
+        prefix_caching: bool = True,
+        cost: Cost | None = None,
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.row = -1
+        self.step_tokens = step_tokens
+        self.adapter_slots = adapter_slots
+        self.prefix_caching = prefix_caching
+        self.open = False  # connected, and in service
+        self.seen = 0.0  # when the last frame came
+        self.stats = EngineStats()  # as published
+        self.steps = StepModel(cost or Cost.mean(()))
+        self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
+        self.booked_tokens = 0  # prompts
+        self.uncached_tokens = 0  # of these, those that its cache was not expected to have
+        self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two
+        self._ours: set[int] = set()  # choices there that are this router's
+        self._unbegun: dict[int, str] = {}  # of these, those without a token -> adapter
+        self._sharing = 0  # routers that a new replica will have soon
+        self._opened = 0.0
+        self._room: int | None = None  # until something changes
+        self._part = Rate()  # this router's choices among all there, while it is full
+        self._prompts = Rate()  # while a prompt waits
+        self._work = Rate()  # prompts (computed or found) and outputs, while it is full
+
+    # -- the connection
+
+    @property
+    def available(self) -> bool:
+        """It may be sent something."""
+        return self.open and not self.stats.draining
+
+    def opened(self, sharing: int, now: float) -> None:
+        """The connection is new. sharing: routers at other replicas. They connect at once, and the
+        first to do so is told that it is alone."""
+        self.open = True
+        self._sharing, self._opened = sharing, now
+
+    def lost(self) -> None:
+        """The connection is gone, and what was there with it. What was measured stays."""
+        self.open = False
+        self._room = None
+        self.stats = EngineStats()
+        self.booked_tokens = self.uncached_tokens = 0
+        self._booked.clear()
+        self._ours.clear()
+        self._unbegun.clear()
+
+    # -- what is sent
+
+    @property
+    def booked(self) -> int:
+        """Choices that were sent and are not in its figures."""
+        return len(self._booked)
+
+    @property
+    def held(self) -> int:
+        """Choices of this router there."""
+        return len(self._ours)
+
+    def book(self, choice: int, tokens: int, uncached: int, adapter: str = "") -> None:
+        """A choice was sent. tokens: of its prompt; uncached: of these, to be computed."""
+        self._room = None
+        self._booked[choice] = tokens, uncached
+        self._ours.add(choice)
+        self._unbegun[choice] = adapter
+        self.booked_tokens += tokens
+        self.uncached_tokens += uncached
+
+    def settle(self, choices: Iterable[int]) -> bool:
+        """Its figures count these now, or they are gone. Whether any was booked. Idempotent."""
+        found = False
+        for choice in choices:
+            booking = self._booked.pop(choice, None)
+            if booking is not None:
+                self.booked_tokens -= booking[0]
+                self.uncached_tokens -= booking[1]
+                found = True
+        if found:
+            self._room = None
+        return found
+
+    def begun(self, choice: int) -> bool:
+        """Its first tokens have come. Whether it was booked until now."""
+        if choice in self._unbegun:
+            self._room = None
+            del self._unbegun[choice]
+        return self.settle((choice,))
+
+    def unbook(self, choice: int) -> bool:
+        """It is there no more. Whether it was booked until now. Idempotent."""
+        self._ours.discard(choice)
+        return self.begun(choice)
+
+    @property
+    def sent_adapters(self) -> set[str]:
+        """Adapters of what was sent and has not begun: they are there, or on their way."""
+        return {adapter for adapter in self._unbegun.values() if adapter}
+
+    # -- what it publishes
+
+    def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
+        """A frame has come. taken: choices that it is the first to count. now: seconds of any
+        clock that `opened` uses too."""
+        self._room = None
+        self.seen = now
+        self.steps.observe_frame(stats)
+        last, self.stats = self.stats, stats
+        if now > self._opened + _ALL_HERE:
+            self._sharing = 0
+        asked = stats.prefix_queries - last.prefix_queries
+        if asked > 0:
+            hit = (stats.prefix_hits - last.prefix_hits) / asked
+            self.missed += min(0.5, asked / _MISSED_TOKENS) * (1 - hit - self.missed)
+        seconds = stats.busy_seconds - last.busy_seconds
+        if stats.step > last.step and seconds > 0:
+            self._measure(last, stats, seconds)
+        self.settle(taken)
+
+    def _measure(self, last: EngineStats, stats: EngineStats, seconds: float) -> None:
+        computed = stats.prompt_tokens - last.prompt_tokens
+        if last.waiting_tokens:
+            self._prompts.observe(computed, seconds)
+        if last.waiting or 0 < last.rows <= last.running:
+            found = stats.prefix_hits - last.prefix_hits
+            sampled = stats.output_tokens - last.output_tokens
+            self._work.observe(computed + found + sampled, seconds)
+            part = min(1.0, len(self._ours) / (last.running + last.waiting))
+            self._part.observe(part * seconds, seconds)
+
+    # -- what it can be given
+
+    @property
+    def routers(self) -> int:
+        """That share it, or soon will."""
+        return max(1, self.stats.routers, self._sharing)
+
+    @property
+    def rows(self) -> float:
+        """This router's share of the choices that it can run at once."""
+        return -(-self.stats.rows // self.routers) or math.inf
+
+    def room(self) -> int:
+        """How many more choices this router should send; none if it is not positive.
+
+        Routers do not know of each other. Each takes its share of the free rows, and sees in the
+        next frame what is left of them; of those that wait beyond the rows it sends its share, too,
+        and so each gets its turn.
+        """
+        if self._room is None:
+            self._room = self._count_room()
+        return self._room
+
+    def _count_room(self) -> int:
+        stats, routers = self.stats, self.routers
+        tokens = stats.waiting_tokens + self.booked_tokens
+        ahead = max(
+            _AHEAD_STEPS * self.step_tokens, _AHEAD_SECONDS * (self._prompts.measured or 0.0)
+        )
+        if stats.waiting_tokens + routers * self.booked_tokens > ahead:
+            return 0
+        booked = len(self._booked)
+        spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
+        if not stats.rows:
+            return spare
+        free = stats.rows - stats.running - stats.waiting
+        if tokens > self._free_tokens:  # they wait for memory, not for their turn
+            free = -stats.waiting
+        if free > 0:
+            # What was sent since the frame is of this router's share, not of all rows: or it takes
+            # half of what is left each time, and two routers take all rows each.
+            return spare - (-free // routers) - booked
+        over, waiting = booked - free, stats.waiting + booked
+        return spare - min(over, over * len(self._unbegun) // max(1, waiting))
+
+    def free_rows(self) -> float:
+        """This router's share of the rows that nobody has or waits for; none while memory is what
+        is short. The other routers fill theirs meanwhile, unseen until the next frame."""
+        stats = self.stats
+        if stats.waiting_tokens + self.booked_tokens > self._free_tokens:
+            return 0
+        if not stats.rows:
+            return math.inf
+        free = stats.rows - stats.running - stats.waiting
+        return max(0, -(-free // self.routers) - len(self._booked))
+
+    @property
+    def _free_tokens(self) -> int:
+        stats = self.stats
+        return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
+
+    def rate(self) -> float:
+        """Tokens/s, of prompts and outputs, that it gives this router when it is full; inf before
+        it was seen full."""
+        rate, part = self._work.measured, self._part.measured
+        if rate is None or part is None:
+            return math.inf
+        # One that had nothing to send would get its share if it had.
+        return rate * max(part, 1 / max(1, self.stats.routers))

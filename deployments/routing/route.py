@@ -1,0 +1,172 @@
+"""route(work, fleet, ...) -> decision: which replica gives a request its first tokens soonest, at
+the least cost to the others. Pure: no clock, no Ray.
+
+Costs are in seconds. What a replica would cost:
+
+    queue there + uncached prompt tokens x its seconds a token
+      + output tokens x its seconds a step        (slow streams count too)
+      + what it adds to those that run there      (HARM)
+      + waiting for memory, if the prompt does not fit now
+      + loading the adapter, if it is not there, and what goes to make room for it
+      + its silence, if it is busy and should have been heard of
+
+Costs within `_TIE` of each other are equal: nobody knows a queue better than to half a step. Among
+these, who has the prefix or the adapter wins; if nobody has it, consistent hashing decides, so that
+routers that do not talk agree, and one replica after another comes in as the load needs them (the
+tie is the bound of "bounded loads"). Without either it is the better of two by lot.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deployments.routing.decision import Decision, Work
+from deployments.routing.fleet import DECODE, TOKEN, Fleet
+from deployments.routing.prefix_index import STRIDE
+
+_OUTPUT_HORIZON = 64  # output tokens that count: users feel the beginning, nobody knows the end
+_OUTPUT_WEIGHT = 0.1  # what a second of these counts against a second before the first
+_TIE = (0.05, 0.5)  # of the cost; in steps
+_ADAPTER_TIE = 2.0  # in steps: copies of an adapter cost others their places
+_VICTIM = 2.0  # most that pushing out another adapter counts, in loads
+_COPY = 4.0  # what a load counts against waiting: its slot is worth more than its own delay
+
+
+def route(
+    work: Work,
+    fleet: Fleet,
+    random: Random,
+    now: float,
+    *,
+    among: Sequence[str] | None = None,
+    avoid: str = "",
+) -> Decision | None:
+    """None if no replica is available. Changes nothing: tell `Fleet.send` of what is really sent.
+
+    among: the replicas that may be taken; default all.
+    avoid: a replica to take only if there is no other, e.g. the one that has just failed this
+    request.
+    """
+    terms = fleet.terms
+    if not terms.shape[1]:
+        return None
+    tokens = work.prompt_tokens + (work.sequences - 1) * min(STRIDE, work.prompt_tokens)
+    output = _OUTPUT_WEIGHT * min(work.max_tokens, _OUTPUT_HORIZON)
+    cost: NDArray[np.float64] = np.array((1.0, tokens, output)) @ terms  # FIXED, TOKEN, DECODE
+    over = tokens - fleet.room
+    if over.max() > 0:
+        cost += np.where(over > 0, fleet.ending + over * fleet.beyond, 0.0)
+    late = now - fleet.due
+    if late.max() > 0:
+        cost += np.maximum(late, 0.0)
+    cached: NDArray[np.float64] | None = None
+    if work.links:
+        found = fleet.index.match(work.links)
+        if found:
+            cached = np.zeros(len(cost))
+            for holders, links in found:
+                cached[_rows(holders, len(cost))] = links * STRIDE
+            cost -= cached * terms[TOKEN]
+    has: NDArray[np.bool_] | None = None
+    if work.adapter:
+        load = fleet.adapter_seconds
+        own = fleet.popularity[work.adapter] + fleet.popularity.one(now)
+        absent = _COPY * load * (1 + np.minimum(_VICTIM, fleet.victim / own))
+        holding = fleet.holders.get(work.adapter)
+        if holding:
+            has = np.zeros(len(cost), np.bool_)
+            has[list(holding)] = True
+            absent[has] = 0.0
+        cost += absent
+    if among is not None and len(among) < len(fleet.replicas):
+        allowed = np.full(len(cost), np.inf)
+        allowed[[fleet.replicas[name].row for name in among]] = 0.0
+        cost += allowed
+    if avoid and avoid in fleet.replicas and np.isfinite(cost).sum() > 1:
+        cost[fleet.replicas[avoid].row] = np.inf
+    best = int(cost.argmin())
+    lowest = float(cost[best])
+    if lowest == np.inf:
+        return None
+    steps = _ADAPTER_TIE if work.adapter else _TIE[1]
+    bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
+    equal = (cost <= bound).nonzero()[0]
+    row, reason = _choose(work, fleet, random, cost, equal, cached, has)
+    saved = 0 if cached is None else int(cached[row])
+    return Decision(
+        _name(fleet, row),
+        reason,
+        float(cost[row] - output * terms[DECODE, row]),
+        saved,
+        bool(work.adapter) and not (has is not None and has[row]),
+    )
+
+
+def _choose(
+    work: Work,
+    fleet: Fleet,
+    random: Random,
+    cost: NDArray[np.float64],
+    equal: NDArray[np.intp],
+    cached: NDArray[np.float64] | None,
+    has: NDArray[np.bool_] | None,
+) -> tuple[int, str]:
+    """One of the rows `equal`, and why."""
+    if work.adapter:
+        if has is not None:
+            warm = equal[has[equal]]
+            if len(warm):
+                return _owner(fleet, warm, _key(work.adapter)), "adapter"
+        return _owner(fleet, equal, _key(work.adapter)), "owner" if has is None else "spill"
+    if work.links:
+        if cached is not None:
+            most = cached.max()
+            warm = equal[cached[equal] == most]
+            if len(warm):
+                return _of_two(random, cost, warm), "prefix"
+            return _owner(fleet, equal, work.links[int(most) // STRIDE - 1]), "spill"
+        return _owner(fleet, equal, work.links[0]), "owner"
+    if len(cost) == 1:
+        return int(equal[0]), "only"
+    return _of_two(random, cost, equal), "load"
+
+
+def _of_two(random: Random, cost: NDArray[np.float64], rows: NDArray[np.intp]) -> int:
+    if len(rows) == 1:
+        return int(rows[0])
+    one, other = rows[random.randrange(len(rows))], rows[random.randrange(len(rows))]
+    return int(one if cost[one] <= cost[other] else other)
+
+
+def _owner(fleet: Fleet, rows: NDArray[np.intp], key: bytes) -> int:
+    """Rendezvous hashing: a row's rank for a key does not depend on which others there are."""
+    if len(rows) == 1:
+        return int(rows[0])
+    mixed = fleet.hashes[rows] ^ np.uint64(int.from_bytes(key[:8], "little"))
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return int(rows[int((mixed ^ (mixed >> np.uint64(32))).argmax())])
+
+
+def _rows(holders: int, count: int) -> NDArray[np.bool_] | int:
+    """An index of the rows whose bits are set."""
+    if not holders & (holders - 1):
+        return holders.bit_length() - 1
+    data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
+
+
+def _name(fleet: Fleet, row: int) -> str:
+    replica = fleet.rows[row]
+    assert replica is not None
+    return replica.name
+
+
+@lru_cache(4096)
+def _key(adapter: str) -> bytes:
+    return blake2b(adapter.encode(), digest_size=8).digest()

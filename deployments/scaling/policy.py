@@ -1,0 +1,319 @@
+"""Serve's autoscaling policies over scaling.decide: what Serve reports becomes Demand and Seen, the
+plan becomes Serve's decision. The controller calls them ten times a second, in its only loop, so
+they decide once a second.
+
+`PoolsPolicy` decides for all pools of the application together, with what the routers report; Serve
+takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
+`serve.run` has; it knows only what the pool's own engines report, so it neither wakes a pool from
+zero by itself nor weighs one pool against another.
+
+Whatever stands in a policy's arguments restarts every replica when it changes, as Serve's code
+version is made of them. Limits are therefore read from Serve's own options.
+
+Serve ships these classes by value: all state is in the instance.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from deployments.config.load import MantaConfig, PoolConfig
+from deployments.scaling.decide import Demand, Memory, Plan, Pool, Promise, Seen, decide, keep
+
+logger = logging.getLogger("ray.serve")
+
+ENGINE_PREFIX = "engine-"  # of the deployments of pools
+ROUTER = "router"
+_SMOOTHING = 0.3  # weight of the newest start-up time
+_KEY = "manta/scaling/"
+_EVERY = 1.0  # seconds between two decisions
+_RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}  # tokens/s, until measured
+_PRICES = {"gpu": 1.0, "cpu": 0.1}
+_REPORT_SECONDS = 1.0  # between two reports of a replica
+_LOOK_BACK_SECONDS = 2.0  # that Serve takes their mean over
+
+
+def scales(pool: PoolConfig) -> bool:
+    return pool.max_replicas is not None
+
+
+def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
+    """Of PoolsPolicy, for the pools that scale."""
+    return {
+        "pools": {
+            name: {
+                "prompt_rate": _RATES[name][0],
+                "output_rate": _RATES[name][1],
+                "start_seconds": pool.start_seconds,
+                "price": pool.price or _PRICES[name],
+            }
+            for name, pool in pools.items()
+            if scales(pool)
+        },
+        "promise": config.scaling.model_dump(),
+    }
+
+
+def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[str, Any]:
+    """Serve's options of a pool's deployment: a fixed count, or limits and PoolPolicy."""
+    if not scales(pool):
+        return {"num_replicas": pool.replicas}
+    arguments = policy_arguments(config, {name: pool})
+    policy = {
+        "policy_function": "deployments.scaling.policy:PoolPolicy",
+        "policy_kwargs": {
+            "name": name,
+            "pool": arguments["pools"][name],
+            "promise": arguments["promise"],
+        },
+    }
+    return {"autoscaling_config": {**limits(pool), "policy": policy}}
+
+
+def limits(pool: PoolConfig) -> dict[str, Any]:
+    """Serve's autoscaling_config of a pool, without a policy."""
+    assert pool.max_replicas is not None
+    return counts(pool.min_replicas, pool.max_replicas)
+
+
+def counts(least: int, most: int) -> dict[str, Any]:
+    """No initial_replicas: each deploying would begin there again, whatever the load. Serve's own
+    delays are off: the policy has its."""
+    return {
+        "min_replicas": least,
+        "max_replicas": most,
+        "metrics_interval_s": _REPORT_SECONDS,
+        "look_back_period_s": _LOOK_BACK_SECONDS,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+    }
+
+
+class Context(Protocol):
+    """What is used of ray.serve's AutoscalingContext."""
+
+    deployment_name: str
+    app_name: str | None
+    current_num_replicas: int
+    target_num_replicas: int
+    capacity_adjusted_min_replicas: int
+    capacity_adjusted_max_replicas: int
+    current_time: float | None
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+
+    @property
+    def total_queued_requests(self) -> float | None: ...
+
+
+class PoolsPolicy:
+    """pools: fields of scaling.Pool by pool; promise: fields of scaling.Promise."""
+
+    def __init__(self, pools: Mapping[str, Mapping[str, Any]], promise: Mapping[str, Any]) -> None:
+        self._pools = {name: Pool(**fields) for name, fields in pools.items()}
+        self._promise = Promise(**promise)
+        self._memory = Memory()
+        self._started: dict[str, tuple[float, int]] = {}  # when more were wanted, how many
+        self._plan: Plan | None = None
+        self._decided = 0.0  # when
+
+    def __call__(
+        self, contexts: Mapping[Any, Context]
+    ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        by_name = {context.deployment_name: (id, context) for id, context in contexts.items()}
+        engines = {
+            name: by_name[ENGINE_PREFIX + name][1]
+            for name in self._pools
+            if ENGINE_PREFIX + name in by_name
+        }
+        decisions = {id: context.target_num_replicas for id, context in contexts.items()}
+        if not engines:
+            return decisions, {}
+        router = by_name[ROUTER][1] if ROUTER in by_name else None
+        plan = self.plan(engines, router)
+        states: dict[Any, dict[str, Any]] = {}
+        for name, target in plan.targets.items():
+            id = by_name[ENGINE_PREFIX + name][0]
+            decisions[id] = target
+            states[id] = {"target": target, "reason": plan.reasons[name]}
+        return decisions, states
+
+    def plan(self, engines: Mapping[str, Context], router: Context | None) -> Plan:
+        """Decide, and tell if it is news. engines: by pool."""
+        any_context = next(iter(engines.values()))
+        now = any_context.current_time or time.time()
+        last = self._plan
+        if last and engines.keys() == last.targets.keys() and 0 <= now - self._decided < _EVERY:
+            return last
+        seen = {name: self._seen(name, context, now) for name, context in engines.items()}
+        pools = {name: self._measured(name, context) for name, context in engines.items()}
+        plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
+        if last and any(map(_silent, (*engines.values(), router))):
+            plan = keep(plan, last.targets, "some say nothing of their load")
+        self._memory, self._plan, self._decided = plan.memory, plan, now
+        app = any_context.app_name or ""
+        limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
+        cooldowns = (self._promise.calm_seconds, self._promise.idle_seconds)
+        _export(app, plan, limits, cooldowns)
+        if last is None or plan.targets != last.targets:
+            _tell(app, plan, limits, cooldowns, now)
+        return plan
+
+    def _measured(self, name: str, context: Context) -> Pool:
+        """With Serve's limits, and what its engines have measured, once they have."""
+        pool = replace(
+            self._pools[name],
+            minimum=context.capacity_adjusted_min_replicas,
+            maximum=context.capacity_adjusted_max_replicas,
+        )
+        prompt, output = _values(context, "prompt_able"), _values(context, "output_able")
+        if prompt and output:
+            pool = replace(pool, prompt_rate=_mean(prompt), output_rate=_mean(output))
+        self._pools[name] = pool
+        return pool
+
+    def _seen(self, name: str, context: Context, now: float) -> Seen:
+        ready, target = context.current_num_replicas, context.target_num_replicas
+        starting = max(0, target - ready)
+        began = self._started.get(name)
+        if starting and (began is None or began[1] < target):
+            self._started[name] = (now, target)
+        elif not starting and began is not None:
+            # All that were wanted are there: so long does it take here, a node included.
+            del self._started[name]
+            if ready >= began[1]:
+                pool = self._pools[name]
+                took = pool.start_seconds + _SMOOTHING * (now - began[0] - pool.start_seconds)
+                self._pools[name] = replace(pool, start_seconds=took)
+        return Seen(ready, starting, _mean(_values(context, "kv_usage")))
+
+
+class PoolPolicy:
+    """The same for one deployment, whose pool it is given."""
+
+    def __init__(self, name: str, pool: Mapping[str, Any], promise: Mapping[str, Any]) -> None:
+        self._name = name
+        self._policy = PoolsPolicy({name: pool}, promise)
+
+    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+        plan = self._policy.plan({self._name: context}, None)
+        return plan.targets[self._name], {"reason": plan.reasons[self._name]}
+
+
+def _demand(engines: Mapping[str, Context], router: Context | None, now: float) -> Demand:
+    """Arrivals from the routers; without them, what the engines compute. What a leaving replica
+    still has is known to the routers only: it is not one of the deployment's any more."""
+    source: Iterable[Context | None] = engines.values() if router is None else (router,)
+    prompt = output = 0.0
+    for context in source:
+        prompt += sum(_values(context, "prompt_rate"))
+        output += sum(_values(context, "output_rate"))
+    # What waits in the routers is told with its expected output.
+    share = prompt / (prompt + output) if prompt + output > 0 else 0.5
+    waiting_tokens = share * sum(_values(router, "queued_tokens"))
+    waiting = sum(_values(router, "queued"))
+    running = 0.0
+    for context in engines.values():
+        waiting_tokens += sum(_values(context, "waiting_tokens"))
+        waiting += context.total_queued_requests or 0.0
+        running += sum(_values(context, "running"))
+    running = max(running, sum(_values(router, "in_flight")))
+    return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
+
+
+def _values(context: Context | None, metric: str) -> list[float]:
+    """Of each replica."""
+    metrics = context.aggregated_metrics if context is not None else None
+    return list(metrics.get(metric, {}).values()) if metrics else []
+
+
+def _silent(context: Context | None) -> bool:
+    """Replicas are there, but starved or cut off: that is no sign of having nothing to do."""
+    return bool(context and context.current_num_replicas and not context.aggregated_metrics)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+# -- told to people
+
+
+Limits = Mapping[str, tuple[int, int]]  # by pool: minimum and maximum
+Cooldowns = tuple[float, float]  # seconds: of calm, of idleness
+
+
+def _export(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns) -> None:
+    """To the metrics: each time, because Ray's exporter forgets what is not said again."""
+    from deployments.observe.ray_exporter import scaling_export  # not by value: one for the process
+
+    causes = {name: reason.cause for name, reason in plan.reasons.items()}
+    scaling_export(app).tell(plan.targets, causes, limits, cooldowns)
+
+
+def _tell(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
+    """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
+    they decide one by one."""
+    from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
+
+    for name, target in plan.targets.items():
+        logger.info("scaling: %s to %d: %s", name, target, plan.reasons[name])
+        if _internal_kv_initialized():
+            record = {
+                "time": now,
+                "target": target,
+                "reason": plan.reasons[name],
+                "limits": limits[name],
+                "cooldowns": cooldowns,
+            }
+            _internal_kv_put(f"{_KEY}{app}/{name}", json.dumps(record).encode(), overwrite=True)
+
+
+def scaling_decisions(app: str) -> dict[str, Any] | None:
+    """The last decision: {"time", "targets", "reasons", "limits", "cooldowns"}, by pool, limits as
+    [minimum, maximum], cooldowns as seconds of [calm, idleness]; None if there was none. Needs a
+    connection to Ray."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    prefix = f"{_KEY}{app}/"
+    found = {}
+    for key in _internal_kv_list(prefix):
+        if record := _internal_kv_get(key):
+            found[key.decode().removeprefix(prefix)] = json.loads(record)
+    if not found:
+        return None
+    return {
+        "time": max(record["time"] for record in found.values()),
+        "targets": {name: record["target"] for name, record in found.items()},
+        "reasons": {name: record["reason"] for name, record in found.items()},
+        "limits": {name: record["limits"] for name, record in found.items()},
+        "cooldowns": {name: record["cooldowns"] for name, record in found.items()},
+    }
+
+
+# -- reported by routers and engines
+
+
+class Rates:
+    """Tokens/s from counters, between one call and the next."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._last: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
+
+    def update(self, now: float, **counters: float) -> dict[str, float]:
+        """The rates by name; the last ones if it was asked a moment ago."""
+        if now - self._at >= 0.2:
+            self._rates = {
+                name: max(0.0, (value - self._last.get(name, value)) / (now - self._at))
+                for name, value in counters.items()
+            }
+            self._last = counters
+            self._at = now
+        return {name: self._rates.get(name, 0.0) for name in counters}

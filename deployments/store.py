@@ -1,0 +1,46 @@
+"""What the routers of an application share through Ray's own key-value store, which lives as long
+as the cluster: routers and replicas come and go, and so may Serve's controller. Everything here
+blocks, and raises OSError if the store cannot be had."""
+
+import secrets
+from typing import Any
+
+
+def prefix(app: str) -> str:
+    """Of all keys of an application."""
+    return f"manta/{app}/"
+
+
+def store(what: str, *arguments: Any, **options: Any) -> Any:
+    """One of the store's calls: "get", "put", "list" or "del"."""
+    from ray.exceptions import RayError
+    from ray.experimental import internal_kv
+
+    try:
+        return getattr(internal_kv, f"_internal_kv_{what}")(*arguments, **options)
+    except RayError as error:
+        raise OSError(f"Ray's store does not answer: {type(error).__name__}") from error
+
+
+def forget_app(app: str) -> None:
+    """The application is gone, and what was added to it by hand with it."""
+    store("del", prefix(app), del_by_prefix=True)
+
+
+def first_served(app: str, model: str, now: int) -> int:
+    """Unix seconds at which this application first served this model, the same for each router;
+    now: what it is for the first one that asks."""
+    return int(_first(f"{prefix(app)}created/{model}", b"%d" % now))
+
+
+def event_secret(app: str) -> bytes:
+    """What signs the ids of events, the same for all routers of an application: the first of them
+    draws it. Not of the configuration, because a changed argument would restart all routers."""
+    return _first(f"{prefix(app)}event-secret", secrets.token_bytes(32))
+
+
+def _first(key: str, value: bytes) -> bytes:
+    """What whoever came first has put there."""
+    store("put", key, value, overwrite=False)
+    found: bytes = store("get", key) or value
+    return found

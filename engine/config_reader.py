@@ -1,0 +1,84 @@
+"""Reader: a JSON object of a model folder, with typed reads whose errors name the file and key."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+class Reader:
+    """names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd
+    in GPT-2's config.json). Every method takes ours."""
+
+    def __init__(
+        self, values: dict[str, Any], path: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.values = values
+        self.path = path
+        self._names = names or {}
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Reader":
+        """Raises ConfigError for a file that is missing or no JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path}: no such file; a model folder needs it", param="model"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as JSON: {error}", param="model") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must hold a JSON object", param="model")
+        return cls(values, str(path))
+
+    def renamed(self, names: Mapping[str, str]) -> "Reader":
+        return Reader(self.values, self.path, names)
+
+    def error(self, key: str, message: str) -> ConfigError:
+        key = self._names.get(key, key)
+        return ConfigError(f"{self.path}: {key}: {message}", param=key)
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """What the file says, null included; default where it says nothing."""
+        return self.values.get(self._names.get(key, key), default)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As raw; default for null too."""
+        value = self.raw(key)
+        return default if value is None else value
+
+    def flag(self, key: str) -> bool:
+        return bool(self.get(key))
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, f"must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.error(key, f"must be a positive number, got {value!r}")
+        return float(value)
+
+    def one_of(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self.get(key, default)
+        if value not in allowed:
+            raise self.error(key, f"{value!r} is not supported; supported: {', '.join(allowed)}")
+        return str(value)
+
+    def ids(self, key: str) -> list[int]:
+        """Token ids written as one number, a list or nothing."""
+        value = self.get(key, [])
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            raise self.error(key, f"must be a token id or a list of them, got {value!r}")
+        return values

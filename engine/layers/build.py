@@ -1,0 +1,122 @@
+"""Builder: makes the linear layers and norms of a model as its architecture's record has them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from engine.architectures import Stored
+from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.norm import RMSNorm
+from engine.model_config import ModelConfig
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.method import LinearMethod, LinearSpec, Part
+from engine.weights.parameter import Parameter, Rows, Source, as_rows
+from kernels.dispatch import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """What all parts of a model share. Sizes passed in are those of the whole model.
+
+    `ours` is a name of the record's tensors. layer: of a decoder; None outside of its layers.
+    """
+
+    config: ModelConfig
+    kernels: Kernels
+    method: LinearMethod
+    group: TensorParallelGroup
+    dtype: torch.dtype  # of matrices
+    activation_dtype: torch.dtype  # of norms too
+    device: torch.device
+    layer: int | None = None
+    elsewhere: set[str] = field(default_factory=set)  # tensors that another rank holds alone
+
+    def at(self, layer: int) -> "Builder":
+        return replace(self, layer=layer)
+
+    def has(self, ours: str) -> bool:
+        return ours in self.config.record.tensors
+
+    def stored(self, ours: str) -> Stored:
+        stored = self.config.record.tensors[ours]
+        return stored if self.layer is None else stored.at(self.layer)
+
+    def column(
+        self,
+        ours: str,
+        sizes: Sequence[int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        unit: int = 1,
+    ) -> Linear:
+        """Output features are divided among the ranks.
+
+        sizes: output features of each piece, one below the other.
+        unit: features that stay together (head_dim); a piece with fewer units than ranks is copied.
+        """
+        kept = []
+        for size in sizes:
+            begin, end = self.group.part_or_copy(size // unit, f"{ours} rows")
+            kept.append((begin * unit, end * unit))
+        parts = self._parts(ours, sizes, kept, in_features, (0, in_features))
+        return Linear(self._spec(ours, parts, bias), self.method)
+
+    def row(
+        self, ours: str, out_features: int, in_features: int, *, bias: bool = False
+    ) -> RowParallelLinear:
+        """Input features are divided among the ranks."""
+        columns = self.group.part(in_features, f"{ours} columns")
+        parts = self._parts(ours, (out_features,), [(0, out_features)], in_features, columns)
+        if bias and self.group.rank:  # the first adds it
+            self.elsewhere.update(f"{part.name}.bias" for part in parts)
+            bias = False
+        spec = self._spec(ours, parts, bias)
+        return RowParallelLinear(spec, self.method, self.group)
+
+    def norm(self, ours: str, size: int) -> RMSNorm:
+        weight = torch.empty(size, dtype=self.activation_dtype, device=self.device)
+        stored = self.stored(ours)
+        rows = None if stored.rows is None else as_rows(stored.rows(self.config))
+        source = Source(f"{stored.names[0]}.weight", (size,), rows)
+        parameter = Parameter(f"{self._name(ours)}.weight", weight, (source,), std=0.0)
+        return RMSNorm(self.kernels, parameter, self.config.rms_eps)
+
+    def _name(self, ours: str) -> str:
+        return ours if self.layer is None else f"layers.{self.layer}.{ours}"
+
+    def _spec(self, ours: str, parts: tuple[Part, ...], bias: bool) -> LinearSpec:
+        return LinearSpec(self._name(ours), parts, bias, self.dtype, self.device)
+
+    def _parts(
+        self,
+        ours: str,
+        sizes: Sequence[int],
+        kept: Sequence[tuple[int, int]],  # of each piece's rows
+        in_features: int,
+        columns: tuple[int, int],
+    ) -> tuple[Part, ...]:
+        """One for each tensor of the checkpoint, which holds one piece or all."""
+        stored = self.stored(ours)
+        order = np.arange(sum(sizes)) if stored.rows is None else stored.rows(self.config)
+        starts = list(accumulate(sizes, initial=0))
+        apart = len(stored.names) > 1
+        parts = []
+        for name, pieces in zip(
+            stored.names,
+            [[piece] for piece in range(len(sizes))] if apart else [list(range(len(sizes)))],
+            strict=True,
+        ):
+            first = starts[pieces[0]]
+            rows: Rows = as_rows(
+                np.concatenate(
+                    [order[starts[p] + kept[p][0] : starts[p] + kept[p][1]] for p in pieces]
+                )
+                - first
+            )
+            size = sum(sizes[piece] for piece in pieces)
+            parts.append(Part(name, size, in_features, rows, columns, stored.transposed))
+        return tuple(parts)

@@ -1,0 +1,53 @@
+"""The MLP of a decoder layer, gated or not."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from kernels.metadata import AttentionMeta
+
+# hidden_act of config.json, where nothing is gated; gates are `kernels.*.GATES`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+class Mlp:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if the checkpoint has no gate."""
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        hidden, inter, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gated = build.has("gate_up")
+        self.act = config.hidden_act
+        name, sizes = ("gate_up", (inter, inter)) if self.gated else ("up", (inter,))
+        self.up = build.column(name, sizes, hidden, bias=bias)
+        self.down = build.row("down", hidden, inter, bias=bias)
+        self.linears = (self.up, self.down)
+        self.norms = ()
+
+    @property
+    def activations(self) -> int:
+        return self.up.spec.out_features + self.down.spec.in_features
+
+    def __call__(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
+        there is one."""
+        if self.gated:
+            inner = self.up(x, meta.lora, norm=norm, gate=self.act)
+        else:
+            inner = ACTIVATIONS[self.act](self.up(x, meta.lora, norm=norm))
+        return self.down(inner, meta.lora, residual=residual)

@@ -1,0 +1,29 @@
+"""Norms. What a product can take along is an RMSNorm; others are launched before it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.weights.parameter import Parameter
+from kernels.dispatch import Kernels
+
+
+class Norm(Protocol):
+    parameters: tuple[Parameter, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, size] -> the same normed, in other memory."""
+        ...
+
+
+class RMSNorm:
+    """x / rms(x) * weight."""
+
+    def __init__(self, kernels: Kernels, parameter: Parameter, eps: float) -> None:
+        self.kernels = kernels
+        self.weight = parameter.tensor
+        self.eps = eps
+        self.parameters: tuple[Parameter, ...] = (parameter,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,77 @@
+"""HostMemory: the adapters in host memory, with a budget of bytes. No torch here."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+
+from engine.lora.tiers.adapter import Adapter, Loaded
+
+# Unused for so long, an adapter leaves host memory though there is room: longer than the night of
+# those who are used by day.
+UNUSED_SECONDS = 86_400.0
+
+
+class HostMemory:
+    """budget: bytes. What running requests may need again is kept beyond it."""
+
+    def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._adapters: OrderedDict[Adapter, float] = OrderedDict()  # -> last use; oldest first
+        self.num_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_bytes < self._budget
+
+    def keep(self, adapter: Adapter, loaded: Loaded) -> None:
+        """It was read, or given with its name; it counts as just used."""
+        adapter.weights, adapter.digest = loaded.weights, loaded.digest
+        adapter.host_bytes = loaded.host_bytes
+        self.num_bytes += loaded.host_bytes
+        self._adapters[adapter] = self._clock()
+
+    def touch(self, adapter: Adapter) -> None:
+        """It is used."""
+        if adapter.weights is not None:
+            self._adapters[adapter] = self._clock()
+            self._adapters.move_to_end(adapter)
+
+    def forget(self, adapter: Adapter) -> None:
+        if adapter.weights is not None:
+            self.num_bytes -= adapter.host_bytes
+            adapter.weights = None
+            del self._adapters[adapter]
+
+    @property
+    def has_unused(self) -> bool:
+        """`drop_unused` has something to do."""
+        oldest = next(iter(self._adapters.values()), None)
+        return oldest is not None and self._clock() - oldest > UNUSED_SECONDS
+
+    def drop_unused(self) -> None:
+        """Forget what nobody has used for UNUSED_SECONDS."""
+        while self.has_unused:
+            adapter = next(iter(self._adapters))
+            if adapter.users or (adapter.slot is not None and not adapter.slot.ready):
+                self.touch(adapter)
+            else:
+                self.forget(adapter)
+
+    def evict(self, wanted: Container[Adapter]) -> None:
+        """Back to the budget. The newest stays, or nothing could ever be uploaded.
+
+        wanted: those that wait for a slot.
+        """
+        newest = next(reversed(self._adapters), None)
+        for adapter in list(self._adapters):
+            if self.num_bytes <= self._budget:
+                return
+            uploading = adapter.slot is not None and not adapter.slot.ready
+            if adapter is newest or adapter.started or uploading or adapter in wanted:
+                continue
+            if not (adapter.retired and adapter.users):  # such could not be read again
+                self.forget(adapter)
+
+    def check_integrity(self) -> None:
+        assert self.num_bytes == sum(adapter.host_bytes for adapter in self._adapters)

@@ -1,0 +1,123 @@
+"""DeviceSlots: which adapter each slot on the device holds, and whom it is promised to.
+
+When one has to go it is the one that is asked for least, not the one used longest ago: with many
+more adapters than slots, most of those that come are not wanted again soon, and each would push out
+one that is. One that requests wait for goes only if all are like that.
+
+A slot is pinned by every row that may still run on it, and what is pinned is not replaced. When all
+are pinned and an adapter waits, the slot with the fewest rows is promised to it: nobody new gets in
+there, and when its last row ends the slot changes hands. So no adapter starves.
+"""
+
+from dataclasses import dataclass
+
+from engine.lora.tiers.adapter import Adapter
+from engine.lora.tiers.popularity import Popularity
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    index: int
+    adapter: Adapter | None = None
+    ready: bool = False
+    pins: int = 0
+    promised: Adapter | None = None
+    used: int = 0  # when, in touches
+
+    @property
+    def wanted(self) -> bool:
+        """Requests run on it or wait to."""
+        return self.adapter is not None and self.adapter.users > 0
+
+
+class DeviceSlots:
+    """count: how many there are."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [Slot(index) for index in range(count)]
+        self._clock = 0
+        self.popularity = Popularity()  # of adapters by their names
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    def touch(self, slot: Slot) -> None:
+        """It is used."""
+        self._clock += 1
+        slot.used = self._clock
+
+    def free(self, adapter: Adapter) -> Slot | None:
+        """One for it that nobody runs on: empty, promised to it, or the least worth keeping."""
+        free = [
+            slot
+            for slot in self._slots
+            if not slot.pins
+            and (slot.ready or slot.adapter is None)
+            and slot.promised in (None, adapter)
+        ]
+        return min(free, key=self._worth, default=None)
+
+    def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
+        """The least goes first."""
+        adapter = slot.adapter
+        if adapter is None:
+            return (False, False, 0.0, 0)
+        # Among those that are waited for the order is that of use, so that each gets its turn.
+        asked = 0.0 if slot.wanted else self.popularity[adapter.info.name]
+        return (True, slot.wanted, asked, slot.used)
+
+    def give(self, slot: Slot, adapter: Adapter) -> None:
+        """It takes a slot that nobody runs on; the caller fills it and makes it ready."""
+        assert adapter.slot is None and not slot.pins
+        if slot.adapter is not None:
+            slot.adapter.slot = None
+        slot.adapter, slot.ready, adapter.slot = adapter, False, slot
+        self.touch(slot)
+
+    def take(self, slot: Slot) -> None:
+        """Empty it."""
+        assert slot.adapter is not None and not slot.pins
+        slot.adapter.slot = None
+        slot.adapter, slot.ready = None, False
+
+    def promise(self, adapter: Adapter) -> None:
+        """It is the next in some slot that requests run on. Half of the slots at most are promised,
+        so that the others keep their requests going."""
+        if any(slot.promised is adapter for slot in self._slots):
+            return
+        open_slots = [slot for slot in self._slots if slot.promised is None and slot.ready]
+        if len(self._slots) - len(open_slots) < max(1, len(self._slots) // 2):
+            victim = min(open_slots, key=lambda s: (s.pins, s.used), default=None)
+            if victim is not None:
+                victim.promised = adapter
+
+    def unpromise(self, adapter: Adapter) -> list[Adapter]:
+        """The adapters whose slots are open to new requests again."""
+        opened = []
+        for slot in self._slots:
+            if slot.promised is adapter:
+                slot.promised = None
+                if slot.adapter is not None:
+                    opened.append(slot.adapter)
+        return opened
+
+    def due(self) -> list[Adapter]:
+        """Those that nobody runs on any more in the slot promised to them."""
+        return [s.promised for s in self._slots if s.promised is not None and not s.pins]
+
+    @property
+    def resident(self) -> list[str]:
+        """Names of the adapters on the device, the next to go last."""
+        slots = [s for s in self._slots if s.adapter is not None and s.ready]
+        slots.sort(key=self._worth, reverse=True)
+        return [s.adapter.info.name for s in slots if s.adapter is not None]
+
+    def check_integrity(self, pins: dict[int, int]) -> None:
+        """pins: slot index -> rows that use it."""
+        for slot in self._slots:
+            assert slot.pins == pins.get(slot.index, 0), f"slot {slot.index}: pins are lost"
+            assert slot.adapter is None or slot.adapter.slot is slot
+            assert slot.adapter is not None or not (slot.ready or slot.pins)

@@ -1,0 +1,414 @@
+"""AdapterStore: which adapters are known, and in which tier each is. No torch here.
+
+    disk or object store --read (threads)--> host memory --upload (thread)--> device slot
+
+What comes from an object store is kept on the disk (disk.py). Disk and host memory (host.py) have
+byte budgets and forget what was used longest ago, host memory also what nobody has used for a day;
+of the slots (slots.py) the one that is asked for least is given away.
+All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
+a load never stalls a step, and only the requests that need that adapter wait. Additions and
+removals of one name are done in their order; those of other names do not wait for them, and none
+waits for what requests have begun to read.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+from engine.errors import AdapterError
+from engine.lora.peft_config import check_name
+from engine.lora.tiers.adapter import Adapter, Described, Loaded, Loader, NoLoader, changed, info_of
+from engine.lora.tiers.host import HostMemory
+from engine.lora.tiers.names import AdapterNames
+from engine.lora.tiers.remote import is_remote
+from engine.lora.tiers.slots import DeviceSlots, Slot
+from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
+
+logger = logging.getLogger("manta.engine")
+
+RETRY_SECONDS = 10.0  # how long a failed read is remembered
+READERS = 4  # threads for disks, and as many for object stores: a store that hangs blocks no disk
+READ_AHEAD = 4  # reads under way, beyond which none is begun for a request that is not first
+
+T = TypeVar("T")
+
+
+class AdapterStore:
+    """max_loras: slots; with 0 every adapter is refused.
+
+    host_bytes: budget of host memory; adapters that running requests may need
+    again are kept beyond it. disk, device: where reads and uploads run. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        max_loras: int,
+        host_bytes: int,
+        *,
+        disk: Executor | None = None,
+        device: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._loader = loader
+        self._disk = disk or ThreadPoolExecutor(READERS, "adapter-reads")
+        self._remote = disk or ThreadPoolExecutor(READERS, "adapter-downloads")
+        self._device = device or ThreadPoolExecutor(1, "adapter-uploads")
+        self._names: AdapterNames[Adapter] = AdapterNames()
+        # Additions and removals of a name; the first of them has begun.
+        self._lines: dict[str, deque[Callable[[], None]]] = {}
+        self._slots = DeviceSlots(max_loras)
+        self._host = HostMemory(host_bytes, clock)
+        self._wanted: dict[Adapter, None] = {}  # wait for a slot, in the order of asking
+        self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._news: list[Adapter] = []
+        self._answers: list[AdapterAnswer] = []
+        self._wake: Callable[[], None] = lambda: None
+        self.loads = 0  # uploads
+        self.reads = 0
+        self._reading = 0  # under way
+
+    # ---- names ---------------------------------------------------------------------------------
+
+    def add(self, message: AddAdapter) -> None:
+        """Begin; the answer comes by `take_answers`."""
+
+        def work() -> Described | Loaded:
+            self._check_enabled()
+            check_name(message.name)
+            if message.load:
+                return self._loader.read(message.path, message.digest)
+            return self._loader.describe(message.path, message.digest)
+
+        def then(result: Described | Loaded | AdapterError) -> None:
+            self._added(message, result)
+            self._next(message.name)
+
+        self._line_up(message.name, lambda: self._run(self._readers(message.path), work, then))
+
+    def _added(self, message: AddAdapter, result: Described | Loaded | AdapterError) -> None:
+        if isinstance(result, AdapterError):
+            answer = AdapterAnswer(message.ticket, None, result.code, result.message)
+            self._answers.append(answer)
+            return
+        loaded = result if isinstance(result, Loaded) else None
+        described = result.described if isinstance(result, Loaded) else result
+        if loaded is not None and message.digest not in ("", loaded.digest):
+            error = changed(message.name)
+            self._answers.append(AdapterAnswer(message.ticket, None, error.code, error.message))
+            return
+        digest = loaded.digest if loaded is not None else message.digest or described.stamp
+        info = info_of(message.name, message.revision or digest, described)
+        before = self._names.get(info.name)
+        if before is not None and before.is_same(info, described, digest):
+            if loaded is not None or before.path != message.path:
+                before.reading = None  # what is under way may fail where it was before
+            before.path, before.stamp, before.error = message.path, described.stamp, None
+            if loaded is not None and before.weights is None:
+                self._keep(before, loaded)
+            if before in self._wanted and before.slot is None:
+                self._advance(before)
+            self._answers.append(AdapterAnswer(message.ticket, before.info))
+            return
+        adapter = Adapter(info, message.path, described.stamp)
+        adapter.digest = message.digest
+        self._names.put(info.name, info.revision, adapter)
+        if before is not None:
+            self._retire(before)
+        if loaded is not None:
+            self._keep(adapter, loaded)
+        self._answers.append(AdapterAnswer(message.ticket, info))
+
+    def remove(self, message: RemoveAdapter) -> None:
+        """Behind the additions of that name before it."""
+
+        def then() -> None:
+            self._removed(message)
+            self._next(message.name)
+
+        self._line_up(message.name, lambda: self._later(then))
+
+    def _line_up(self, name: str, begin: Callable[[], None]) -> None:
+        """begin() when what was asked for this name before is done; it ends with `_next`."""
+        line = self._lines.setdefault(name, deque())
+        line.append(begin)
+        if len(line) == 1:
+            begin()
+
+    def _next(self, name: str) -> None:
+        line = self._lines[name]
+        line.popleft()
+        if line:
+            line[0]()
+        else:
+            del self._lines[name]
+
+    def _removed(self, message: RemoveAdapter) -> None:
+        try:
+            adapter = self._names.remove(message.name, message.revision)
+        except AdapterError as error:
+            self._answers.append(AdapterAnswer(message.ticket, None, error.code, error.message))
+            return
+        self._retire(adapter)
+        self._answers.append(AdapterAnswer(message.ticket, adapter.info))
+
+    @classmethod
+    def disabled(cls) -> "AdapterStore":
+        return cls(NoLoader(), 0, 0)
+
+    def find(self, name: str) -> Adapter:
+        """What a request names: a name or "name@revision". Raises AdapterError."""
+        self._check_enabled()
+        return self._names.find(name)
+
+    def _check_enabled(self) -> None:
+        if not self._slots:
+            raise AdapterError(
+                "this engine takes no adapters; start it with max_loras > 0",
+                code="adapters_disabled",
+            )
+
+    def take_answers(self) -> list[AdapterAnswer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def claim(self, adapter: Adapter) -> None:
+        """A request was accepted: bring its adapter into host memory while the request waits, if
+        that drives out no other and is not far ahead of its turn."""
+        adapter.users += 1
+        self._slots.popularity.count(adapter.info.name, self._clock())
+        room = self._host.has_room and self._reading < READ_AHEAD
+        if adapter.error is None and room:
+            self._read(adapter)
+
+    def ask(self, adapter: Adapter) -> bool:
+        """Whether a request may start on it now. If not, it is on its way, and `poll` will name it.
+
+        Raises AdapterError if it cannot be had.
+        """
+        if adapter.error is not None:
+            if self._clock() < adapter.failed_at + RETRY_SECONDS:
+                raise adapter.error
+            adapter.error = None
+        slot = adapter.slot
+        if slot is None:
+            self._wanted[adapter] = None
+            self._advance(adapter)
+            return False
+        if slot.promised is not None:
+            self._wanted[adapter] = None  # in line for another one, when this one is taken away
+            return False
+        if slot.ready:
+            self._wanted.pop(adapter, None)
+            self._slots.touch(slot)
+            self._host.touch(adapter)
+        return slot.ready
+
+    def pin(self, adapter: Adapter, *, first: bool) -> int:
+        """A request starts (`first`: not after a preemption). Its slot's index."""
+        slot = adapter.slot
+        assert slot is not None and slot.ready
+        slot.pins += 1
+        adapter.started += first
+        return slot.index
+
+    def unpin(self, index: int) -> None:
+        """No step uses the row any more."""
+        slot = self._slots[index]
+        slot.pins -= 1
+        assert slot.pins >= 0
+        if not slot.pins:
+            assert slot.adapter is not None
+            self._drop_unused(slot.adapter)
+            self._slot_changed()
+
+    def release(self, adapter: Adapter, *, started: bool) -> None:
+        """A request has ended."""
+        adapter.users -= 1
+        adapter.started -= started
+        assert 0 <= adapter.started <= adapter.users
+        if not adapter.users:
+            self._wanted.pop(adapter, None)
+            self._unpromise(adapter)
+            self._drop_unused(adapter)
+        if not adapter.started:
+            self._host.evict(self._wanted)
+
+    # ---- what has come -------------------------------------------------------------------------
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """Call wake(), from any thread, when `poll` has something to do."""
+        self._wake = wake
+
+    def has_news(self) -> bool:
+        return not self._done.empty() or bool(self._news) or self._host.has_unused
+
+    def poll(self) -> list[Adapter]:
+        """Take over what the threads have done. Returns the adapters whose requests should ask
+        again."""
+        while not self._done.empty():
+            self._done.get()()
+        self._host.drop_unused()
+        news, self._news = self._news, []
+        return news
+
+    # ---- tiers ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        executor: Executor,
+        work: Callable[[], T],
+        then: Callable[[T | AdapterError], None],
+    ) -> None:
+        """work() on the executor, then `then` with what came of it, here."""
+
+        def job() -> None:
+            result: T | AdapterError
+            try:
+                result = work()
+            except AdapterError as error:
+                result = error
+            except Exception as error:  # whatever a damaged file or a full device brings up
+                logger.exception("an adapter could not be loaded")
+                result = AdapterError(f"it could not be loaded: {type(error).__name__}: {error}")
+            self._later(lambda: then(result))
+
+        executor.submit(job)
+
+    def _later(self, then: Callable[[], None]) -> None:
+        """In `poll`; from any thread."""
+        self._done.put(then)
+        self._wake()
+
+    def _readers(self, path: str) -> Executor:
+        return self._remote if is_remote(path) else self._disk
+
+    def _read(self, adapter: Adapter) -> None:
+        if adapter.weights is None and adapter.reading is None:
+            reading = adapter.reading = object()
+            self._reading += 1
+            self.reads += 1
+            path, digest = adapter.path, adapter.digest
+            self._run(
+                self._readers(path),
+                lambda: self._loader.read(path, digest),
+                lambda result: self._was_read(adapter, reading, result),
+            )
+
+    def _was_read(self, adapter: Adapter, reading: object, result: Loaded | AdapterError) -> None:
+        self._reading -= 1
+        if adapter.reading is not reading:
+            return  # it was added again meanwhile
+        adapter.reading = None
+        if isinstance(result, Loaded):
+            # The digest tells for sure. Before the first read nobody has it.
+            before, now = (
+                (adapter.digest, result.digest)
+                if adapter.digest
+                else (adapter.stamp, result.described.stamp)
+            )
+            if before != now:
+                result = changed(adapter.info.name)
+        if isinstance(result, AdapterError):
+            adapter.error, adapter.failed_at = result, self._clock()
+            self._wanted.pop(adapter, None)
+            self._unpromise(adapter)
+            self._news.append(adapter)
+            return
+        self._keep(adapter, result)
+        if adapter in self._wanted and adapter.slot is None:
+            self._advance(adapter)
+        self._drop_unused(adapter)
+
+    def _keep(self, adapter: Adapter, loaded: Loaded) -> None:
+        self._host.keep(adapter, loaded)
+        adapter.info = info_of(adapter.info.name, adapter.info.revision, loaded.described)
+        self._host.evict(self._wanted)
+
+    def _advance(self, adapter: Adapter) -> None:
+        """The next thing to do for one that waits for a slot."""
+        if adapter.weights is None:
+            self._read(adapter)
+            return
+        slot = self._slots.free(adapter)
+        if slot is not None:
+            self._upload(adapter, slot)
+        else:
+            self._slots.promise(adapter)
+
+    def _unpromise(self, adapter: Adapter) -> None:
+        self._news += self._slots.unpromise(adapter)
+
+    def _slot_changed(self) -> None:
+        """Slots that are free go to those they are promised to. All others who wait shall ask
+        again, in the order of service, so that nobody takes a slot from one who comes before."""
+        for adapter in self._slots.due():
+            self._advance(adapter)
+        self._news += self._wanted
+
+    def _upload(self, adapter: Adapter, slot: Slot) -> None:
+        del self._wanted[adapter]
+        self._unpromise(adapter)
+        self._slots.give(slot, adapter)
+        self._host.touch(adapter)
+        self.loads += 1
+        weights = adapter.weights
+        self._run(
+            self._device,
+            lambda: self._loader.upload(weights, slot.index),
+            lambda error: self._uploaded(adapter, slot, error),
+        )
+
+    def _uploaded(self, adapter: Adapter, slot: Slot, error: AdapterError | None) -> None:
+        slot.ready = True
+        if error is not None:
+            self._slots.take(slot)
+            adapter.error, adapter.failed_at = error, self._clock()
+        self._news.append(adapter)
+        self._drop_unused(adapter)
+        self._host.evict(self._wanted)
+        self._slot_changed()
+
+    def _retire(self, adapter: Adapter) -> None:
+        adapter.retired = True
+        self._drop_unused(adapter)
+
+    def _drop_unused(self, adapter: Adapter) -> None:
+        """Of a retired adapter nothing is kept once its last request has ended."""
+        if not adapter.retired or adapter.users:
+            return
+        self._names.forget(adapter.info.name, adapter.info.revision, adapter)
+        slot = adapter.slot
+        if slot is not None:
+            if slot.pins or not slot.ready:
+                return  # called again when it is
+            self._slots.take(slot)
+        self._host.forget(adapter)
+        if slot is not None:
+            self._slot_changed()
+
+    # ---- looking at it -------------------------------------------------------------------------
+
+    @property
+    def resident(self) -> list[str]:
+        """Names of the adapters on the device, the next to go last."""
+        return self._slots.resident
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the adapters in host memory."""
+        return self._host.num_bytes
+
+    def check_integrity(self, pins: dict[int, int], users: dict[Adapter, int]) -> None:
+        """pins: slot index -> rows that use it; users: adapter -> requests that have not ended."""
+        self._slots.check_integrity(pins)
+        self._host.check_integrity()
+        for adapter, count in users.items():
+            assert adapter.users == count, f"adapter {adapter.key}: users are lost"

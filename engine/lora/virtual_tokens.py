@@ -1,0 +1,173 @@
+"""Prompts: adapters that stand before every prompt as tokens that nobody wrote.
+
+Prompt tuning and p-tuning have a vector for each, which takes the place of a token's embedding.
+Prefix tuning has keys and values for each and layer, which take the place of what a layer would
+compute. Either way virtual token i is the request's token i: it has a position and a place in a KV
+block, and what was said of chunks, prefix cache and preemption holds for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.batch import NewRow, PrefixCopy
+from engine.errors import AdapterError
+from engine.lora.files import check_finite, list_tensors, read_tensors
+from engine.lora.peft_config import (
+    CONFIG_FILE,
+    PREFIX,
+    PeftConfig,
+    file_in,
+    read_peft_config,
+    stamp,
+)
+from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.uploads import Uploads
+from engine.model_config import ModelConfig
+
+TENSOR = "prompt_embeddings"  # the only one of its file; PEFT has run the encoder, if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class HostPrompt:
+    """values: a row for each virtual token: [n, hidden_size] vectors, or if `prefix` [n, 2 *
+    num_layers, num_kv_heads, head_dim] the first layer's keys, its values, the second's ..."""
+
+    values: Tensor
+    prefix: bool
+
+
+class PromptReader:
+    """Reads prompts for one model. dtype: of its embedding. kv_dtype: of the KV cache."""
+
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._kv_dtype = kv_dtype
+        self._max_tokens = max_tokens
+
+    def describe(self, folder: Path, seen: str) -> Described:
+        """seen: the stamp to give it."""
+        return self._describe(folder, read_peft_config(folder), seen)
+
+    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> Described:
+        count, model = config.virtual_tokens, self._model
+        if count > self._max_tokens:
+            raise AdapterError(
+                f"{folder}: {count} virtual tokens are over max_virtual_tokens {self._max_tokens}",
+                code="adapter_incompatible",
+            )
+        layers, heads = config.layers, config.heads
+        if config.kind == PREFIX and (
+            layers not in (0, model.num_layers) or heads not in (0, model.num_kv_heads)
+        ):
+            raise AdapterError(
+                f"{folder}: made for {layers} layers of {heads} key heads; this model has "
+                f"{model.num_layers} of {model.num_kv_heads}",
+                code="adapter_incompatible",
+            )
+        return Described(config.kind, 0, 0, [], seen, count)
+
+    def read(self, folder: Path, seen: str) -> Loaded:
+        """All of it, checked: names, shape, finite numbers."""
+        before = stamp(folder)
+        config = read_peft_config(folder)
+        described = self._describe(folder, config, seen)
+        stored = list_tensors(folder)
+        if [tensor.name for tensor in stored] != [TENSOR]:
+            raise AdapterError(f"{folder}: holds something else than the tensor {TENSOR}")
+        prefix, shape = config.kind == PREFIX, self._shape(config)
+        wanted = (shape[0], shape[1:].numel())
+        if stored[0].shape != wanted:
+            raise AdapterError(
+                f"{stored[0].file}: tensor {TENSOR} has shape {list(stored[0].shape)}; "
+                f"num_virtual_tokens {shape[0]} and this model imply {list(wanted)}",
+                code="adapter_incompatible",
+            )
+        state = blake2b(digest_size=16)
+        state.update(file_in(folder, CONFIG_FILE).read_bytes())
+        host = torch.empty(shape, dtype=self._kv_dtype if prefix else self._dtype)
+        read = read_tensors(stored, state.update)
+        host.copy_(read[0].view(shape))
+        check_finite(stored, read, host)
+        if stamp(folder) != before:
+            raise AdapterError(f"{folder}: was written to while it was read; add it again")
+        described = Described(config.kind, 0, host.nbytes, [], seen, described.virtual_tokens)
+        return Loaded(described, state.hexdigest(), host.nbytes, HostPrompt(host, prefix))
+
+    def _shape(self, config: PeftConfig) -> torch.Size:
+        model = self._model
+        if config.kind == PREFIX:
+            layers = 2 * model.num_layers
+            return torch.Size((config.virtual_tokens, layers, model.num_kv_heads, model.head_dim))
+        return torch.Size((config.virtual_tokens, model.hidden_size))
+
+
+class PromptDevice:
+    """Room for `max_tokens` virtual tokens in each of `slots` slots.
+
+    embedding: [vocab_size + slots * max_tokens, hidden_size], the model's own table, so that a
+    virtual token is looked up as any other, by an id behind the vocabulary.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_tokens: int,
+        model: ModelConfig,
+        embedding: Tensor,
+        kv_dtype: torch.dtype,
+        uploads: Uploads,
+    ) -> None:
+        assert embedding.shape[0] == model.vocab_size + slots * max_tokens
+        self._max_tokens = max_tokens
+        self._vocab_size = model.vocab_size
+        self._vectors = embedding[model.vocab_size :]
+        self._uploads = uploads
+        self._cuda = embedding.is_cuda
+        shape = (slots, max_tokens, 2 * model.num_layers, model.num_kv_heads, model.head_dim)
+        if not self._cuda:  # which uses host memory
+            shape = (slots, 0, 0, 0, 0)
+        self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=embedding.device))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._vectors.nbytes + sum(prefix.nbytes for prefix in self._prefixes)
+
+    def upload(self, prompt: HostPrompt, slot: int) -> None:
+        """Into a slot that no step uses; from any thread. Returns when it is there."""
+        values, count = prompt.values, len(prompt.values)
+        if not prompt.prefix:
+            first = slot * self._max_tokens
+            self._uploads.copy([(values, self._vectors[first : first + count])])
+        elif self._cuda:
+            self._uploads.copy([(values, self._prefixes[slot][:count])])
+        else:
+            self._prefixes[slot] = values
+
+    def name(self, new: NewRow) -> None:
+        """Give a row's virtual tokens the ids under which the model finds their vectors."""
+        first = self._vocab_size + new.virtual_slot * self._max_tokens
+        new.token_ids[: new.num_virtual] = range(first, first + new.num_virtual)
+
+    def copy(self, prefixes: Sequence[PrefixCopy], kv: Tensor) -> None:
+        """Keys and values of prefixes into blocks, before the step that reads them.
+
+        kv: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+        """
+        layers = kv.flatten(0, 1)
+        size = kv.shape[4]
+        for prefix in prefixes:
+            source = self._prefixes[prefix.slot][prefix.start : prefix.stop]
+            tokens = torch.arange(prefix.stop - prefix.start)
+            blocks = torch.tensor(prefix.blocks)[tokens // size]
+            places = torch.stack((blocks, tokens % size))
+            if self._cuda:  # torch keeps the pinned memory until the copy is done
+                places = places.pin_memory().to(kv.device, non_blocking=True)
+            layers[:, places[0], :, places[1]] = source

@@ -1,0 +1,206 @@
+"""Decoder: embedding, layers of attention and MLP, norm and head, as a record names them
+(`engine.architectures`)."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from engine.layers.attention import Attention
+from engine.layers.build import Builder
+from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.mlp import Mlp
+from engine.layers.norm import Norm, RMSNorm
+from engine.layers.rotary import cos_sin_table
+from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
+from engine.weights.parameter import Parameter, Source
+from kernels.metadata import AttentionMeta
+
+KV = tuple[Tensor, Tensor]
+
+
+class Block(Protocol):
+    """What stands between two norms: attention, an MLP."""
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
+    @property
+    def norms(self) -> Sequence[Norm]: ...
+    @property
+    def activations(self) -> int:
+        """Elements a token that are alive at once inside, beside the residual and its norm."""
+        ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)), added to residual and written over it if there is one."""
+        ...
+
+
+class Sublayer:
+    """residual + after(block(before(residual))); either norm may be missing. Whether a norm or the
+    residual rides along with one of the block's products is for the block to see."""
+
+    def __init__(self, block: Block, before: Norm | None, after: Norm | None) -> None:
+        self.block = block
+        self.before = before
+        self.after = after
+
+    def __call__(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        """residual [n, hidden] is written over."""
+        if self.after is None:
+            return self.block(residual, kv, meta, norm=self.before, residual=residual)
+        return residual.add_(self.after(self.block(residual, kv, meta, norm=self.before)))
+
+    @property
+    def norms(self) -> Iterator[Norm]:
+        yield from (norm for norm in (self.before, self.after) if norm is not None)
+        yield from self.block.norms
+
+
+class DecoderLayer:
+    """Attention, then the MLP."""
+
+    def __init__(self, build: Builder, cos_sin: Tensor) -> None:
+        def norm(ours: str) -> RMSNorm | None:
+            return build.norm(ours, build.config.hidden_size) if build.has(ours) else None
+
+        self.attention = Sublayer(
+            Attention(build, cos_sin), norm("attention_norm"), norm("attention_out_norm")
+        )
+        self.mlp = Sublayer(Mlp(build), norm("mlp_norm"), norm("mlp_out_norm"))
+        self.sublayers = (self.attention, self.mlp)
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        return chain.from_iterable(each.block.linears for each in self.sublayers)
+
+    def parameters(self) -> Iterator[Parameter]:
+        for each in self.sublayers:
+            for norm in each.norms:
+                yield from norm.parameters
+            for linear in each.block.linears:
+                yield from linear.parameters
+
+    def __call__(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
+        return self.mlp(self.attention(residual, kv, meta), kv, meta)
+
+
+class Decoder:
+    """See registry.Model."""
+
+    def __init__(self, build: Builder, tied: LinearMethod, virtual_tokens: int) -> None:
+        """tied: for the head, if it is the embedding."""
+        self.build = build
+        self.config = config = build.config
+        self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.lookup = torch.empty(
+            vocab + virtual_tokens, hidden, dtype=build.dtype, device=build.device
+        )
+        self.embedding = self.lookup[:vocab]
+        self.norm = build.norm("norm", hidden)
+        cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, build.device)
+        self.layers = [DecoderLayer(build.at(index), cos_sin) for index in range(config.num_layers)]
+        self._tied = tied
+        self._tied_head: Any = DenseState(self.embedding, None)
+        self.head: Linear | None = None
+        if not config.tie_embeddings:
+            self.head = build.column("head", (vocab,), hidden)
+        linears = self._all_linears()
+        filled = sum(parameter.tensor.nbytes for parameter in self.parameters())
+        self.loading_bytes = filled + cos_sin.nbytes
+        self.num_bytes = self.loading_bytes + self._tied_bytes()
+        self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
+        in_linears = {parameter.name for linear in linears for parameter in linear.parameters}
+        self.num_parameters = sum(linear.spec.num_parameters for linear in linears) + sum(
+            each.tensor.numel() for each in self.parameters() if each.name not in in_linears
+        )
+
+    def linears(self) -> Iterator[Linear]:
+        return chain.from_iterable(layer.linears for layer in self.layers)
+
+    def _all_linears(self) -> list[Linear]:
+        return [*self.linears(), *([] if self.head is None else [self.head])]
+
+    def _tied_bytes(self) -> int:
+        """Of what the head's method makes of the embedding."""
+        if self.head is not None:
+            return 0
+        vocab, hidden = self.embedding.shape
+        part = Part("", vocab, hidden, (0, vocab), (0, hidden))
+        spec = LinearSpec("head", (part,), False, self.dtype, self.device)
+        return self._tied.packed_bytes(spec) or 0
+
+    def step_bytes(self, tokens: int, samples: int) -> int:
+        config, width = self.config, self.build.activation_dtype.itemsize
+        inside = max(each.block.activations for layer in self.layers for each in layer.sublayers)
+        logits = samples * config.vocab_size * (width + 4)
+        return tokens * width * (2 * config.hidden_size + inside) + logits
+
+    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[KV]) -> Tensor:
+        residual = embedding(token_ids, self.lookup).to(self.build.activation_dtype)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            residual = layer(residual, layer_kv, meta)
+        return self.norm(residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.head is None:
+            return self._tied.apply(self._tied_head, hidden)
+        return self.build.group.all_gather_columns(self.head(hidden))
+
+    def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
+        alike: dict[tuple[int, int, bool], list[Linear]] = {}
+        for layer in self.layers:
+            for each in layer.sublayers:
+                onto_residual = each.after is None and self.build.group.size == 1
+                for linear in each.block.linears:
+                    spec = linear.spec
+                    added = onto_residual and isinstance(linear, RowParallelLinear)
+                    key = (spec.out_features, spec.in_features, added)
+                    alike.setdefault(key, []).append(linear)
+        for (_, _, added), linears in alike.items():
+            linears[0].method.tune([linear.state for linear in linears], tokens, added)
+        if self.head is None:
+            self._tied.tune([self._tied_head], samples, add=False)
+        else:
+            self.head.method.tune([self.head.state], samples, add=False)
+
+    def parameters(self) -> Iterator[Parameter]:
+        names = self.build.stored("embedding").names
+        source = Source(f"{names[0]}.weight", tuple(self.embedding.shape))
+        yield Parameter("embedding.weight", self.embedding, (source,))
+        for layer in self.layers:
+            yield from layer.parameters()
+        yield from self.norm.parameters
+        if self.head is not None:
+            yield from self.head.parameters
+
+    def one_layer(self) -> "Decoder":
+        short = copy.copy(self)
+        short.layers = self.layers[:1]
+        return short
+
+    def ignores(self, name: str) -> bool:
+        """A tied head may be in the checkpoint all the same; it is the embedding."""
+        tied = self.head is None and name == f"{self.build.stored('head').names[0]}.weight"
+        return tied or name in self.build.elsewhere or self.config.record.ignores(name)
+
+    def finish(self) -> None:
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+            list(pool.map(Linear.finish, self._all_linears()))
+        if self.head is None:
+            self._tied_head = self._tied.finish(self._tied_head)

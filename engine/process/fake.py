@@ -1,0 +1,311 @@
+"""A core without a model, for tests and benchmarks of everything around the engine.
+
+Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of a sequence is
+first + p % (vocab_size - first), a function of the position alone (and of the adapter's name and
+revision, which shift p), and its log-probability one of the token: so a stream that went on
+elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
+model's.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from zlib import crc32
+
+import msgspec
+
+from engine.batch import TokenLogprobs
+from engine.config import EngineConfig
+from engine.errors import AdapterError, ConfigError
+from engine.lora.fake import FakeLoader
+from engine.lora.tiers.adapter import Adapter
+from engine.lora.tiers.store import AdapterStore
+from engine.messages import (
+    AdapterAnswer,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Ready,
+    RemoveAdapter,
+)
+from engine.scheduling.step_timer import BusyTime
+
+PREFIX = "fake:"
+STEP_TOKENS = 2048  # what it says; a step takes whatever waits
+
+
+class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of the model name.
+
+    first: smallest token id produced.
+    tokens_per_step: of each running request.
+    step_seconds: each step sleeps as long.
+    answer_tokens: end with the end token after as many; 0 = never.
+    eos: the end token.
+    poison: a prompt with this token fails alone.
+    adapter_seconds: an adapter takes as long to reach the device.
+    fail_start, fail_step, exit_step, hang_step: raise at start, raise at that step, exit without a
+        word, or never end it.
+    lethal: a prompt with this token ends the process, in the step that would give its token number
+        lethal_at of the answer (from 0), or a later one, and not before it has given lethal_after
+        tokens here.
+    lost_at_signal: SIGUSR1 takes the device away: the step after it raises.
+    """
+
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    first: int = 32
+    tokens_per_step: int = 1
+    step_seconds: float = 0.0
+    start_seconds: float = 0.0
+    answer_tokens: int = 0
+    eos: int = 2
+    poison: int = -1
+    adapter_seconds: float = 0.0
+    fail_start: bool = False
+    fail_step: int = -1
+    exit_step: int = -1
+    hang_step: int = -1
+    lethal: int = -1
+    lethal_at: int = 0
+    lethal_after: int = 0
+    lost_at_signal: bool = False
+
+    @classmethod
+    def parse(cls, model: str) -> "FakeOptions":
+        """Raises ConfigError on an unknown key or a wrong value."""
+        pairs = [item.partition("=") for item in model.removeprefix(PREFIX).split(",") if item]
+        try:
+            return msgspec.convert({k: v for k, _, v in pairs}, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"model {model!r}: {error}", param="model") from error
+
+
+class FakeCore:
+    """The interface of `engine.scheduling.core.EngineCore`; what waits runs in the next step."""
+
+    on_device = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._options = FakeOptions.parse(config.model)
+        self._limit = config.max_num_seqs or 1024
+        self._block_size = config.block_size
+        self._step_tokens = config.max_num_batched_tokens or STEP_TOKENS
+        self._max_len = min(
+            config.max_model_len or self._options.max_model_len, self._options.max_model_len
+        )
+        self._requests: dict[int, EngineRequest] = {}  # in order of arrival
+        self._new: set[int] = set()
+        self._ended: list[Delta] = []  # refused or aborted since the last step
+        # Memory for as many of the longest requests as can run: rows are what runs out.
+        self._blocks = -(-self._max_len // config.block_size)
+        self._stats = EngineStats(
+            total_blocks=self._blocks * self._limit, block_size=config.block_size, rows=self._limit
+        )
+        loader = FakeLoader(self._options.adapter_seconds)
+        self._store = AdapterStore(loader, config.max_loras, config.lora_host_bytes or 1 << 30)
+        self._adapters: dict[int, Adapter] = {}  # by request
+        self._slots: dict[int, int] = {}  # by request that has one
+        self._blocked: set[int] = set()  # requests that wait for their adapters
+        self.lost = False  # the device
+        self.end_process: Callable[[int], object] = os._exit
+        self._lethal: dict[int, int] = {}  # requests that end it -> tokens when they came
+        self._busy = BusyTime()
+
+    def ready(self) -> Ready:
+        o = self._options
+        return Ready(
+            max_model_len=self._max_len,
+            vocab_size=o.vocab_size,
+            block_size=self._block_size,
+            num_blocks=self._stats.total_blocks,
+            eos_token_ids=[o.eos],
+            start_seconds={},
+            memory_table="fake",
+            step_tokens=self._step_tokens,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        if self._stats.draining:
+            self._end(request.id, "error", "draining: this engine takes no new requests")
+        elif self._options.poison in request.token_ids:
+            self._end(request.id, "error", "poisoned: the prompt has the poison token")
+        else:
+            try:
+                self._claim(request)
+            except AdapterError as error:
+                self._end(request.id, "error", f"{error.code}: {error.message}")
+                return
+            self._requests[request.id] = request
+            self._new.add(request.id)
+            if self._options.lethal in request.token_ids[: request.num_prompt_tokens]:
+                self._lethal[request.id] = len(request.token_ids)
+
+    def _kills(self) -> bool:
+        """A request does, in this step."""
+        options = self._options
+        for id, begun in self._lethal.items():
+            request = self._requests.get(id)
+            if request is not None:
+                given = len(request.token_ids) - begun
+                position = len(request.token_ids) - request.num_prompt_tokens
+                if position >= options.lethal_at and given >= options.lethal_after:
+                    return True
+        return False
+
+    def _claim(self, request: EngineRequest) -> None:
+        if request.adapter:
+            adapter = self._adapters[request.id] = self._store.find(request.adapter)
+            self._store.claim(adapter)
+
+    def _can_run(self, request: EngineRequest) -> bool:
+        """It has its adapter's slot, or gets it now. An adapter that cannot be had ends it."""
+        adapter = self._adapters.get(request.id)
+        if adapter is None or request.id in self._slots:
+            return True
+        try:
+            ready = self._store.ask(adapter)
+        except AdapterError as error:
+            self._forget(request.id)
+            self._end(request.id, "error", f"{error.code}: {error.message}")
+            return False
+        if ready:
+            self._slots[request.id] = self._store.pin(adapter, first=True)
+        else:
+            self._blocked.add(request.id)
+        return ready
+
+    def _forget(self, request_id: int) -> None:
+        del self._requests[request_id]
+        self._new.discard(request_id)
+        self._blocked.discard(request_id)
+        adapter, slot = self._adapters.pop(request_id, None), self._slots.pop(request_id, None)
+        if adapter is not None:
+            self._store.release(adapter, started=slot is not None)
+        if slot is not None:
+            self._store.unpin(slot)
+
+    def _end(self, request_id: int, finish: str, error: str = "") -> None:
+        self._ended.append(Delta(request_id, [], finish, error=error))
+
+    def abort(self, ids: list[int]) -> None:
+        for request_id in ids:
+            if request_id in self._requests:
+                self._forget(request_id)
+                self._end(request_id, "abort")
+
+    def has_work(self) -> bool:
+        runnable = len(self._requests) > len(self._blocked)
+        return bool(runnable or self._ended or self._store.has_news())
+
+    def step(self) -> list[Delta]:
+        options, stats = self._options, self._stats
+        stats.step += 1
+        began = time.perf_counter()
+        if stats.step == options.fail_step:
+            raise RuntimeError("the fake engine was told to fail")
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if stats.step == options.exit_step:
+            os._exit(3)
+        if self._kills():
+            self.end_process(3)
+        if stats.step == options.hang_step:
+            time.sleep(3600)
+        if options.step_seconds:
+            time.sleep(options.step_seconds)
+        deltas, self._ended = self._ended, []
+        if self._store.poll():
+            self._blocked.clear()
+        for request in list(self._requests.values())[: self._limit]:
+            if request.id not in self._blocked and self._can_run(request):
+                deltas.append(self._advance(request))
+        stats.finished += sum(1 for delta in deltas if delta.finish)
+        self._busy.stepped(began, result=True, more=self.has_work())
+        stats.step_seconds, stats.busy_seconds = self._busy.step, self._busy.total
+        return deltas
+
+    def _advance(self, request: EngineRequest) -> Delta:
+        options, params, tokens = self._options, request.params, request.token_ids
+        new: list[int] = []
+        adapter = self._adapters.get(request.id)
+        shift = 0 if adapter is None else crc32(adapter.key.encode())
+        finish, stop_token = "", None
+        limit = self._max_len
+        if params.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        while len(new) < options.tokens_per_step and not finish:
+            if len(tokens) >= limit:
+                finish = "length"
+                break
+            token = options.first + (len(tokens) + shift) % (options.vocab_size - options.first)
+            produced = len(tokens) - request.num_prompt_tokens + 1
+            if produced == options.answer_tokens and not params.ignore_eos:
+                token = options.eos
+            tokens.append(token)
+            new.append(token)
+            ends = token == options.eos and not params.ignore_eos
+            if ends or token in params.stop_token_ids:
+                finish, stop_token = "stop", token
+            elif len(tokens) >= limit:
+                finish = "length"
+        self._stats.output_tokens += len(new)
+        delta = Delta(request.id, new, finish, stop_token)
+        if params.logprobs is not None:
+            delta.logprobs = [self._logprobs(token, params.logprobs) for token in new]
+        if request.id in self._new:
+            self._new.discard(request.id)
+            self._stats.prompt_tokens += len(tokens) - len(new)
+            delta.cached = 0
+        if finish:
+            self._forget(request.id)
+        return delta
+
+    def _logprobs(self, token: int, k: int) -> TokenLogprobs:
+        """Of this token, the likeliest, and of those that would have come after it."""
+        first, size = self._options.first, self._options.vocab_size
+        ids = [first + (token - first + place) % (size - first) for place in range(k)]
+        best = -1.0 - token / size
+        return TokenLogprobs(token, best, 1, ids, [best - place for place in range(k)])
+
+    def stats(self) -> EngineStats:
+        stats = self._stats
+        stats.running = min(len(self._requests), self._limit)
+        stats.waiting = len(self._requests) - stats.running
+        stats.free_blocks = stats.total_blocks - stats.running * self._blocks
+        stats.adapters, stats.adapter_loads = self._store.resident, self._store.loads
+        return stats
+
+    def drain(self) -> None:
+        self._stats.draining = True
+
+    def reset_prefix_cache(self) -> None:
+        """There is none."""
+
+    def add_adapter(self, message: AddAdapter) -> None:
+        self._store.add(message)
+
+    def remove_adapter(self, message: RemoveAdapter) -> None:
+        self._store.remove(message)
+
+    def answers(self) -> list[AdapterAnswer]:
+        return self._store.take_answers()
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        self._store.on_loaded(wake)
+
+    def check_integrity(self) -> None:
+        assert self._requests.keys() == self._blocked and not self._ended
+
+
+def build(config: EngineConfig) -> tuple[FakeCore, Ready]:
+    options = FakeOptions.parse(config.model)
+    time.sleep(options.start_seconds)
+    if options.fail_start:
+        raise ConfigError("the fake engine was told not to start", param="model")
+    core = FakeCore(config)
+    if options.lost_at_signal:
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(core, "lost", True))
+    return core, core.ready()

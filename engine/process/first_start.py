@@ -1,0 +1,81 @@
+"""FirstStart: the compilers' help where an engine starts for the first time on a machine.
+
+A later start finds its kernels in Triton's cache and would only lose time by looking for them. What
+tells the two apart is an empty file in that cache, named after all that kernels depend on. Another
+kind of device in front of the same cache is not among that: its kernels are compiled one by one.
+"""
+
+import logging
+import os
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from engine.config import EngineConfig
+from kernels.compiling import Compilers
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DRIVER = Path("/dev/nvidiactl")  # there where a CUDA device is, and asked without importing torch
+
+logger = logging.getLogger("manta.engine")
+
+
+class FirstStart:
+    """compilers: running from here to the end of the with block; None for later starts and without
+    a device that they could compile for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.compilers: Compilers | None = None
+        if config.device == "cpu" or not _DRIVER.exists():
+            return
+        try:
+            self._mark = cache_folder() / f"manta-started-{_digest(config)}"
+            if not self._mark.exists():
+                self.compilers = Compilers()
+        except (OSError, ValueError) as error:
+            logger.warning("kernels are compiled one by one: %s", error)
+
+    def __enter__(self) -> "FirstStart":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        compilers = self.compilers
+        if compilers is None:
+            return
+        compilers.close()
+        if error is not None or not compilers.jobs:
+            return
+        logger.info(
+            "%d kernels compiled ahead, %.1f s waited for them", compilers.jobs, compilers.waited
+        )
+        if not compilers.failed:
+            try:
+                self._mark.touch()
+            except OSError as problem:
+                logger.warning("each start will look for its kernels: %s", problem)
+
+
+def cache_folder() -> Path:
+    """Triton's, without importing it."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+
+
+def _digest(config: EngineConfig) -> str:
+    """Raises OSError where the model has no config.json."""
+    state = blake2b(msgspec.json.encode(config), digest_size=16)
+    state.update((Path(config.model) / "config.json").read_bytes())
+    for package in ("torch", "triton"):
+        state.update(f"\0{package} {version(package)}".encode())
+    for folder in ("kernels", "engine"):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            state.update(path.read_bytes())
+    return state.hexdigest()

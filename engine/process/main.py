@@ -1,0 +1,386 @@
+"""The engine process: `python -m engine.process.main`, started by `EngineProcess` and owned by it.
+
+It reads its configuration as one line of JSON from stdin, connects to two sockets that the parent
+has bound, and runs the step loop. It never outlives its parent: stdin stays open as a lifeline
+whose end is the parent's, and on Linux the kernel kills it when the parent's spawning thread ends.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import MantaError
+from engine.messages import (
+    Abort,
+    AdapterAnswer,
+    AddAdapter,
+    Control,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    FromEngine,
+    LogLine,
+    Progress,
+    Pulse,
+    Ready,
+    RemoveAdapter,
+    StepFrame,
+    ToEngine,
+)
+from engine.process.first_start import FirstStart
+
+PR_SET_PDEATHSIG = 1
+logger = logging.getLogger("manta.engine")
+
+LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
+PULSE_SECONDS = 0.5
+# Without work, before the books are checked: that takes 11 ms for the blocks of a large device, and
+# who asks one after the other would wait for it each time.
+QUIET_MS = 500
+# Without work, before the core is asked again: it lets go of adapters that were not used for a day.
+IDLE_MS = 3_600_000
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    """The line on stdin.
+
+    core: name in CORES. directory: to work in, so that relative paths mean what they did there.
+    inbox, outbox: zmq addresses to pull from and push to. parent: its process id.
+    spawned: monotonic seconds just before the process was created.
+    """
+
+    core: str
+    config: EngineConfig
+    directory: str
+    inbox: str
+    outbox: str
+    parent: int
+    spawned: float
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core. Errors of one request come as its delta, not as
+    exceptions.
+    """
+
+    on_device: bool  # the step waits for the device
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, ids: list[int]) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def drain(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def check_integrity(self) -> None: ...
+    def add_adapter(self, message: AddAdapter) -> None: ...
+    def remove_adapter(self, message: RemoveAdapter) -> None: ...
+
+    def answers(self) -> list[AdapterAnswer]:
+        """Those that came since the last call."""
+        ...
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """wake() is to be called, from any thread, whenever `has_work` or `answers` has news that
+        no message and no step brought: an adapter has been read."""
+        ...
+
+
+Report = Callable[[str, float], None]  # phase, fraction done
+
+
+def _model(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+    began = time.monotonic()
+    report("imports", 0.0)
+    first = FirstStart(config)  # before the imports, so that the compilers' run beside ours
+    from engine.factory import build  # brings torch, seconds that a fake core must not pay
+
+    imported = time.monotonic()
+    with first:
+        core, ready = build(config, report, first.compilers)
+    ready.start_seconds = {"imports": round(imported - began, 3), **ready.start_seconds}
+    return core, ready
+
+
+def _fake(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+    from engine.process.fake import build
+
+    report("start", 0.0)
+    return build(config)
+
+
+CORES: dict[str, Callable[[EngineConfig, Report], tuple[Core, Ready]]] = {
+    "model": _model,
+    "fake": _fake,
+}
+
+
+class EngineLoop:
+    """Input, step, one frame out; blocks (for an hour at a time) when there is nothing to do."""
+
+    def __init__(
+        self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
+    ) -> None:
+        self.stepping = False
+        self._waiting = False  # for input
+        self._core = core
+        self._inbox = inbox
+        self._send = send
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._refused: list[Delta] = []
+        self._stopped = False
+        self._ticket = 0  # of the last order carried out
+        self._taken: list[int] = []  # requests that no frame has counted yet
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._waker, False)
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+        core.on_loaded(self._wake)
+
+    def _wake(self) -> None:
+        """Any thread: end the wait for input."""
+        with contextlib.suppress(BlockingIOError):  # full of earlier calls, so it wakes anyway
+            os.write(self._waker, b"x")
+
+    def run(self) -> None:
+        """Until "stop". Raises what `Core.step` raises: a step that fails leaves no state to go on
+        from.
+        """
+        core = self._core
+        checked = False
+        while True:
+            busy = core.has_work()
+            if busy:
+                checked = False
+            elif not checked and not self._wait_for_input(QUIET_MS):
+                core.check_integrity()  # a leak shows here, when nothing should be held
+                checked = True
+            asked = self._take_input(block=not busy)
+            if self._stopped:
+                return
+            stepped = core.has_work()
+            self.stepping = stepped
+            deltas = core.step() if stepped else []
+            self.stepping = False
+            if self._refused:
+                deltas = self._refused + deltas
+                self._refused = []
+            for answer in core.answers():
+                self._send(answer)
+            if stepped or asked or deltas:
+                taken, self._taken = self._taken, []
+                self._send(StepFrame(core.stats(), deltas, ticket=self._ticket, taken=taken))
+
+    def pulse(self) -> Pulse:
+        """For a thread beside the loop."""
+        doing = "input" if self._waiting else ""
+        if self.stepping:
+            doing = "device" if self._core.on_device else "step"
+        return Pulse(doing, time.process_time())
+
+    def _wait_for_input(self, milliseconds: int | None = None) -> bool:
+        self._waiting = True
+        found = self._poller.poll(milliseconds)
+        self._waiting = False
+        return bool(found)
+
+    def _take_input(self, *, block: bool) -> bool:
+        """Handle everything that has arrived; with block, wait for something first. True: show the
+        state.
+        """
+        asked = False
+        if block:
+            self._wait_for_input(IDLE_MS)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
+        while True:
+            try:
+                raw = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return asked
+            try:
+                message = self._decoder.decode(raw)
+            except msgspec.ValidationError as error:
+                self._refuse(raw, str(error))
+                continue
+            if isinstance(message, EngineRequest):
+                logger.debug(
+                    "queued: %d tokens",
+                    len(message.token_ids),
+                    extra={"request_id": message.request_id},
+                )
+                self._core.add(message)
+                self._taken.append(message.id)
+            elif isinstance(message, Abort):
+                self._core.abort(message.ids)
+            elif isinstance(message, AddAdapter):
+                self._core.add_adapter(message)
+            elif isinstance(message, RemoveAdapter):
+                self._core.remove_adapter(message)
+            else:
+                asked = True
+                self._control(message)
+
+    def _control(self, message: Control) -> None:
+        self._ticket = max(self._ticket, message.ticket)
+        if message.what == "drain":
+            self._core.drain()
+        elif message.what == "reset_prefix_cache":
+            self._core.reset_prefix_cache()
+        elif message.what == "stop":
+            self._stopped = True
+
+    def _refuse(self, raw: bytes, reason: str) -> None:
+        """One malformed request must not end the others."""
+        fields = msgspec.msgpack.decode(raw)
+        if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):
+            self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
+        else:
+            print(f"engine: dropped a malformed message: {reason}", file=sys.stderr, flush=True)
+
+
+class LogToParent(logging.Handler):
+    """Our loggers' lines go where the parent's go: nobody looks at this process."""
+
+    def __init__(self, send: Callable[[FromEngine], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name = getattr(record, "request_id", "")
+        self._send(LogLine(record.levelno, self.format(record), name))
+
+
+def _watch_parent() -> None:
+    """End with the parent, whatever this process is doing: nothing else ever writes to stdin."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _tie_to_parent(parent: int) -> None:
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+
+def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
+    """Sign of life while a step takes its time; a process that is stopped gives none."""
+    while True:
+        send(loop.pulse())
+        time.sleep(PULSE_SECONDS)
+
+
+def _set_threads(count: int) -> None:
+    """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
+    # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
+    # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
+    # engines on two cores, six times slower each); these are a millisecond, several times what
+    # lies between two products of a step.
+    os.environ["GOMP_SPINCOUNT"] = "30000"
+    if count:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(count)
+
+
+def _failure(error: Exception, doing: str) -> Failed:
+    if isinstance(error, MantaError):
+        return Failed(error.code, error.message, error.param)
+    traceback.print_exc()
+    return Failed("engine_error", f"{doing}: {type(error).__name__}: {error}")
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 65536)
+        if not byte:
+            return 1
+        line += byte
+    start = msgspec.json.decode(line, type=Start)
+    _tie_to_parent(start.parent)
+    os.chdir(start.directory)
+    _set_threads(start.config.num_threads)
+    # A thread that reads an adapter, or gives a sign of life, may keep the step loop waiting for as
+    # long; by default for 5 ms, which is a step.
+    sys.setswitchinterval(5e-4)
+    began = time.monotonic()
+
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket, address in ((inbox, start.inbox), (outbox, start.outbox)):
+        socket.set_hwm(0)  # the parent takes frames or is gone; a limit would stall the step loop
+        socket.connect(address)
+    encoder = msgspec.msgpack.Encoder()
+
+    outbox_lock = threading.Lock()
+
+    def send(message: FromEngine) -> None:
+        with outbox_lock:
+            if not outbox.closed:
+                outbox.send(encoder.encode(message))
+
+    ours = logging.getLogger("manta")
+    ours.addHandler(LogToParent(send))
+    ours.propagate = False
+    ours.setLevel(start.config.log_level.upper())
+
+    shown: list[tuple[str, int]] = []  # the last (phase, percent) sent
+
+    def report(phase: str, fraction: float) -> None:
+        now = (phase, int(fraction * 100))
+        if now not in shown:
+            shown[:] = [now]
+            send(Progress(phase, fraction))
+
+    code = 1
+    try:
+        core, ready = CORES[start.core](start.config, report)
+        ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        ready.start_seconds["total"] = round(time.monotonic() - start.spawned, 3)
+        send(ready)
+    except Exception as error:
+        send(_failure(error, "the engine could not start"))
+    else:
+        loop = EngineLoop(core, inbox, send)
+        threading.Thread(target=_give_pulse, args=(loop, send), name="pulse", daemon=True).start()
+        try:
+            loop.run()
+            code = 0
+        except Exception as error:
+            send(_failure(error, "a step failed"))
+    inbox.close(0)
+    with outbox_lock:
+        outbox.close(LAST_WORDS_MS)
+    context.term()
+    return code
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown: destructors of device libraries can hang, and nothing needs them.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

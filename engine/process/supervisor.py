@@ -1,0 +1,146 @@
+"""EngineProcess: the parent's side of one engine process, its sockets and its end."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDead
+from engine.messages import Control, ToEngine
+from engine.process.fake import PREFIX as FAKE
+from engine.process.main import Start
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_SOCKET_PATH = 100  # sockaddr_un has 108 bytes
+
+
+class EngineProcess:
+    """Spawns an engine process and ends it.
+
+    frames: zmq PULL socket to read from (one thread only, the caller's).
+    A thread of its own creates the process and then waits for it, for two reasons: the kernel's
+    parent-death signal follows the thread that forked, not the process, and waiting there reports
+    the end at once without polling. on_exit(exit status) is called from that thread.
+    Raises ConfigError when the socket folder's path is too long, EngineDead when no process can be
+    made.
+    """
+
+    def __init__(self, config: EngineConfig, on_exit: Callable[[int], None]) -> None:
+        self._config = config
+        self._on_exit = on_exit
+        self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: nobody else may connect
+        inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
+        self._start = Start(
+            core="fake" if config.model.startswith(FAKE) else "model",
+            config=config,
+            directory=os.getcwd(),
+            inbox=inbox,
+            outbox=outbox,
+            parent=os.getpid(),
+            spawned=time.monotonic(),
+        )
+        self._encoder = msgspec.msgpack.Encoder()
+        self._send_lock = threading.Lock()  # requests may come from any thread
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self.frames = self._context.socket(zmq.PULL)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._spawn_error: OSError | None = None
+        self._spawned = threading.Event()
+        self._thread = threading.Thread(target=self._own, name="engine-owner", daemon=True)
+        try:
+            if len(self._folder) + 4 > MAX_SOCKET_PATH:
+                raise ConfigError(f"the temporary folder's path is too long: {self._folder}")
+            for socket, address in ((self._requests, inbox), (self.frames, outbox)):
+                socket.set_hwm(0)
+                socket.linger = 0
+                socket.bind(address)
+            self._thread.start()
+            self._spawned.wait()
+            if self._spawn_error is not None:
+                raise EngineDead(f"cannot start the engine process: {self._spawn_error}")
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _own(self) -> None:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "engine.process.main"],
+                cwd=ROOT,  # where the package is, installed or not; the child then changes to ours
+                stdin=subprocess.PIPE,
+                stdout=2,  # what libraries print belongs with the log
+                process_group=0,  # Ctrl-C at a terminal is for the parent alone
+            )
+        except OSError as error:
+            self._spawn_error = error
+            self._spawned.set()
+            return
+        self._process = process
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already; its status will say so
+            process.stdin.write(msgspec.json.encode(self._start) + b"\n")
+            process.stdin.flush()
+        self._spawned.set()
+        self._on_exit(process.wait())
+
+    def send(self, message: ToEngine) -> None:
+        """Never blocks. Any thread. Raises EngineDead if nobody is there to take it."""
+        raw = self._encoder.encode(message)
+        with self._send_lock:
+            if self._requests.closed:
+                raise EngineDead("the engine is closed")
+            try:
+                self._requests.send(raw, zmq.NOBLOCK)
+            except zmq.Again:
+                raise EngineDead("the engine process is gone") from None
+
+    def hide(self) -> None:
+        """Remove the sockets' folder: once connected nobody needs to find it, and what is gone
+        cannot be left behind by a process that is killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """SIGKILL; legal at any time."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self, timeout: float) -> None:
+        """Ask it to stop, kill it after timeout seconds, and give back process, thread, sockets and
+        files.
+
+        Blocks. Idempotent. The caller must have stopped reading frames.
+        """
+        with contextlib.suppress(EngineDead):
+            self.send(Control("stop"))
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self.kill()
+        self._release()
+
+    def _release(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        with self._send_lock:
+            self._requests.close(0)
+        self.frames.close(0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)

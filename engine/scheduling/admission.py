@@ -1,0 +1,129 @@
+"""Admission: may the oldest waiting request start now? Policies by name, in one table.
+
+    optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
+    reserved     as if it took all the blocks it may ever need at once. Never preempts.
+    sum          the same in tokens, without credit for shared prefixes. Never preempts.
+    peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
+
+The last three believe max_tokens: requests that give none are counted up to the model's length.
+Every policy sees only the head of the queue, so nobody overtakes and nobody starves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.scheduling.chunking import steps_until_computed
+
+
+class Footprint(NamedTuple):
+    """The memory of one request.
+
+    now: tokens whose keys it holds, or will hold as soon as its known tokens are computed.
+    final: the same at its end, at most.
+    held: blocks in its table. shared: how many of them count for nothing, because nobody has to
+        find room for them: blocks that are in use by others anyway.
+    """
+
+    now: int
+    final: int
+    held: int = 0
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a policy knows. `running()` includes requests that ended but whose blocks are not back.
+
+    uncomputed: known tokens of running requests that have no keys yet; budget: tokens a step that
+        are left for them. lag: steps from a request's last step until its blocks are free, less 1.
+    """
+
+    num_blocks: int
+    block_size: int
+    free: int
+    footprints: Callable[[], list[Footprint]]  # of all running; costs time, so only when asked
+    promised: int = 0  # blocks that running requests' known tokens still need
+    num_running: int = 0
+    uncomputed: int = 0
+    budget: int = 1
+    lag: int = 0
+    _running: list[Footprint] | None = None
+
+    def running(self) -> list[Footprint]:
+        if self._running is None:
+            self._running = self.footprints()
+        return self._running
+
+    def add(self, admitted: Footprint) -> None:
+        """One more runs."""
+        self.num_running += 1
+        if self._running is not None:
+            self._running.append(admitted)
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+Policy = Callable[[Memory, Footprint], bool]
+
+
+def fits_now(memory: Memory, new: Footprint) -> bool:
+    """Its known tokens find blocks; the scheduler asks this whatever the policy."""
+    return memory.blocks(new.now) - new.shared <= memory.free - memory.promised
+
+
+def optimistic(memory: Memory, new: Footprint) -> bool:
+    # A block for each who runs: they will want one soon, and a preempted request that came back at
+    # once would take it from them. Simulated with 1,500 requests of 32-512 + 16-512 tokens in 2,048
+    # blocks: 1.5 % more steps than without, and 17 preemptions instead of 820.
+    headroom = min(memory.num_running, memory.num_blocks // 16)
+    return memory.blocks(new.now) - new.shared + headroom <= memory.free - memory.promised
+
+
+def reserved(memory: Memory, new: Footprint) -> bool:
+    owed = sum(memory.blocks(r.final) - r.held for r in memory.running())
+    return memory.blocks(new.final) - new.shared <= memory.free - owed
+
+
+def sum_of_lengths(memory: Memory, new: Footprint) -> bool:
+    size = memory.block_size
+    total = sum(max(memory.blocks(r.final), r.held) for r in memory.running())
+    return (total + memory.blocks(new.final)) * size <= memory.num_blocks * size
+
+
+def peak(memory: Memory, new: Footprint) -> bool:
+    requests = [*memory.running(), new]
+    # While prompts are computed in chunks those requests do not decode: they end later by at most
+    # `delay` steps, and so may meet requests that would have been gone.
+    uncomputed = memory.uncomputed + new.now
+    delay = steps_until_computed(uncomputed, memory.budget)
+    # A table ends inside a block: each request may hold block_size - 1 tokens more than it has.
+    now = [max(r.now + memory.block_size - 1, r.held * memory.block_size) for r in requests]
+    left = [r.final - r.now + delay + memory.lag for r in requests]
+    return future_peak(now, left) <= memory.num_blocks * memory.block_size
+
+
+def future_peak(now: Sequence[int], left: Sequence[int]) -> int:
+    """The most tokens in use at any future time, if request i holds now[i], gains one a step for
+    left[i] steps, and then frees all.
+
+    The peak is at one of the ends. Sorted by left, descending, at the end of request i there run
+    requests 0 .. i, and each has gained left[i] (LightLLM, "efficient router").
+    """
+    if not now:
+        return 0
+    order = np.argsort(-np.asarray(left, dtype=np.int64), kind="stable")
+    left_sorted = np.asarray(left, dtype=np.int64)[order]
+    held = np.cumsum(np.asarray(now, dtype=np.int64)[order])
+    return int((left_sorted * np.arange(1, len(now) + 1) + held).max())
+
+
+POLICIES: dict[str, Policy] = {
+    "optimistic": optimistic,
+    "sum": sum_of_lengths,
+    "reserved": reserved,
+    "peak": peak,
+}

@@ -1,0 +1,311 @@
+"""EngineCore: the step loop. Requests in, deltas out; single-threaded, and free of torch.
+
+One step, one batch ahead (async_scheduling):
+
+    schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
+
+so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
+wait, update, all of one step.
+
+A step that raises costs the requests to blame, not the engine: bisect_failure.py. One that the
+device has no memory for costs nobody: it is computed again in smaller steps.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from engine.batch import Batch, OutOfMemory, StepResult
+from engine.errors import MantaError, Overloaded
+from engine.lora.tiers.store import AdapterStore
+from engine.messages import (
+    AdapterAnswer,
+    AddAdapter,
+    Delta,
+    EngineRequest,
+    EngineStats,
+    RemoveAdapter,
+)
+from engine.scheduling.bisect_failure import Trial
+from engine.scheduling.block_manager import FreeBlocks, FreeList
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.request import Phase, Request, validate
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_timer import BusyTime
+
+__all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
+
+logger = logging.getLogger("manta.engine")
+
+_SHORTAGES = 3  # in a row, until the KV cache has to give memory back: an eighth of it
+_PATIENCE = 64  # good steps until larger ones are tried again; each further time twice as many
+
+_GUILTY = "engine_error: the engine fails on this request, and only on it"
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Called once, in the order of launches."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs batches on a device, in order. At most two are launched and not waited for."""
+
+    def launch(self, batch: Batch) -> Pending:
+        """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
+        ...
+
+    def recover(self) -> bool:
+        """A step has raised and nothing is in flight. Ready for the next one; False: the device is
+        lost."""
+        ...
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give back the memory of all KV blocks but so many; what was in any of them is gone."""
+        ...
+
+
+class EngineCore:
+    """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or fails
+    whatever it is given.
+
+    The failure of one request never raises; it ends with a delta whose finish is "error".
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        runner: Runner,
+        adapters: AdapterStore | None = None,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
+    ) -> None:
+        capacity = config.num_blocks * config.block_size
+        self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
+        self._adapters = adapters or AdapterStore.disabled()
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
+        self.draining = False
+        self.on_device = False  # in a step that waits for the device; read by another thread
+        self._runner = runner
+        self._pending: deque[Pending] = deque()
+        self._outbox: list[Delta] = []  # deltas that came up between steps
+        self._busy = BusyTime()
+        self._shortages = 0  # of memory, since a step succeeded
+        self._good_steps = 0
+        self._patience = _PATIENCE // 2  # the first shortage doubles it
+        self._trial: Trial | None = None
+        self._unproven = False  # a request was found guilty, and no step has succeeded since
+
+    def add(self, message: EngineRequest) -> None:
+        """Queue a request. One that cannot run ends with its delta in the next step's."""
+        try:
+            if self.draining:
+                raise Overloaded("this engine is draining", code="draining")
+            if message.id in self.scheduler.requests:
+                raise MantaError(f"request id {message.id} is in use", code="duplicate_id")
+            adapter = self._adapters.find(message.adapter) if message.adapter else None
+            virtual = 0 if adapter is None else adapter.info.virtual_tokens
+            validate(message, self.config, virtual)
+        except MantaError as error:
+            text = f"{error.code}: {error.message}"
+            self._outbox.append(Delta(message.id, [], "error", error=text))
+            return
+        request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
+        done = len(request.token_ids) >= request.limit
+        if done and request.params.prompt_logprobs is None:
+            # Nothing to sample: resumed after its last token, or max_tokens = 0.
+            self._outbox.append(Delta(message.id, [], "length", cached=0))
+        else:
+            self.scheduler.add(request)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """End these requests; the next step brings their last deltas. Unknown ids are ignored."""
+        self._outbox += self.scheduler.abort(ids)
+
+    def has_work(self) -> bool:
+        """A call of `step` would do something. It would not if all requests wait for adapters, or
+        all whose turn it is in a trial."""
+        return bool(
+            self.scheduler.can_run() or self._pending or self._outbox or self._adapters.has_news()
+        )
+
+    def step(self) -> list[Delta]:
+        """Run one round of the loop and return what came of it; in the first round of a burst, one
+        batch ahead, that is nothing yet."""
+        began = time.perf_counter()
+        self.scheduler.take_loaded()
+        batch = self.scheduler.schedule()
+        deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
+        pending = self._pending
+        ahead = self.config.async_scheduling and self._trial is None
+        result: StepResult | None = None
+        failure: Exception | None = None
+        suspect = 0  # index of the flight to blame
+        try:
+            if batch is not None:
+                pending.append(self._runner.launch(batch))
+        except AssertionError:
+            raise  # a broken invariant: there is no state to go on from
+        except Exception as error:
+            failure, suspect = error, -1
+        try:
+            if pending and (batch is None or not ahead or len(pending) > 1 or failure):
+                self.on_device = True
+                result = pending.popleft().wait()
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure, suspect = error, 0
+        self.on_device = False
+        assert result or failure or batch or not self.scheduler.can_run(), (
+            "requests are left, yet none can run"
+        )
+        if result is not None:
+            self._unproven = False
+            self._shortages = 0
+            self._good_steps += 1
+            if self._good_steps % self._patience == 0:
+                limit = 2 * self.scheduler.token_limit
+                self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
+            deltas += self.scheduler.update(result)
+        if isinstance(failure, OutOfMemory) and batch is not None and self._trial is None:
+            self._go_on_smaller(failure, batch)
+        elif failure is not None:
+            self._begin_trial(failure, suspect)
+        if self._trial is not None:
+            deltas += self._go_on_with(self._trial, succeeded=result is not None)
+        self._busy.stepped(began, result=result is not None, more=self.has_work())
+        return deltas
+
+    def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
+        """No memory for this step: all back to the queue, and smaller steps from now on. If it does
+        not fit however small, somebody is to blame."""
+        self._shortages += 1
+        if self._shortages == 1:
+            self._patience *= 2
+        self._good_steps = 0
+        scheduler = self.scheduler
+        scheduler.counters.out_of_memory += 1
+        fewer = scheduler.blocks.num_blocks * 7 // 8
+        can_shrink = fewer * self.config.block_size >= self.config.max_model_len
+        smaller = batch.num_tokens // 2
+        if not smaller and not can_shrink:
+            self._begin_trial(failure, -1)
+            return
+        assert not self._pending
+        if not self._runner.recover():
+            raise failure
+        scheduler.requeue(trusted=False)
+        scheduler.token_limit = max(1, smaller)
+        logger.warning(
+            "out of memory in a step of %d tokens: steps of at most %d from now on",
+            batch.num_tokens,
+            scheduler.token_limit,
+        )
+        if self._shortages % _SHORTAGES == 0 and can_shrink:
+            logger.warning("out of memory %d times: %d KV blocks", self._shortages, fewer)
+            self._runner.shrink(fewer)
+            scheduler.shrink(fewer)
+            self.config = scheduler.config
+
+    def _begin_trial(self, failure: Exception, suspect: int) -> None:
+        """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
+        device is lost."""
+        logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
+        failure.with_traceback(None)  # its frames hold tensors
+        for pending in self._pending:
+            with contextlib.suppress(Exception):  # what it read may be wrong already
+                pending.wait()
+        self._pending.clear()
+        if not self._runner.recover():
+            raise failure
+        flight = self.scheduler.flights[suspect]
+        suspects = [r for r in flight.requests if r.phase is not Phase.ENDED]
+        self.scheduler.requeue(trusted=False)
+        if self._trial is None:
+            self._trial = Trial(suspects, failure)
+        else:
+            self._trial.failed(suspects, failure)
+        self.scheduler.admit_only(self._trial.group)
+
+    def _go_on_with(self, trial: Trial, *, succeeded: bool) -> list[Delta]:
+        """After each step of a trial: the next group if this one has passed, or the verdict.
+
+        Raises the last failure if no step succeeds whoever runs: then the engine is to blame.
+        """
+        trial.healthy |= succeeded
+        if trial.group and not trial.group_passed():
+            return []
+        trial.next_group()
+        self.scheduler.requeue(trusted=True)
+        if trial.group:
+            self.scheduler.admit_only(trial.group)
+            return []
+        self._trial = None
+        self.scheduler.admit_only(None)
+        if trial.guilty and not trial.healthy:
+            if self._unproven or len(trial.guilty) > 1:
+                raise trial.error
+            self._unproven = True
+        logger.warning("%d requests are to blame for failed steps", len(trial.guilty))
+        return self.scheduler.fail(trial.guilty, _GUILTY)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on and finish the old ones."""
+        self.draining = True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests that run keep their blocks."""
+        self.scheduler.reset_prefix_cache()
+
+    def add_adapter(self, message: AddAdapter) -> None:
+        """Begin to make an adapter known; see `answers`."""
+        self._adapters.add(message)
+
+    def remove_adapter(self, message: RemoveAdapter) -> None:
+        self._adapters.remove(message)
+
+    def answers(self) -> list[AdapterAnswer]:
+        """To adapter messages; those that came since the last call."""
+        self.scheduler.take_loaded()
+        return self._adapters.take_answers()
+
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """wake() is called, from any thread, when `has_work` or `answers` has news."""
+        self._adapters.on_loaded(wake)
+
+    def stats(self) -> EngineStats:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return EngineStats(
+            step=scheduler.done_step,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.num_waiting_tokens,
+            free_blocks=scheduler.blocks.num_free,
+            total_blocks=scheduler.blocks.num_blocks,
+            reserved_blocks=scheduler.reserved_blocks,
+            block_size=scheduler.blocks.block_size,
+            preemptions=counters.preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            step_seconds=self._busy.step,
+            busy_seconds=self._busy.total,
+            finished=counters.finished,
+            out_of_memory=counters.out_of_memory,
+            draining=self.draining,
+            rows=min(scheduler.config.max_num_seqs, scheduler.config.max_num_batched_tokens),
+            adapters=self._adapters.resident,
+            adapter_loads=self._adapters.loads,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that no row, block or request is lost. Meant for idle moments; legal at any."""
+        self.scheduler.check_integrity()

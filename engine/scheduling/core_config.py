@@ -1,0 +1,30 @@
+"""CoreConfig: the resolved numbers that the scheduling code works with. No optional values left."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """What an engine core may use.
+
+    max_num_seqs: device rows. max_num_batched_tokens: tokens a step. max_model_len: tokens of a
+        request, prompt and output; the core lowers it to what num_blocks can hold.
+    num_blocks, block_size: the KV cache, and tokens a block.
+    async_scheduling: launch step n + 1 before the tokens of n are known.
+    admission: a name in engine.scheduling.admission.POLICIES.
+    batching: "mixed" or "split"; see EngineConfig.
+    model_key: distinguishes models (and weights) in the keys of the prefix cache.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool = True
+    async_scheduling: bool = True
+    admission: str = "optimistic"
+    batching: str = "mixed"
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 2**31
+    model_key: str = ""

@@ -1,0 +1,75 @@
+"""Queue: the requests without a row, in line or waiting for their adapters."""
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Container
+
+from engine.lora.tiers.adapter import Adapter
+from engine.scheduling.request import Phase, Request
+
+
+class Queue:
+    """Order of service is (priority, arrival). num_tokens: known tokens of all that are here."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []  # in the order of service
+        self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
+        self.num_tokens = 0
+        self.retry = True  # something has changed since the first in line could not start
+        self.only: Container[Request] | None = None  # if any, nobody else may start
+
+    def __len__(self) -> int:
+        return len(self.waiting) + sum(map(len, self.parked.values()))
+
+    def first(self) -> Request | None:
+        """Who may start next."""
+        if self.only is None:
+            return self.waiting[0] if self.waiting else None
+        return next((r for r in self.waiting if r in self.only), None)
+
+    def put(self, request: Request) -> None:
+        """A new request, or a preempted one."""
+        request.phase = Phase.WAITING
+        request.queued_tokens = len(request.token_ids)
+        self.num_tokens += request.queued_tokens
+        insort(self.waiting, request)
+        self.retry |= self.waiting[0] is request
+
+    def take(self, request: Request) -> None:
+        """It leaves the line, to start or because it has ended."""
+        at = bisect_left(self.waiting, request)
+        assert self.waiting[at] is request
+        del self.waiting[at]
+        self.num_tokens -= request.queued_tokens
+
+    def park(self, adapter: Adapter, request: Request) -> None:
+        """It steps aside until its adapter is on the device."""
+        self.waiting.remove(request)
+        request.phase = Phase.PARKED
+        request.adapter_us -= time.monotonic_ns() // 1000
+        self.parked.setdefault(adapter, []).append(request)
+
+    def unpark(self, adapter: Adapter) -> None:
+        """Who waits for this adapter lines up again."""
+        for request in self.parked.pop(adapter, []):
+            request.phase = Phase.WAITING
+            request.adapter_us += time.monotonic_ns() // 1000
+            insort(self.waiting, request)
+            self.retry = True
+
+    def drop_parked(self, request: Request) -> None:
+        """It has ended."""
+        assert request.adapter is not None
+        others = self.parked[request.adapter]
+        others.remove(request)
+        self.num_tokens -= request.queued_tokens
+        if not others:
+            del self.parked[request.adapter]
+            self.retry = True
+
+    def check_integrity(self) -> None:
+        parked = [request for requests in self.parked.values() for request in requests]
+        assert all(r.phase is Phase.WAITING for r in self.waiting)
+        assert all(r.phase is Phase.PARKED for r in parked)
+        assert self.waiting == sorted(self.waiting)
+        assert self.num_tokens == sum(r.queued_tokens for r in self.waiting + parked)

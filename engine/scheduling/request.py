@@ -1,0 +1,220 @@
+"""Request: one choice of one prompt on its way through the scheduler.
+
+Progress is arithmetic. token_ids are known to the host; num_computed tokens have their keys
+computed or launched; num_tokens counts the known tokens and the one that a launched step samples:
+
+    token_ids     [ prompt ............ | output ... ]
+    num_computed  ------------------------------------^      (decoding: num_tokens - 1)
+    num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
+
+While a request decodes, its num_computed grows by one a step and stays unwritten (decode_group.py).
+"""
+
+import enum
+import time
+from typing import Any
+
+from engine.batch import NewRow, TokenLogprobs
+from engine.errors import InvalidRequest, context_too_long
+from engine.lora.tiers.adapter import Adapter
+from engine.messages import Delta, EngineRequest
+from engine.scheduling.admission import Footprint
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.prefix_hash import root_hash
+
+
+class Phase(enum.Enum):
+    """Where the scheduler keeps a request. It says nothing about prefill or decode."""
+
+    WAITING = enum.auto()  # no row, no blocks: new, or preempted
+    PARKED = enum.auto()  # as WAITING, and its adapter is not on the device
+    FILLING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
+    DECODING = enum.auto()  # in the decode group: one token in every step
+    CLOSING = enum.auto()  # its last step is launched; ends when the result comes
+    ENDED = enum.auto()
+
+
+class Request:
+    """State of one request, changed by the scheduler alone. It takes over message.token_ids."""
+
+    __slots__ = (
+        "adapter",
+        "adapter_slot",
+        "adapter_us",
+        "arrived",
+        "base",
+        "blocks",
+        "cacheable",
+        "choice",
+        "delivered",
+        "hashes",
+        "id",
+        "last_step",
+        "limit",
+        "min_tokens",
+        "num_cached",
+        "num_computed",
+        "num_prefix",
+        "num_prompt",
+        "num_registered",
+        "num_virtual",
+        "order",
+        "params",
+        "phase",
+        "prompt_logprobs",
+        "queued_tokens",
+        "queued_us",
+        "request_id",
+        "root",
+        "row",
+        "seed",
+        "slot",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        message: EngineRequest,
+        config: CoreConfig,
+        arrival: int,
+        adapter: Adapter | None = None,
+    ) -> None:
+        params = message.params
+        self.id = message.id
+        self.request_id = message.request_id
+        self.token_ids = message.token_ids
+        self.num_prompt = message.num_prompt_tokens
+        self.params = params
+        self.seed = message.seed
+        self.choice = message.choice
+        self.order = (*message.urgency, arrival)
+        self.adapter = adapter
+        self.adapter_slot = -1  # while it has a row
+        self.adapter_us = 0  # that it has waited for the adapter to be on the device
+        # Tokens before the prompt that nobody wrote: no vocabulary has their ids, and they are part
+        # of everything but of what the caller is told. Of these, whose keys are copied.
+        self.num_virtual = 0 if adapter is None else adapter.info.virtual_tokens
+        self.num_prefix = self.num_virtual if adapter is not None and adapter.is_prefix else 0
+        if self.num_virtual:
+            self.token_ids[:0] = range(-self.num_virtual, 0)
+            self.num_prompt += self.num_virtual
+        key = "" if adapter is None else adapter.key
+        self.root = root_hash(config.model_key, key, message.cache_salt)
+        # Tokens it may have at most, prompt and output.
+        self.limit = config.max_model_len
+        if params.max_tokens is not None:
+            self.limit = min(self.limit, self.num_prompt + params.max_tokens)
+        self.min_tokens = params.min_tokens
+        eos = () if params.ignore_eos else config.eos_token_ids
+        self.stop_ids = frozenset(eos).union(params.stop_token_ids)
+
+        self.phase = Phase.WAITING
+        self.num_computed = 0
+        self.row = -1
+        self.blocks: list[int] = []  # block of tokens i * block_size ..
+        self.hashes: list[bytes] = []  # of its full blocks, as far as they were needed
+        self.num_registered = 0  # leading blocks that were offered to the prefix cache
+        self.cacheable = config.prefix_caching
+        self.slot = -1  # index in the decode group
+        self.base = 0  # while decoding: num_computed = base + step
+        self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
+        self.queued_tokens = 0  # tokens to compute when it was put into the queue
+        self.arrived = time.monotonic_ns()
+        self.queued_us = -1  # from there to its first step
+        self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
+        self.delivered = False  # its first delta is out
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+
+    def __repr__(self) -> str:
+        known, done = len(self.token_ids), self.num_computed
+        return f"Request({self.id}, {self.phase.name}, {known} tokens, {done} computed)"
+
+    def __lt__(self, other: Any) -> bool:
+        """In the order of service."""
+        return bool(self.order < other.order)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and the pending one. Not while decoding."""
+        return max(len(self.token_ids), self.num_computed + 1)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one is sampled. Not while decoding."""
+        return self.num_tokens - self.num_computed
+
+    def footprint(self, step: int) -> Footprint:
+        """What it holds when `step` is launched, and will. Legal while it has a row."""
+        if self.phase is Phase.DECODING:
+            now = self.base + step + 1
+        else:
+            now = max(self.num_computed, len(self.token_ids))
+        return Footprint(now, max(now, self.limit - 1), len(self.blocks))
+
+    def new_row(self) -> NewRow:
+        """What the device needs to know of it. Legal while it has a row."""
+        new = NewRow(
+            self.row,
+            self.token_ids.copy(),
+            self.num_prompt,
+            self.params,
+            self.seed,
+            self.choice,
+            sorted(self.stop_ids),
+        )
+        if self.num_virtual:
+            new.virtual_slot, new.num_virtual = self.adapter_slot, self.num_virtual
+        else:
+            new.lora_slot = self.adapter_slot
+        return new
+
+    def stops_at(self, token: int) -> bool:
+        """The newest token, already appended, ends the request. Below min_tokens none does."""
+        return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
+
+    def collect_prompt_logprobs(self, start: int, items: list[TokenLogprobs]) -> None:
+        """Take what a chunk that began at `start` says of the tokens from start + 1 on.
+
+        After a preemption the same tokens come again: only what is new is taken.
+        """
+        if self.prompt_logprobs is not None and not self.delivered:
+            known = len(self.prompt_logprobs)
+            start = max(0, start - self.num_virtual)
+            assert start < known, "a chunk's prompt log-probabilities were lost"
+            self.prompt_logprobs.extend(items[known - start - 1 :])
+
+    def deliver_first(self, delta: Delta) -> None:
+        """If this is its first delta, it also says how the request began."""
+        if not self.delivered:
+            self.delivered = True
+            delta.cached = self.num_cached
+            delta.queued_us = self.queued_us
+            delta.adapter_us = self.adapter_us
+            delta.prompt_logprobs = self.prompt_logprobs
+
+
+def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
+    """Refuse what the engine cannot run. Raises InvalidRequest.
+
+    num_virtual: tokens that its adapter puts before the prompt. The edge has checked all the rest
+    already; this keeps a faulty client from ending the engine.
+    """
+    token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
+    if not token_ids or not 1 <= num_prompt <= len(token_ids):
+        raise InvalidRequest("the prompt must have at least one token", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= config.vocab_size:
+        raise InvalidRequest(
+            f"token ids must be between 0 and {config.vocab_size - 1}",
+            param="prompt",
+            code="token_out_of_range",
+        )
+    context = config.max_model_len - num_virtual
+    if num_prompt > context - (message.params.max_tokens != 0) or len(token_ids) > context:
+        raise context_too_long(context, num_prompt, virtual=num_virtual)
+    max_tokens = message.params.max_tokens
+    if max_tokens is not None and len(token_ids) - num_prompt > max_tokens:
+        raise InvalidRequest("token_ids has more output than max_tokens", param="max_tokens")
+    message.params.check_vocabulary(config.vocab_size)

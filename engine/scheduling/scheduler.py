@@ -1,0 +1,580 @@
+"""Scheduler: who computes what in the next step, and who has which row and blocks.
+
+The latter changes here alone, which is why this file is long: what is about one step only, such as
+what its result means, is in step.py, and who is next in line in queue.py.
+
+The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
+
+    schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
+
+So `schedule` does not know the tokens of the step in flight, only that there will be one for each
+entry that samples. Three rules follow. A result for a request that has ended is dropped. Rows and
+blocks are given back when the last launched step that uses them is done. A preempted request waits
+until its last result is in.
+
+A step serves, out of one budget: requests that decode; running requests that lack a block or still
+compute their prompt, in the order of service; then waiting ones, in the same order, while admission
+lets the first of them in. Order of service is (priority, arrival).
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
+
+from engine.batch import Batch, PrefixCopy, StepResult
+from engine.errors import AdapterError
+from engine.lora.tiers.adapter import Adapter
+from engine.lora.tiers.store import AdapterStore
+from engine.messages import Delta
+from engine.scheduling.admission import POLICIES, Footprint, Memory, fits_now
+from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
+from engine.scheduling.chunking import pace, scored_pace, startable_tokens
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.queue import Queue
+from engine.scheduling.request import Phase, Request
+from engine.scheduling.step import Counters, Draft, Flight, Release
+
+logger = logging.getLogger("manta.engine")
+
+
+class Scheduler:
+    """Owns the requests, their rows and their blocks. See the module for the order of calls."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        adapters: AdapterStore | None = None,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
+    ) -> None:
+        self.config = config
+        self._adapters = adapters or AdapterStore.disabled()
+        self._free_blocks = free_blocks
+        self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks)
+        self.counters = Counters()
+        self._traced = logger.isEnabledFor(logging.DEBUG)
+        self.step = 0  # the last one scheduled
+        self.done_step = 0  # the last one whose result is here
+        self.requests: dict[int, Request] = {}  # all that have not ended
+        self.queue = Queue()
+        self.running: dict[int, Request] = {}  # by id; those that have a row
+        self.reserved_blocks = 0  # of these, if each gets as long as it may
+        self.filling: list[Request] = []  # phase FILLING
+        self.decoding = DecodeGroup(config.block_size)
+        self.flights: deque[Flight] = deque()
+        self.releases: list[Release] = []
+        self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
+        self._failed: list[Delta] = []  # requests whose adapter cannot be had
+        self._split = config.batching == "split"
+        # Every running request must be able to decode in every step, so the budget bounds them.
+        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._policy = POLICIES[config.admission]
+        self._lag = int(config.async_scheduling)
+        self._arrivals = 0
+        self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
+
+    # ---- in and out ----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request, one that can run. Its id must be new."""
+        assert request.id not in self.requests
+        assert len(request.token_ids) <= request.limit
+        if not self.requests:
+            self._end_tokens = set(self.config.eos_token_ids)
+        self._end_tokens |= request.stop_ids
+        self.requests[request.id] = request
+        if request.adapter is not None:
+            self._adapters.claim(request.adapter)
+        self.queue.put(request)
+
+    def next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def abort(self, ids: Iterable[int]) -> list[Delta]:
+        """End these requests, wherever they are. Unknown ids are ignored: they have just ended."""
+        deltas = []
+        for request_id in ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._end(request)
+                deltas.append(Delta(request_id, [], "abort"))
+        return deltas
+
+    def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
+        """End these requests with an error, those that have not ended. error: "code: message"."""
+        deltas = []
+        for request in requests:
+            if request.phase is not Phase.ENDED:
+                self._end(request)
+                logger.warning("failed: %s", error, extra={"request_id": request.request_id})
+                deltas.append(Delta(request.id, [], "error", error=error))
+        return deltas
+
+    def take_loaded(self) -> None:
+        """Requests whose adapter has come, or will not, line up again."""
+        for adapter in self._adapters.poll():
+            self.queue.unpark(adapter)
+
+    def take_failed(self) -> list[Delta]:
+        """The ends of requests that `schedule` had to give up; once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def can_run(self) -> bool:
+        """Somebody runs or may start: not all who may leave the queue wait for their adapters."""
+        if self.running:
+            return True
+        if self._split and self.queue.parked:
+            return False
+        return self.queue.first() is not None
+
+    def requeue(self, *, trusted: bool) -> None:
+        """All running requests back to the queue, and the steps in flight forgotten: their results
+        must not come. trusted: what is computed may be found again in the prefix cache.
+        """
+        touched = [request for flight in self.flights for request in flight.requests]
+        self.flights.clear()
+        self.done_step = self.step
+        self._give_back()
+        running = list(self.running.values())
+        if not trusted:
+            for request in {*touched, *running}:
+                self._distrust(request)
+        for request in running:
+            self._line_up_again(request)
+
+    def admit_only(self, requests: Container[Request] | None) -> None:
+        """From now on nobody else leaves the queue; None lifts that."""
+        self.queue.only = requests
+        self.queue.retry = True
+
+    def shrink(self, num_blocks: int) -> None:
+        """Go on with so few blocks, all empty. Legal when nobody runs."""
+        assert not self.running and not self.releases
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.blocks = BlockManager(num_blocks, self.config.block_size, self._free_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is matched by anyone from now on."""
+        self.blocks.reset()
+        for request in self.running.values():
+            request.cacheable = False
+
+    # ---- schedule ------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Decide the next step and count it as launched. None if nothing can run now."""
+        draft = Draft(Batch(self.step + 1))
+        self._grow_decodes(draft)
+        if self.filling or self.queue.waiting:
+            draft.prompt_limit = self._prompt_limit()
+        if self.filling:
+            self._fill(draft)
+        if self.queue.waiting and not draft.preempted:
+            self._admit(draft)
+        if not (self.decoding or draft.sampling or draft.silent):
+            return None
+        return self._build(draft)
+
+    def _grow_decodes(self, draft: Draft) -> None:
+        """A block for each decode that begins one.
+
+        If there are not enough, all who need one step out and line up in `filling`, so that the
+        order of service decides who gets them.
+        """
+        step = draft.batch.step
+        due = self.decoding.block_due(step)
+        if not due:
+            return
+        stalled = any(r.remaining == 1 for r in self.filling)
+        if stalled or len(due) > self.blocks.num_free:
+            for request in due:
+                self.decoding.leave(request, step)
+                request.phase = Phase.FILLING
+                self.filling.append(request)
+            return
+        new_blocks = draft.batch.new_blocks
+        for request, block in zip(due, self.blocks.allocate(len(due)), strict=True):
+            new_blocks.append((request.row, len(request.blocks), block))
+            self.decoding.add_block(request, block)
+            self.blocks.hash_blocks(request, request.base + step)
+
+    def _fill(self, draft: Draft) -> None:
+        """Running requests outside the decode group: those one token short first."""
+        for request in sorted(self.filling, key=lambda r: (r.remaining > 1, r.order)):
+            if request.phase is not Phase.FILLING:
+                continue  # preempted by one before it
+            self._draft_chunk(request, draft)
+
+    def _draft_chunk(self, request: Request, draft: Draft) -> None:
+        """As many of its tokens as budget and blocks allow, perhaps none."""
+        budget = self._budget(draft)
+        scored = request.prompt_logprobs is not None and not request.delivered
+        if scored and self.decoding:
+            budget = min(budget, scored_pace(self.token_limit) - draft.scored_tokens)
+        length = self._give_blocks(request, budget, draft) if budget > 0 else 0
+        if length > 0:
+            draft.scored_tokens += length if scored else 0
+            self._draft(request, length, draft)
+
+    def _prompt_limit(self) -> int:
+        """Prompt tokens that this step may take; the whole budget where nobody decodes."""
+        if not self.decoding:
+            return self.token_limit
+        startable = min(len(self._free_rows), len(self.queue.waiting))
+        queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
+        return pace(queued + sum(r.remaining for r in self.filling), self.token_limit)
+
+    def _budget(self, draft: Draft) -> int:
+        """Tokens that this step can still take."""
+        room = self.token_limit - len(self.decoding)
+        return min(room, draft.prompt_limit) - draft.chunk_tokens
+
+    def _give_blocks(self, request: Request, budget: int, draft: Draft) -> int:
+        """Blocks for up to `budget` of its tokens; how many it can compute now."""
+        size, manager = self.config.block_size, self.blocks
+        length = min(request.remaining, budget)
+        room = len(request.blocks) * size - request.num_computed
+        if length > room:
+            if room <= 0 and manager.num_free == 0:
+                self._make_room(request, draft)
+            count = min(-(-(length - room) // size), manager.num_free)
+            length = min(length, room + count * size)
+            for block in manager.allocate(count):
+                draft.batch.new_blocks.append((request.row, len(request.blocks), block))
+                request.blocks.append(block)
+        return length
+
+    def _make_room(self, request: Request, draft: Draft) -> None:
+        """Preempt who comes last in the order of service, until a block is free or on its way.
+
+        Nobody is preempted for one who comes after him: the last request waits for its block.
+        A chunk drafted in this step is never a victim, because chunks are drafted in order.
+        """
+        while self.blocks.num_free == 0:
+            coming = sum(self.blocks.num_exclusive(r.blocks) for r in self.releases) + sum(
+                self.blocks.num_exclusive(r.blocks)
+                for r in self.running.values()
+                if r.phase is Phase.CLOSING
+            )
+            if coming > draft.owed:
+                draft.owed += 1
+                return
+            victims = [r for r in self.running.values() if r.phase is not Phase.CLOSING]
+            victim = max(victims, key=lambda r: r.order)
+            if victim is request:
+                return
+            self._preempt(victim, draft)
+
+    def _preempt(self, victim: Request, draft: Draft) -> None:
+        """Take row and blocks from it, and what this step was to do with them."""
+        self.counters.preemptions += 1
+        draft.preempted = True
+        draft.batch.new_blocks = [new for new in draft.batch.new_blocks if new[0] != victim.row]
+        self._line_up_again(victim)
+
+    def _admit(self, draft: Draft) -> None:
+        """Waiting requests, in order, while there are tokens, rows and memory for the first."""
+        memory = None
+        queue = self.queue
+        while self._free_rows and self._budget(draft) > 0 and (request := queue.first()):
+            assert request.last_step <= self.done_step, "its token in flight is not known yet"
+            if not queue.retry and self.running:
+                return
+            if self._split and not self._joins(request):
+                queue.retry = False  # until anyone has ended
+                return
+            if request.adapter is not None and not self._has_adapter(request.adapter, request):
+                continue
+            if memory is None:
+                memory = self._memory()
+            if not self._start(request, memory, draft):
+                queue.retry = False
+                return
+            self._draft_chunk(request, draft)
+
+    def _joins(self, request: Request) -> bool:
+        """Batching "split": only who has the adapter of those who run, and nobody overtakes."""
+        other = next(iter(self.running.values()), None)
+        return not self.queue.parked and (other is None or other.adapter is request.adapter)
+
+    def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
+        """Its adapter is on the device. If not, the request steps aside until it is, and ends if
+        that cannot be."""
+        try:
+            if self._adapters.ask(adapter):
+                return True
+        except AdapterError as error:
+            self._failed += self.fail([request], f"{error.code}: {error.message}")
+            return False
+        self.queue.park(adapter, request)
+        return False
+
+    def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
+        """Give the next of the queue a row and the blocks of its prefix, if memory allows."""
+        size, num_tokens = self.config.block_size, len(request.token_ids)
+        cached: list[int] = []
+        lookup = self.config.prefix_caching and request.prompt_logprobs is None
+        if lookup:
+            # At least the last token is computed again: its logits are wanted.
+            hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
+            cached = self.blocks.match_prefix(hashes)
+        footprint = Footprint(
+            now=num_tokens,
+            final=max(num_tokens, request.limit - 1),
+            held=len(cached),
+            shared=len(cached) - self.blocks.num_unused(cached),
+        )
+        if not fits_now(memory, footprint):
+            return False
+        # What runs alone fits, whatever a careful policy makes of its rounding.
+        if not self._policy(memory, footprint) and self.running:
+            return False
+        self.queue.take(request)
+        self.blocks.share(cached)
+        request.blocks = cached
+        request.num_computed = len(cached) * size
+        request.num_registered = len(cached)
+        request.cacheable = self.config.prefix_caching
+        request.row = self._free_rows.pop()
+        if request.adapter is not None:
+            first = request.num_cached < 0
+            request.adapter_slot = self._adapters.pin(request.adapter, first=first)
+        request.phase = Phase.FILLING
+        self.filling.append(request)
+        self.running[request.id] = request
+        self.reserved_blocks += self._most_blocks(request)
+        if request.num_cached < 0:
+            found = min(request.num_computed, request.num_prompt) - request.num_virtual
+            request.num_cached = max(0, found)
+            request.queued_us = (time.monotonic_ns() - request.arrived) // 1000
+            if lookup:
+                self.counters.prefix_queries += request.num_prompt - request.num_virtual
+                self.counters.prefix_hits += request.num_cached
+        free = self.blocks.num_free
+        if request.num_computed < request.num_prefix:
+            self._copy_prefix(request, draft)
+        memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
+        memory.promised += memory.blocks(num_tokens) - len(request.blocks)
+        memory.uncomputed += num_tokens - request.num_computed
+        memory.add(request.footprint(self.step))
+        draft.batch.new_rows.append(request.new_row())
+        draft.batch.new_blocks.extend(
+            (request.row, index, block) for index, block in enumerate(request.blocks)
+        )
+        return True
+
+    def _copy_prefix(self, request: Request, draft: Draft) -> None:
+        """Blocks for the keys of its prefix that the cache does not have; nobody computes them."""
+        start, stop = request.num_computed, request.num_prefix
+        count = -(-stop // self.config.block_size) - len(request.blocks)
+        blocks = self.blocks.allocate(count)
+        draft.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
+        request.blocks += blocks
+        request.num_computed = stop
+        self.blocks.hash_blocks(request, stop)  # for who starts in this very step
+
+    def _memory(self) -> Memory:
+        """What admission may know, at this point of the step."""
+        config = self.config
+        memory = Memory(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            free=self.blocks.num_free,
+            footprints=self._footprints,
+            num_running=len(self.running),
+            uncomputed=sum(r.remaining for r in self.filling),
+            budget=max(1, self.token_limit - len(self.running)),
+            lag=self._lag,
+        )
+        memory.promised = sum(
+            max(0, memory.blocks(r.num_tokens) - len(r.blocks)) for r in self.filling
+        )
+        return memory
+
+    def _footprints(self) -> list[Footprint]:
+        size = self.config.block_size
+        leaving = [
+            Footprint(now=len(r.blocks) * size, final=len(r.blocks) * size, held=len(r.blocks))
+            for r in self.releases
+        ]
+        return leaving + [r.footprint(self.step) for r in self.running.values()]
+
+    def _most_blocks(self, request: Request) -> int:
+        """At its end. The key of its last token is never computed."""
+        return -(-max(request.num_prompt, request.limit - 1) // self.config.block_size)
+
+    def _draft(self, request: Request, length: int, draft: Draft) -> None:
+        """Put `length` tokens of it into the step; their blocks are there."""
+        reaches_end = length == request.remaining
+        samples = reaches_end and request.num_tokens < request.limit
+        if length == 1 and samples:
+            self.filling.remove(request)
+            self.decoding.join(request, draft.batch.step)
+            draft.joined.append(request)
+            return
+        (draft.sampling if samples else draft.silent).append((request, length))
+        draft.chunk_tokens += length
+        # Now, so that a request that is admitted in this very step can share these blocks.
+        self.blocks.hash_blocks(request, request.num_computed + length)
+
+    def _build(self, draft: Draft) -> Batch:
+        """Complete the batch, and move every request to where the next step finds it."""
+        group = self.decoding
+        flight = draft.build(group)
+        step = self.step = flight.step
+        for entry in flight.closing:
+            group.leave(flight.requests[entry], step + 1)
+            flight.requests[entry].phase = Phase.CLOSING
+        chunks = draft.sampling + draft.silent
+        for entry, (request, length) in enumerate(chunks, start=draft.batch.num_decodes):
+            samples = entry < len(flight.ids)
+            reaches_end = samples or length == request.remaining
+            request.num_computed += length
+            request.last_step = step
+            if samples and not request.delivered:
+                flight.firsts.append(entry)
+            if reaches_end:
+                self.filling.remove(request)
+                if not samples or request.num_tokens == request.limit:
+                    request.phase = Phase.CLOSING
+                    flight.closing.append(entry)
+                else:
+                    group.join(request, step + 1)
+        self.flights.append(flight)
+        return draft.batch
+
+    # ---- update --------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[Delta]:
+        """Take the result of the oldest step in flight: new tokens, and requests that end."""
+        flight = self.flights.popleft()
+        outcome = flight.accept(result, self._end_tokens)
+        self.done_step = flight.step
+        self.counters.prompt_tokens += flight.prompt_tokens
+        self.counters.output_tokens += outcome.num_tokens
+        for request in outcome.failed:
+            self._distrust(request)
+            self._end(request)
+        for request in outcome.ended:
+            self._end(request)
+        if self.releases:
+            self._give_back()
+        return outcome.deltas
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _line_up_again(self, request: Request) -> None:
+        """Back to the queue without row and blocks; what is cached of them it may find again."""
+        self._leave(request)
+        self._release(request)
+        request.num_computed = 0
+        self.queue.put(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take it out of wherever it is; the caller sets the phase."""
+        if request.phase is Phase.DECODING:
+            self.decoding.leave(request, self.step + 1)
+        elif request.phase is Phase.FILLING:
+            self.filling.remove(request)
+        elif request.phase is Phase.WAITING:
+            self.queue.take(request)
+            self.queue.retry = True
+        elif request.phase is Phase.PARKED:
+            self.queue.drop_parked(request)
+
+    def _end(self, request: Request) -> None:
+        """It is gone. Its row and blocks follow when no step uses them."""
+        self._leave(request)
+        request.phase = Phase.ENDED
+        if self._traced:
+            told = (request.num_computed, request.num_cached, request.queued_us)
+            text = "ended: %d tokens computed, %d of them cached, %d us queued"
+            logger.debug(text, *told, extra={"request_id": request.request_id})
+        del self.requests[request.id]
+        self.counters.finished += 1
+        for flight in self.flights:
+            flight.some_ended = True
+        if request.row >= 0:
+            self._release(request)
+        if request.adapter is not None:
+            self._adapters.release(request.adapter, started=request.num_cached >= 0)
+
+    def _distrust(self, request: Request) -> None:
+        """Its keys may be wrong: nobody shall find them."""
+        request.cacheable = False
+        self.blocks.forget(request.hashes)
+
+    def _release(self, request: Request) -> None:
+        """Give back its row and blocks, now or when the steps that use them are done."""
+        self.blocks.hash_blocks(request, request.num_computed)
+        del self.running[request.id]
+        self.reserved_blocks -= self._most_blocks(request)
+        self.releases.append(
+            Release(request.last_step, request.row, request.blocks, request.adapter_slot)
+        )
+        request.row = request.adapter_slot = -1
+        request.blocks = []
+        request.num_registered = 0
+        self._give_back()
+
+    def _give_back(self) -> None:
+        kept = []
+        for release in self.releases:
+            if release.step > self.done_step:
+                kept.append(release)
+                continue
+            self.blocks.free(release.blocks)
+            self._free_rows.append(release.row)
+            if release.adapter_slot >= 0:
+                self._adapters.unpin(release.adapter_slot)
+            self.queue.retry = True
+        self.releases = kept
+
+    # ---- looking at it -------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.requests) - len(self.running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens not yet computed, of waiting and running requests; those of steps in flight
+        too."""
+        launched = sum(flight.prompt_tokens for flight in self.flights)
+        filling = sum(r.remaining for r in self.filling if r.remaining > 1)
+        return self.queue.num_tokens + filling + launched
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of requests, rows and blocks. Legal between steps."""
+        tables = [r.blocks for r in self.running.values()] + [r.blocks for r in self.releases]
+        self.blocks.check_integrity(tables)
+        rows = [r.row for r in self.running.values()] + [r.row for r in self.releases]
+        total = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        assert sorted(rows + self._free_rows) == list(range(total)), "a row is lost or shared"
+        phases = dict.fromkeys(Phase, 0)
+        for request in self.requests.values():
+            phases[request.phase] += 1
+            queued = request.phase in (Phase.WAITING, Phase.PARKED)
+            assert (request.row >= 0) != queued
+            assert (request.slot >= 0) == (request.phase is Phase.DECODING)
+        assert phases[Phase.ENDED] == 0
+        assert phases[Phase.FILLING] == len(self.filling)
+        assert phases[Phase.DECODING] == len(self.decoding)
+        assert phases[Phase.WAITING] + phases[Phase.PARKED] == len(self.queue)
+        assert len(self.running) + len(self.queue) == len(self.requests)
+        self.queue.check_integrity()
+        assert self.reserved_blocks == sum(map(self._most_blocks, self.running.values()))
+        pins = Counter(r.adapter_slot for r in self.running.values())
+        pins.update(r.adapter_slot for r in self.releases)
+        users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
+        self._adapters.check_integrity(pins, users)
+        for slot, request in enumerate(self.decoding.requests):
+            assert request.slot == slot and self.decoding.rows[slot] == request.row
+        if not self.requests and not self.flights:
+            assert not self.releases, "idle, yet somebody holds blocks"

@@ -1,0 +1,164 @@
+"""One step: while it is made (Draft), while it is in flight (Flight), what came of it (Outcome),
+and what waits for its end (Release). Whatever outlasts a step is the scheduler's.
+
+Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.batch import Batch, StepResult
+from engine.messages import Delta
+from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.request import Phase, Request
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step has brought. The scheduler ends the requests, first those that failed."""
+
+    deltas: list[Delta]
+    num_tokens: int  # that anybody sees
+    failed: list[Request]  # their keys may be wrong
+    ended: list[Request]  # the others whose last delta is here
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step. Lists are in batch order: entries that sample, then those that do not."""
+
+    step: int
+    requests: list[Request]  # [num_entries]
+    starts: list[int]  # [num_entries]
+    ids: list[int]  # [num_samples]
+    token_lists: list[list[int]]  # [num_samples] where the tokens go
+    firsts: list[int]  # entries that may bring their request's first delta
+    closing: list[int]  # entries after which their request ends, whatever is sampled
+    prompt_tokens: int = 0  # of its chunks
+    some_ended: bool = False  # a request has ended since the launch
+
+    def accept(self, result: StepResult, end_tokens: set[int]) -> Outcome:
+        """Give each request its token, unless it has ended, and see who ends with it. Legal once.
+
+        end_tokens: of all requests; whose they are is asked only where one has come.
+        """
+        tokens, requests = result.tokens, self.requests
+        assert result.step == self.step and len(tokens) == len(self.ids)
+        dropped: list[int] = []  # entries of requests that ended before
+        if self.some_ended:
+            dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]
+        failed = {i: why for i, why in result.errors.items() if i not in dropped}
+        over = {*dropped, *failed}
+        unseen = [entry for entry in over if entry < len(tokens)]
+        for entry in unseen:
+            self.token_lists[entry] = []
+
+        for token_list, token in zip(self.token_lists, tokens, strict=True):
+            token_list.append(token)
+        deltas = [Delta(i, [token]) for i, token in zip(self.ids, tokens, strict=True)]
+
+        for entry, items in result.prompt_logprobs.items():
+            requests[entry].collect_prompt_logprobs(self.starts[entry], items)
+        for entry, item in result.logprobs.items():
+            deltas[entry].logprobs = [item]
+        for entry in self.firsts:
+            if entry not in failed:
+                requests[entry].deliver_first(deltas[entry])
+        for entry, why in failed.items():
+            if entry >= len(tokens):  # a chunk that does not sample
+                deltas.append(Delta(requests[entry].id, [], "error", error=why))
+            else:
+                deltas[entry].token_ids = []
+                deltas[entry].logprobs = None
+                deltas[entry].finish, deltas[entry].error = "error", why
+        ended: list[int] = []
+        if not end_tokens.isdisjoint(tokens):
+            for entry in [i for i, token in enumerate(tokens) if token in end_tokens]:
+                if entry not in over and requests[entry].stops_at(tokens[entry]):
+                    deltas[entry].finish = "stop"
+                    deltas[entry].stop_token = tokens[entry]
+                    ended.append(entry)
+            over.update(ended)
+        for entry in self.closing:
+            if entry in over:
+                continue
+            if entry < len(tokens):
+                delta = deltas[entry]
+            else:  # max_tokens = 0: no token, only the prompt's log-probabilities
+                delta = Delta(requests[entry].id, [])
+                requests[entry].deliver_first(delta)
+                deltas.append(delta)
+            delta.finish = "length"
+            ended.append(entry)
+        for entry in reversed(dropped):
+            if entry < len(tokens):
+                del deltas[entry]
+        return Outcome(
+            deltas,
+            len(tokens) - len(unseen),
+            failed=[requests[entry] for entry in failed],
+            ended=[requests[entry] for entry in ended],
+        )
+
+
+@dataclass(slots=True)
+class Release:
+    """A row and blocks to give back when `step` is done."""
+
+    step: int
+    row: int
+    blocks: list[int]
+    adapter_slot: int = -1
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    out_of_memory: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """The step being made."""
+
+    batch: Batch
+    joined: list[Request] = field(default_factory=list)  # became members of the decode group
+    sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
+    silent: list[tuple[Request, int]] = field(default_factory=list)  # chunks that do not sample
+    prompt_limit: int = 0  # tokens that its chunks may have
+    chunk_tokens: int = 0
+    scored_tokens: int = 0  # of these, how many prompt log-probabilities are wanted of
+    preempted: bool = False
+    owed: int = 0  # of the blocks that will come back, how many somebody already waits for
+
+    def build(self, group: DecodeGroup) -> Flight:
+        """Complete the batch: a token for each of the group, then the chunks. Moves no request."""
+        batch, step = self.batch, self.batch.step
+        chunks = self.sampling + self.silent
+        batch.num_decodes = len(group)
+        batch.rows = group.rows.copy()
+        batch.starts = [base + step for base in group.bases]
+        batch.lengths = [1] * len(group)
+        batch.samples = [True] * (len(group) + len(self.sampling)) + [False] * len(self.silent)
+        requests = group.requests.copy()
+        for request, length in chunks:
+            batch.rows.append(request.row)
+            batch.starts.append(request.num_computed)
+            batch.lengths.append(length)
+            requests.append(request)
+        return Flight(
+            step,
+            requests,
+            batch.starts,
+            group.ids + [r.id for r, _ in self.sampling],
+            group.token_lists + [r.token_ids for r, _ in self.sampling],
+            firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
+            closing=[r.slot for r in group.last_samples(step)],
+            prompt_tokens=self.chunk_tokens,
+        )

@@ -1,0 +1,344 @@
+"""Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
+
+The template comes from the operator's checkpoint, the messages from anybody. So nothing of a
+request is ever compiled, and what a request can make a template do is bounded: time is checked at
+every turn of every loop, size at every piece of output.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import ConfigError, InvalidRequest
+
+# Of this thread, so that a busy machine refuses nobody; a thousand messages take some 10 ms.
+MAX_SECONDS = 0.25
+MAX_CHARS = 8_000_000  # above any context length in text
+MAX_REPEAT = 1_000_000  # 'x' * n and n ** n inside a template
+MAX_DEPTH = 64  # lists and objects inside each other, in messages and tools
+MAX_REASON = 300  # characters of a refusal, which may quote the messages
+_SEARCH_SECONDS = 0.02  # for the message at fault; a hundred messages take some 5 ms
+
+# Context variable; a request cannot pass names with a leading underscore.
+_CLOCK = "_render_deadline"
+_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
+_MISSING = re.compile(r"'dict object' has no attribute '([A-Za-z_]\w{0,63})'")  # jinja's words
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # of a message
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class _TooMuch(Exception):
+    """A render went over one of the limits."""
+
+
+class _Refused(Exception):
+    """The template called raise_exception; the text is its author's."""
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant wrote, for training; here it does nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)
+
+    def _pass(self, caller: Macro) -> str:
+        return str(caller())
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Let each loop look at the clock: `for x in xs` becomes `for x in xs | _bounded`."""
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "_bounded", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            too_large = not isinstance(right, (int, float)) or abs(right) > 64
+        else:
+            items, times = (left, right) if hasattr(left, "__len__") else (right, left)
+            too_large = hasattr(items, "__len__") and len(items) * times > MAX_REPEAT
+        if too_large:
+            raise _TooMuch("an operation in the chat template makes too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _bounded(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    deadline = context.resolve(_CLOCK)
+    for item in items:
+        if time.thread_time() > deadline:
+            raise _TooMuch("the chat template took too long")
+        yield item
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refused(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> _Environment:
+    env = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = _tojson
+    env.filters["_bounded"] = _bounded
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+class ChatTemplate:
+    """One model's template, or its "default" and "tool_use" pair.
+
+    sources: name -> jinja source; "default" must be there.
+    special_tokens: what the template sees as ``bos_token``, ``eos_token`` and so on.
+    Raises ConfigError when a source is not valid jinja.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        env = _environment()
+        self.sources = dict(sources)
+        self.special_tokens = dict(special_tokens)
+        self._compiled: dict[str, jinja2.Template] = {}
+        for name, source in sources.items():
+            try:
+                self._compiled[name] = env.from_string(source)
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"the chat template {name!r} is not valid: {error}") from error
+
+    @classmethod
+    def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+        """Read the template of a checkpoint's folder; None if it has none.
+
+        chat_template.jinja (and additional_chat_templates/), chat_template.json or
+        tokenizer_config.json: the first kind found wins, as in transformers.
+        """
+        sources: dict[str, str] = {}
+        if (folder / "chat_template.jinja").is_file():
+            sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+                sources[extra.stem] = extra.read_text(encoding="utf-8")
+        else:
+            for name in ("chat_template.json", "tokenizer_config.json"):
+                if not sources and (folder / name).is_file():
+                    found = json.loads((folder / name).read_text(encoding="utf-8"))
+                    value = found.get("chat_template")
+                    if isinstance(value, str):
+                        sources["default"] = value
+                    elif isinstance(value, list):
+                        sources = {item["name"]: item["template"] for item in value}
+        if sources and "default" not in sources:
+            sources["default"] = next(iter(sources.values()))
+        return cls(sources, special_tokens) if sources else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        max_seconds: float = MAX_SECONDS,
+        max_chars: int = MAX_CHARS,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat, equal to transformers' ``apply_chat_template(tokenize=False)``.
+
+        variables: more names for the template, e.g. enable_thinking, documents.
+        Raises InvalidRequest when the template refuses the messages or a limit is met.
+        """
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        for name in variables:
+            if name.startswith("_"):
+                raise InvalidRequest(
+                    f"{name} is not a template variable", param="chat_template_kwargs"
+                )
+        use = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        keep_parts = _PARTS.search(self.sources[use]) is not None
+        chat = [_normal(message, keep_parts) for message in messages]
+        context: dict[str, Any] = {
+            "documents": None,
+            **self.special_tokens,
+            **variables,
+            "messages": chat,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            _CLOCK: time.thread_time() + max_seconds,
+        }
+        text = self._run(self._compiled[use], context, max_chars)
+        return _cut_after_final(text, chat[-1].get("content")) if continue_final_message else text
+
+    def _run(self, template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:
+        try:
+            return _generate(template, context, max_chars)
+        except _TooMuch as error:
+            raise InvalidRequest(str(error), param="messages", code="template_limit") from error
+        except Exception as error:  # what a template can raise on odd messages is open-ended
+            raise self._refusal(error, template, context) from error
+
+    def _refusal(
+        self, error: Exception, template: jinja2.Template, context: dict[str, Any]
+    ) -> InvalidRequest:
+        """What the caller is told: which message it is, and what is wrong with it."""
+        chat: list[dict[str, Any]] = context["messages"]
+        index = _first_at_fault(error, template, context)
+        where = "messages" if index is None else f"messages[{index}]"
+        if isinstance(error, _Refused):
+            named = f"the {where}" if index is None else where
+            reason = str(error)[:MAX_REASON]
+            return InvalidRequest(f"the chat template refused {named}: {reason}", param=where)
+        # Its text is not for callers: it may tell of objects and places inside this process. But
+        # for the name that a message lacks, which is one of the template's.
+        missing = _MISSING.fullmatch(str(error))
+        if index is None or missing is None:
+            named = f"these {where}" if index is None else where
+            reason = f" ({type(error).__name__})"
+        else:
+            named = where
+            own = missing[1] in _FIELDS and missing[1] not in chat[index]
+            part = "it" if own else "a part of it"
+            reason = f': {part} has no "{missing[1]}"'
+        if index is not None and _of_tools(chat[index]):
+            knows = any("tool_calls" in source for source in self.sources.values())
+            reason += "" if knows else "; this model's template knows no tool calls"
+        return InvalidRequest(f"the chat template cannot render {named}{reason}", param=where)
+
+
+def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate(context):
+        size += len(piece)
+        if size > max_chars:
+            raise _TooMuch("the chat is too long")
+        if time.thread_time() > context[_CLOCK]:
+            raise _TooMuch("the chat template took too long")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _first_at_fault(
+    error: Exception, template: jinja2.Template, context: dict[str, Any]
+) -> int | None:
+    """The first message with which the template fails in this way. None if it does with any chat,
+    or if it takes long to find."""
+    chat: list[dict[str, Any]] = context["messages"]
+    deadline = time.thread_time() + _SEARCH_SECONDS
+
+    def fails(messages: list[dict[str, Any]]) -> bool:
+        try:
+            _generate(template, {**context, "messages": messages, _CLOCK: deadline}, MAX_CHARS)
+        except _TooMuch:
+            raise
+        except Exception as other:
+            return type(other) is type(error) and str(other) == str(error)
+        return False
+
+    fine, failing = 0, len(chat)  # how many of the first messages render, and how many do not
+    try:
+        if fails([{"role": "user", "content": "x"}]):
+            return None
+        while failing - fine > 1:
+            middle = (fine + failing) // 2
+            if fails(chat[:middle]):
+                failing = middle
+            else:
+                fine = middle
+    except _TooMuch:
+        return None
+    return failing - 1
+
+
+def _of_tools(message: Mapping[str, Any]) -> bool:
+    return "tool_calls" in message or message.get("role") == "tool"
+
+
+def _normal(message: Mapping[str, Any], keep_parts: bool) -> dict[str, Any]:
+    """Drop absent fields, give reasoning its standard names, join text parts unless keep_parts."""
+    out = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((out[key] for key in _REASONING if key in out), None)
+    if reasoning is not None:
+        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+    parts = out.get("content")
+    if isinstance(parts, (list, tuple)) and not keep_parts:
+        for part in parts:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise InvalidRequest("this model takes text content only", param="messages")
+        out["content"] = "".join(part["text"] for part in parts)
+    return out
+
+
+def _cut_after_final(text: str, final: Any) -> str:
+    """Leave the last message open, so that the model goes on with it."""
+    if isinstance(final, (list, tuple)):
+        final = next((part["text"] for part in reversed(final) if "text" in part), None)
+    if not isinstance(final, str) or final.strip() not in text:
+        raise InvalidRequest(
+            "the chat template changes the final message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    start = text.rindex(final.strip())
+    whole = final.lstrip()
+    kept = whole if text.startswith(whole, start) else final.strip()
+    return text[: start + len(kept)]
+
+
+def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH) -> Any:
+    """A copy of JSON-like data with every string (dictionary keys too) changed.
+
+    Raises InvalidRequest where it has more than `depth` levels.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, (Mapping, list, tuple)) and depth == 0:
+        raise InvalidRequest(
+            f"a message is nested deeper than {MAX_DEPTH} levels", param="messages"
+        )
+    if isinstance(value, Mapping):
+        return {
+            map_strings(key, change): map_strings(item, change, depth - 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [map_strings(item, change, depth - 1) for item in value]
+    return value

@@ -1,0 +1,266 @@
+"""TextStream: token ids to text, piece by piece, exact and in bulk.
+
+The text depends on the ids alone, never on how they were cut into calls. `tokenizers.DecodeStream`
+does not do: it keeps back what was unfinished at the end, and raises or differs on bytes that are
+not valid UTF-8, which a model at a high temperature does produce.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("manta-replace-each-byte", _replace_each_byte)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in plain}
+    for byte in range(256):
+        if byte not in plain:
+            table[chr(256 + len(table) - len(plain))] = byte
+    return table
+
+
+_BYTES = _byte_of_char()
+
+
+class _Stream(Protocol):
+    def feed(self, token_ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+    def state(self) -> Any: ...
+    def restore(self, state: Any) -> None: ...
+
+
+class _Pieces(dict[int, Any]):
+    """What each token contributes, looked up on first use: a vocabulary has 150,000 and an answer
+    uses few.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool, scheme: "_Scheme") -> None:
+        super().__init__()
+        self._token_of = tokenizer.backend.id_to_token
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._scheme = scheme
+
+    def __missing__(self, token_id: int) -> Any:
+        token = None if token_id in self._skipped else self._token_of(token_id)
+        piece = self[token_id] = self._scheme.piece(token)
+        return piece
+
+
+class _Scheme:
+    """How a tokenizer's decoder joins tokens, read from its declaration once."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        decoder = tokenizer.backend.decoder
+        spec = {} if decoder is None else json.loads(decoder.__getstate__())
+        steps = spec.get("decoders", [spec])
+        kinds = [step.get("type") for step in steps]
+        self.replace: list[tuple[str, str]] = []
+        self.strip = ("", 0)
+        self.kind = "window"
+        if kinds == ["ByteLevel"]:
+            self.kind = "bytes"
+            return
+        for step in steps:
+            if step.get("type") == "Replace" and "String" in step["pattern"]:
+                self.replace.append((step["pattern"]["String"], step["content"]))
+            elif step.get("type") == "Strip":
+                self.strip = (step["content"], step["start"])
+        order = [kind for kind in kinds if kind != "Replace"]
+        plain = len(self.replace) == kinds.count("Replace") and kinds[: len(self.replace)] == [
+            "Replace"
+        ] * len(self.replace)
+        tail = all(step.get("stop", 0) == 0 for step in steps if step.get("type") == "Strip")
+        if (
+            plain
+            and tail
+            and order in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+        ):
+            self.kind = "fallback"
+
+    def piece(self, token: str | None) -> Any:
+        """bytes for a byte-level token; str, or bytes for a <0xNN> token, or None with byte
+        fallback.
+        """
+        if self.kind == "bytes":
+            if token is None:
+                return b""
+            try:
+                return bytes([_BYTES[char] for char in token])
+            except KeyError:  # an added token with a space or a letter of its own
+                return token.encode()
+        if token is None:
+            return None
+        for old, new in self.replace:
+            token = token.replace(old, new)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                return token
+        return token
+
+
+class _ByteStream:
+    """GPT-2 style: each token is bytes, and the text is their UTF-8."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        self._piece = pieces.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._piece, token_ids)))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def state(self) -> Any:
+        return self._utf8.getstate()
+
+    def restore(self, state: Any) -> None:
+        self._utf8.setstate(state)
+
+
+class _FallbackStream:
+    """sentencepiece style: tokens are text, with single bytes for what the vocabulary lacks.
+
+    Bytes that never become a character are replaced one by one, and valid characters beside them
+    are kept, which is what sentencepiece does. (`tokenizers` replaces the whole run of byte tokens,
+    which would hold back every newline of a Llama 2 until the next token.)
+    """
+
+    def __init__(self, pieces: _Pieces, strip: tuple[str, int]) -> None:
+        self._piece = pieces.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("manta-replace-each-byte")
+        self._strip, self._left = (
+            strip  # characters that may still be cut from the start of the text
+        )
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        decode = self._utf8.decode
+        out = []
+        open_bytes = bool(self._utf8.getstate()[0])
+        for piece in map(self._piece, token_ids):
+            if type(piece) is str:
+                if open_bytes:
+                    out.append(decode(b"", True))
+                    open_bytes = False
+                out.append(piece)
+            elif piece is not None:
+                out.append(decode(piece))
+                open_bytes = True
+        return self._stripped("".join(out)) if self._left else "".join(out)
+
+    def finish(self) -> str:
+        return self._stripped(self._utf8.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        while self._left and text:
+            if text[0] != self._strip:
+                self._left = 0
+            else:
+                text = text[1:]
+                self._left -= 1
+        return text
+
+    def state(self) -> Any:
+        return self._utf8.getstate(), self._left
+
+    def restore(self, state: Any) -> None:
+        utf8, self._left = state
+        self._utf8.setstate(utf8)
+
+
+class _WindowStream:
+    """Any other decoder: decode a window of recent tokens and emit what grew.
+
+    The window starts at the last place where the text was whole, so that a decoder whose spaces
+    depend on the token before sees it.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
+        self._backend = tokenizer.backend
+        self._skip = skip_special
+        self._ids: list[int] = []
+        self._read = 0  # of _ids, how many are already in the emitted text
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
+        return text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._step(token) for token in token_ids])
+
+    def _step(self, token: int, final: bool = False) -> str:
+        if not final:
+            self._ids.append(token)
+        before, after = self._text(self._ids[: self._read]), self._text(self._ids)
+        if len(after) <= len(before) or (
+            after.endswith("\ufffd") and not final and len(self._ids) - self._read < 8
+        ):
+            return ""
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        return self._step(-1, final=True) if len(self._ids) > self._read else ""
+
+    def state(self) -> Any:
+        return list(self._ids), self._read
+
+    def restore(self, state: Any) -> None:
+        self._ids, self._read = list(state[0]), state[1]
+
+
+class Tables:
+    """What all streams of one tokenizer share."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self.scheme = _Scheme(tokenizer)
+        self.pieces = {skip: _Pieces(tokenizer, skip, self.scheme) for skip in (False, True)}
+        self._backend = tokenizer.backend
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; none for an id outside the vocabulary."""
+        if self.scheme.kind == "window":
+            text: str = self._backend.decode([token_id], skip_special_tokens=False)
+            return text.encode()
+        piece = self.pieces[False][token_id]
+        return b"" if piece is None else piece.encode() if isinstance(piece, str) else piece
+
+
+class TextStream:
+    """Incremental decoding of one sequence of ids.
+
+    ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held
+    back), ``finish`` the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the
+    cuts. Cost: O(1) a token.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
+        tables = tokenizer.tables
+        pieces = tables.pieces[skip_special_tokens]
+        stream: _Stream
+        if tables.scheme.kind == "bytes":
+            stream = _ByteStream(pieces)
+        elif tables.scheme.kind == "fallback":
+            stream = _FallbackStream(pieces, tables.scheme.strip)
+        else:
+            stream = _WindowStream(tokenizer, skip_special_tokens)
+        self.feed = stream.feed
+        self.finish = stream.finish
+        self.state = stream.state
+        self.restore = stream.restore

@@ -1,0 +1,310 @@
+"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from engine.errors import ConfigError, InvalidRequest
+from engine.model_config import no_folder
+from engine.text.chat_template import ChatTemplate, map_strings
+from engine.text.text_stream import Tables, TextStream
+
+# Characters. `encode` of the library holds the GIL for its whole run, about a microsecond for each
+# of them; `encode_batch_fast` lets go of it, and costs some 50 microseconds more.
+LONG = 16_384
+
+# A text of so many characters a token may be too long for a limit in tokens, though most texts have
+# fewer; it is estimated in pieces before it is encoded as a whole.
+_CHARS_A_TOKEN = 4
+_PIECE = 16_384  # characters
+
+
+class TooManyTokens(InvalidRequest):
+    """A text has more tokens than were asked for. at_least: how many it has, or fewer than that."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, at_least: int, limit: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens, more than {limit}")
+        self.at_least = at_least
+        self.limit = limit
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable after load and safe to share between threads.
+
+    vocab_size: number of ids, added tokens included (the logits may be wider).
+    bos_token_id: None if the model has none.
+    eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
+        tokenizer.
+    special_ids: ids of control tokens, which decode leaves out by default.
+    chat_template: None if the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # Characters of the longest token, as the vocabulary writes it.
+        self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
+        own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
+        ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        special = [token for token in added.values() if token.special]
+        special.sort(key=lambda token: -len(token.content))  # the longest match wins
+        self._special_text = re.compile("|".join(re.escape(t.content) for t in special) or "(?!)")
+        self._special_reach = len(special[0].content) if special else 0
+        self._special_span = re.compile(
+            "|".join(
+                (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
+                for t in special
+            )
+            or "(?!)"
+        )
+        self.tables = Tables(self)  # for TextStream
+        # The same model, but no text is one of its added tokens.
+        self._plain = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        splitter = _without_first_prefix(backend.pre_tokenizer)
+        if splitter is not None:
+            self._plain.pre_tokenizer = splitter
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """Read tokenizer.json and the files beside it.
+
+        Raises ConfigError if there is none or it is broken.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise no_folder(folder)
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json; save the model with a fast tokenizer",
+                param="model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+        named = {
+            **_json(folder / "special_tokens_map.json"),
+            **_json(folder / "tokenizer_config.json"),
+        }
+        special = {name: text for name, value in named.items() if (text := _named(name, value))}
+        ends: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _json(folder / name).get("eos_token_id")
+            ends += value if isinstance(value, list) else [] if value is None else [value]
+        return cls(
+            backend,
+            special_tokens=special,
+            eos_token_ids=ends,
+            chat_template=ChatTemplate.load(folder, special),
+        )
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as in the vocabulary; None if there is none."""
+        found: int | None = self.backend.token_to_id(token) if token else None
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
+
+        Other threads run while a long text is encoded.
+        """
+        return _encode(self.backend, text, add_special_tokens)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """The same for many texts, on all cores."""
+        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [item.ids for item in found]
+
+    def check_length(self, text: str, limit: int) -> None:
+        """Refuse a text that surely has more than `limit` tokens, before it is encoded as a whole.
+        Most texts are too short for that, and cost nothing here; others the tokens up to the limit.
+
+        Raises TooManyTokens.
+        """
+        if len(text) <= _CHARS_A_TOKEN * limit:
+            return
+        # Each piece is encoded by itself. What a cut changes stays near it: tokens across the cut
+        # fall apart, and merges in the word around them may differ.
+        slack = 2 * self._longest
+        size = max(_PIECE, 32 * slack)
+        at_least = 0
+        for start in range(0, len(text), size):
+            count = len(self.encode(text[start : start + size]))
+            at_least += max(0, count - slack - count // 8)
+            if at_least > limit:
+                raise TooManyTokens(at_least, limit)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens are only characters."""
+        return _encode(self._plain, text, add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text the template makes of a chat; options as in `ChatTemplate.render`.
+
+        Raises InvalidRequest if the model has no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use completions with a prompt instead",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template.render(messages, **options)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Ids of a chat, equal to transformers' ``apply_chat_template``.
+
+        Control tokens typed inside a message or a tool are encoded as the characters they are:
+        nobody can end a turn or start another role by writing ``<|im_end|>``.
+
+        max_tokens: a chat that surely has more is not encoded.
+        Raises InvalidRequest as `render_chat`, TooManyTokens.
+        """
+        typed: dict[str, str] = {}  # control token -> the mark that stands for it
+        nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive every filter of a template
+
+        def mark(match: re.Match[str]) -> str:
+            return typed.setdefault(match.group(), f"{nonce}{len(typed):06d}")
+
+        def neutral(text: str) -> str:
+            return _substitute(self._special_text, mark, text, self._special_reach)
+
+        messages, tools = map_strings(messages, neutral), map_strings(tools, neutral)
+        options = {name: map_strings(value, neutral) for name, value in options.items()}
+        text = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
+        )
+        written = {mark: token for token, mark in typed.items()}
+        marker = re.compile(nonce + r"\d{6}")
+        if max_tokens is not None:
+            self.check_length(marker.sub(lambda m: written[m.group()], text), max_tokens)
+        return self._encode_marked(text, nonce, written) if typed else self.encode(text)
+
+    def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
+        """Encode as usual, but plainly where marks stand.
+
+        A stretch between two control tokens of the template is encoded plainly if it holds a mark.
+        """
+        marker = re.compile(nonce + r"\d{6}")
+        ids: list[int] = []
+        start = 0  # of what is not encoded yet
+        end = 0  # of the last control token seen
+        stops = [(m.start(), m.end()) for m in self._special_span.finditer(text)]
+        for left, right in [*stops, (len(text), len(text))]:
+            stretch = text[end:left]
+            if nonce in stretch:
+                ids += self.encode(text[start:end]) if end > start else []
+                ids += self.encode_plain(marker.sub(lambda m: typed[m.group()], stretch))
+                start = left
+            end = right
+        return ids + (self.encode(text[start:]) if start < len(text) else [])
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids, at once; `TextStream` gives the same text piece by piece."""
+        stream = TextStream(self, skip_special_tokens=skip_special_tokens)
+        return stream.feed(list(token_ids)) + stream.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special or not (for logprobs)."""
+        return self.tables.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text; bytes that are no whole character become U+FFFD."""
+        return self.tables.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _substitute(
+    pattern: re.Pattern[str], change: Callable[[re.Match[str]], str], text: str, reach: int
+) -> str:
+    """``pattern.sub(change, text)``, in slices: one call keeps the interpreter lock until its end,
+    a tenth of a second for megabytes of what nearly matches. reach: characters of the longest
+    match."""
+    pieces: list[str] = []
+    at = 0
+    for end in range(_PIECE, len(text) + _PIECE, _PIECE):
+        # What begins before the end of the slice may go on behind it.
+        for match in pattern.finditer(text, at, end + reach):
+            if match.start() >= end:
+                break
+            pieces += (text[at : match.start()], change(match))
+            at = match.end()
+        if at < end:
+            pieces.append(text[at:end])
+            at = end
+    return "".join(pieces)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) < LONG:
+        found = backend.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = found.ids
+    return ids
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _named(name: str, value: Any) -> str | None:
+    """The text of a special token ("bos_token": "<s>" or {"content": "<s>", ...}), or None."""
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _without_first_prefix(splitter: Any) -> Any:
+    """A splitter that adds no space before the first word.
+
+    A stretch inside a chat is not the start of a text.
+    """
+    if isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first":
+        return pre_tokenizers.Metaspace(
+            replacement=splitter.replacement, prepend_scheme="never", split=splitter.split
+        )
+    return splitter

@@ -1,0 +1,246 @@
+"""Matrix products by the fastest of cuBLASLt's algorithms, found by timing them.
+
+For one shape cuBLASLt offers several algorithms in the order that its heuristic believes in, and
+torch takes the first. On an H200 another one is up to 17 % faster at the sizes of a decode batch,
+and one with a tile that the heuristic did not think of, but that fills the multiprocessors evenly,
+up to 20 % faster still (docs/performance.md). So cublaslt_tune.py times them on the model's
+own weights, and `linear` and `linear_add_` use the winner for that number of rows; other shapes go
+the library's usual way.
+
+The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
+cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two machines
+may differ in the last bits; `engine.config.EngineConfig.deterministic` does without.
+"""
+
+import ctypes
+import logging
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
+_CANDIDATES = 16  # asked for; today's libraries return eight at most
+
+# cublasLt.h; the numbers are part of its interface.
+_COMPUTE_32F = 68
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
+_DESC_TRANSA = 3
+_OP_T = 1
+_PREFERENCE_WORKSPACE = 1
+_CONFIG_TILE, _CONFIG_SPLIT_K, _CONFIG_REDUCTION, _CONFIG_SWIZZLE, _CONFIG_CUSTOM = 1, 2, 3, 4, 5
+_CONFIG_CLUSTER = 8
+_REDUCE_IN_FLOAT32 = 2
+
+
+class LibraryError(RuntimeError):
+    """cuBLASLt refuses."""
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Library:
+    """libcublasLt with a handle on one device."""
+
+    def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
+        self.lib = lib
+        self.handle = ctypes.c_void_p()
+        self.call("cublasLtCreate", ctypes.byref(self.handle))
+        self.device = device
+        self.version = int(lib.cublasLtGetVersion())
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self.one, self.zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
+        self.matmul = lib.cublasLtMatmul
+        # Declared, plain integers pass for pointers, which saves most of what a call costs.
+        self.matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
+
+    def call(self, name: str, *args: object) -> None:
+        status = getattr(self.lib, name)(*args)
+        if status:
+            raise LibraryError(f"{name}: cuBLASLt status {status}")
+
+
+@lru_cache
+def library(device: torch.device) -> Library | None:
+    """None, and a line in the log, where the cuBLASLt of torch's CUDA cannot be called."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return Library(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
+    except (OSError, AttributeError, LibraryError) as error:
+        logger.warning("matrix products are not tuned, cuBLASLt cannot be called: %s", error)
+        return None
+
+
+class Product:
+    """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add."""
+
+    def __init__(self, lib: Library, rows: int, weight: Tensor, add: bool) -> None:
+        n, k = weight.shape
+        kind = TYPES[weight.dtype]
+        self._lib = lib
+        self._beta = lib.one if add else lib.zero
+        self._desc = ctypes.c_void_p()
+        lib.call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), _COMPUTE_32F, 0)
+        transpose = ctypes.c_int(_OP_T)
+        lib.call(
+            "cublasLtMatmulDescSetAttribute",
+            self._desc,
+            _DESC_TRANSA,
+            ctypes.byref(transpose),
+            ctypes.c_size_t(4),
+        )
+        # The library thinks in columns: y.T [n, rows] = (weight.T [k, n]).T @ x.T [k, rows].
+        self._weight, self._x, self._y = (
+            self._layout(kind, *size) for size in ((k, n), (k, rows), (n, rows))
+        )
+
+    def offered(self) -> list[Algorithm]:
+        """What the library's heuristic proposes, its favourite first; it may have nothing."""
+        lib = self._lib
+        preference = ctypes.c_void_p()
+        lib.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limit = ctypes.c_size_t(_WORKSPACE)
+        lib.call(
+            "cublasLtMatmulPreferenceSetAttribute",
+            preference,
+            _PREFERENCE_WORKSPACE,
+            ctypes.byref(limit),
+            ctypes.c_size_t(8),
+        )
+        found = (Algorithm * _CANDIDATES)()
+        count = ctypes.c_int()
+        layouts = (self._weight, self._x, self._y, self._y)
+        status = lib.lib.cublasLtMatmulAlgoGetHeuristic(
+            *(lib.handle, self._desc, *layouts, preference, _CANDIDATES, found),
+            ctypes.byref(count),
+        )
+        lib.call("cublasLtMatmulPreferenceDestroy", preference)
+        if status:  # it knows of none for such a product
+            return []
+        return [found[i] for i in range(count.value) if found[i].state == 0]
+
+    def fitted(self, algorithm: Algorithm) -> Algorithm | None:
+        """A copy for this product of an algorithm that was found for another; None if the library
+        cannot run it here."""
+        checked = Algorithm()
+        if self._lib.lib.cublasLtMatmulAlgoCheck(
+            *(self._lib.handle, self._desc, self._weight, self._x, self._y, self._y),
+            ctypes.byref(algorithm.algo),
+            ctypes.byref(checked),
+        ):
+            return None
+        if checked.workspace > _WORKSPACE:
+            return None
+        checked.algo = algorithm.algo
+        return checked
+
+    def variant(self, base: Algorithm, tile: int, split_k: int, cluster: int) -> Algorithm | None:
+        """`base` with another tile; None if the library cannot, or would leave a fifth of the
+        multiprocessors idle in its last round."""
+        algorithm = Algorithm.from_buffer_copy(base)
+        for name, value, kind in (
+            (_CONFIG_TILE, tile, ctypes.c_uint32),
+            (_CONFIG_SPLIT_K, split_k, ctypes.c_uint32),
+            (_CONFIG_REDUCTION, _REDUCE_IN_FLOAT32 if split_k > 1 else 0, ctypes.c_uint32),
+            (_CONFIG_SWIZZLE, 0, ctypes.c_uint32),
+            (_CONFIG_CUSTOM, 0, ctypes.c_uint32),
+            (_CONFIG_CLUSTER, cluster, ctypes.c_uint16),
+        ):
+            field = kind(value)
+            if self._lib.lib.cublasLtMatmulAlgoConfigSetAttribute(
+                ctypes.byref(algorithm.algo),
+                name,
+                ctypes.byref(field),
+                ctypes.c_size_t(ctypes.sizeof(field)),
+            ):
+                return None
+        fitted = self.fitted(algorithm)
+        if fitted is None or 1 < fitted.waves < 0.8 * math.ceil(fitted.waves):
+            return None
+        return fitted
+
+    def _layout(self, kind: int, rows: int, columns: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._lib.call(
+            "cublasLtMatrixLayoutCreate",
+            *(ctypes.byref(layout), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns)),
+            ctypes.c_int64(rows),
+        )
+        return layout
+
+    def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        lib = self._lib
+        at = y.data_ptr()
+        workspace = None
+        if algorithm.workspace:  # few want any; the next kernel may have its memory
+            workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=lib.device)
+        status = lib.matmul(
+            lib.handle,
+            self._desc,
+            lib.one,
+            weight.data_ptr(),
+            self._weight,
+            x.data_ptr(),
+            self._x,
+            self._beta,
+            at,
+            self._y,
+            at,
+            self._y,
+            ctypes.addressof(algorithm),  # `algo` comes first
+            None if workspace is None else workspace.data_ptr(),
+            algorithm.workspace,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        if status:
+            raise LibraryError(f"cublasLtMatmul: cuBLASLt status {status}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    product: Product
+    algorithm: Algorithm
+
+
+Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
+
+# What the tuner found. One a process, as with Triton's.
+choices: dict[Key, Choice] = {}
+
+
+def key_of(rows: int, weight: Tensor, add: bool) -> Key:
+    n, k = weight.shape
+    return rows, n, k, weight.dtype, add, weight.device
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, k] @ weight [n, k].T + bias [n] -> [rows, n]."""
+    choice = choices.get(key_of(x.shape[0], weight, False)) if bias is None else None
+    if choice is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    choice.product.run(choice.algorithm, x, weight, y)
+    return y
+
+
+def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual [rows, n] + x [rows, k] @ weight [n, k].T, written over residual."""
+    choice = choices.get(key_of(x.shape[0], weight, True))
+    if choice is None:
+        return residual.addmm_(x, weight.t())
+    choice.product.run(choice.algorithm, x, weight, residual)
+    return residual

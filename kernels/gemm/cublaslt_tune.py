@@ -1,0 +1,246 @@
+"""The search for the fastest of cuBLASLt's algorithms; kernels/gemm/cublaslt.py says what for.
+
+At some numbers of rows, the landmarks, a list of tiles is tried besides what the library's
+heuristic offers. Between them only what led at the two nearest is: the search belongs to an
+engine's start, and has seconds.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.gemm import cublaslt_cache
+from kernels.gemm.cublaslt import (
+    TYPES,
+    Algorithm,
+    Choice,
+    Key,
+    Library,
+    LibraryError,
+    Product,
+    choices,
+    key_of,
+    library,
+)
+
+_FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
+_LANDMARKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_COLD = 96 << 20  # bytes of weights to walk over while timing, so that none is in the L2 cache
+_QUEUE_CYCLES = 20_000.0  # device clocks to wait for each launch to be timed, while they queue up
+_LONGEST_QUEUE = 100_000.0  # from there on a host is too slow to wait for it each time
+_CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
+_BEST = 4  # of all that were timed once, these are timed again
+_LED = 2  # of a landmark's, these are tried at the sizes beside it
+_LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
+_CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
+
+Variant = tuple[int, int, int]  # tile, parts that k is split into, cluster
+
+# Those that, together, come nearest to the best of all tiles, splits and clusters that the library
+# can run: timed at the sizes of llama-8b and qwen3-0.6b with 64 to 1,024 rows on an H200. A tile is
+# outputs x rows, a cluster multiprocessors along the two.
+_VARIANTS: tuple[Variant, ...] = (
+    (59, 1, _CLUSTER_4X1),  # 24x64
+    (134, 1, _CLUSTER_1X2),  # 80x64
+    (134, 4, _CLUSTER_1X1),
+    (18, 1, _CLUSTER_1X1),  # 128x64
+    (18, 1, _CLUSTER_2X1),
+    (183, 1, _CLUSTER_1X1),  # 144x64
+    (220, 1, _CLUSTER_1X2),  # 224x64
+    (226, 1, _CLUSTER_1X1),  # 240x64
+    (28, 1, _CLUSTER_1X1),  # 96x128
+    (165, 1, _CLUSTER_1X2),  # 112x128
+    (171, 1, _CLUSTER_4X1),  # 120x128
+    (189, 1, _CLUSTER_1X2),  # 152x128
+    (30, 1, _CLUSTER_2X1),  # 160x128
+    (201, 1, _CLUSTER_1X2),  # 176x128
+    (166, 1, _CLUSTER_2X1),  # 112x192
+)
+
+# Part of the name of the file of what was found: another list of candidates finds other ones.
+_SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
+
+_Found = dict[int, Choice | None]  # rows -> None: the library's own choice
+
+_searched: set[Key] = set()
+
+
+class _Search:
+    """Times algorithms for one number of rows."""
+
+    queue_cycles = _QUEUE_CYCLES
+
+    def __init__(self, weights: Sequence[Tensor], rows: int, add: bool) -> None:
+        weight = weights[0]
+        n, k = weight.shape
+        lib = library(weight.device)
+        assert lib is not None
+        self.weights = weights
+        self.add = add
+        # Not zeros: what is multiplied decides the power drawn, hence the clock.
+        self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
+        self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
+        self.product = Product(lib, rows, weight, add)
+        self.timed: list[tuple[float, Algorithm]] = []  # best first
+
+    def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
+        """None: the library's own choice."""
+        if algorithm is not None:
+            self.product.run(algorithm, self.x, weight, self.y)
+        elif self.add:
+            self.y.addmm_(self.x, weight.t())
+        else:
+            torch.mm(self.x, weight.t(), out=self.y)
+
+    def runs(self, algorithm: Algorithm | None) -> bool:
+        """Whether the library goes through with it. The launch also loads the machine code, which
+        takes longer than anything that is timed."""
+        try:
+            self._run(algorithm, self.weights[0])
+        except LibraryError:
+            return False
+        return True
+
+    def milliseconds(self, algorithm: Algorithm | None) -> float:
+        """Of one pass over the weights, all of it queued before the device begins: otherwise the
+        host's speed would be measured."""
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.queue_cycles * len(self.weights)))
+            begin.record()
+            for weight in self.weights:
+                self._run(algorithm, weight)
+            end.record()
+            too_early = begin.query() and self.queue_cycles < _LONGEST_QUEUE
+            end.synchronize()
+            if not too_early:
+                return begin.elapsed_time(end)
+            _Search.queue_cycles *= 1.5  # of this process: it tells how fast the host is
+
+    def try_offered(self) -> None:
+        for algorithm in filter(self.runs, self.product.offered()):
+            self.timed.append((self.milliseconds(algorithm), algorithm))
+        self.timed.sort(key=lambda item: item[0])
+
+    def try_variants(self) -> None:
+        """Of the best so far, where the library can run them."""
+        if not self.timed:
+            return
+        base = self.timed[0][1]
+        for variant in _VARIANTS:
+            algorithm = self.product.variant(base, *variant)
+            if algorithm is not None and self.runs(algorithm):
+                self.timed.append((self.milliseconds(algorithm), algorithm))
+        self.timed.sort(key=lambda item: item[0])
+
+    def try_everything(self) -> None:
+        self.try_offered()
+        if self.weights[0].nbytes <= _LARGE:
+            self.try_variants()
+
+    def leaders(self, count: int) -> list[Algorithm]:
+        return [algorithm for _, algorithm in self.timed[:count]]
+
+    def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
+        """The fastest, in turns with the library's own choice; None if that is about as fast."""
+        among = [algorithm for algorithm in among if self.runs(algorithm)]
+        if not among or not self.runs(None):
+            return None
+        rounds = [[self.milliseconds(a) for a in (None, *among)] for _ in range(2)]
+        usual, *ours = (min(times) for times in zip(*rounds, strict=True))
+        if min(ours) >= _CLEARLY * usual:
+            return None
+        return among[ours.index(min(ours))]
+
+
+def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+    """Find the fastest algorithm for each of these numbers of rows of x.
+
+    weights are of one shape, different ones, as many as there are. add: for `cublaslt.linear_add_`,
+    else for `cublaslt.linear`. A landmark takes about 15 ms on an H200, another size 5; nothing, if
+    an earlier process on this machine has found all of them (kernels/gemm/cublaslt_cache.py).
+    """
+    weight = weights[0]
+    lib = library(weight.device)
+    if lib is None or weight.dtype not in TYPES:
+        return
+    keys = {rows: key_of(rows, weight, add) for rows in sizes if rows >= _FEWEST}
+    missing = sorted(rows for rows, key in keys.items() if key not in _searched)
+    if not missing:
+        return
+    path = cublaslt_cache.file_for(_device_name(weight.device), lib.version, _SEARCH)
+    found = _kept(path, lib, weight, missing, add)
+    if found is None:
+        found = _search(weights, missing, add)
+        texts = {_name(rows, weight, add): _text(choice) for rows, choice in found.items()}
+        cublaslt_cache.add(path, texts)
+    for rows, choice in found.items():
+        _searched.add(keys[rows])
+        if choice is not None:
+            choices[keys[rows]] = choice
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _name(rows: int, weight: Tensor, add: bool) -> str:
+    n, k = weight.shape
+    return f"{rows}x{n}x{k} {weight.dtype}{' add' if add else ''}"
+
+
+def _text(choice: Choice | None) -> str | None:
+    return None if choice is None else bytes(choice.algorithm).hex()
+
+
+def _kept(
+    path: Path, lib: Library, weight: Tensor, sizes: Sequence[int], add: bool
+) -> _Found | None:
+    """Of all these sizes, or None: a search wants its landmarks."""
+    texts = cublaslt_cache.read(path)
+    found: _Found = {}
+    for rows in sizes:
+        name = _name(rows, weight, add)
+        if name not in texts:
+            return None
+        text = texts[name]
+        if text is None:
+            found[rows] = None
+            continue
+        data = bytes.fromhex(text)
+        if len(data) != ctypes.sizeof(Algorithm):
+            return None
+        product = Product(lib, rows, weight, add)
+        algorithm = product.fitted(Algorithm.from_buffer_copy(data))
+        if algorithm is None:
+            return None
+        found[rows] = Choice(product, algorithm)
+    return found
+
+
+def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Found:
+    weight = weights[0]
+    found: _Found = {}
+    weights = weights[: max(2, -(-_COLD // weight.nbytes))]
+    leaders: dict[int, list[Algorithm]] = {}  # of each landmark
+    for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
+        search = _Search(weights, rows, add)
+        if rows in _LANDMARKS:
+            search.try_everything()
+            leaders[rows] = search.leaders(_LED)
+            among = search.leaders(_BEST)
+        elif rows > _LANDMARKS[-1]:
+            search.try_offered()
+            among = search.leaders(_LED)
+        else:
+            below = [mark for mark in leaders if mark < rows][-1:]
+            above = [mark for mark in leaders if mark > rows][:1]
+            led = [algorithm for mark in below + above for algorithm in leaders[mark]]
+            among = [fitted for a in led if (fitted := search.product.fitted(a)) is not None]
+        algorithm = search.winner(among)
+        found[rows] = None if algorithm is None else Choice(search.product, algorithm)
+    return found

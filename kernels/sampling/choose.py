@@ -1,0 +1,206 @@
+"""Choosing tokens in Triton: the argmax of logit / temperature + gumbel, in one pass over the
+logits.
+
+Sampling on the device is four files, none of which sorts or waits for the device; every launch has
+a shape fixed by its arguments' shapes, and a row's result depends on that row alone:
+
+    sampling_edits      bias, penalties and bans, in place             rows that ask
+    sampling_filters    top_k, top_p, min_p -> the least logit kept    rows that ask
+    sampling            the choice                                     4,096 tokens a program
+    sampling_logprobs   log-probability, rank, top k of raw logits     rows that ask
+
+words is the table of `sampling_layout` on the device; entry s has the parameters of row rows[s].
+The noise is that of `philox`, whose NumPy form says how it is made.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling import layout, philox
+
+BLOCK = philox.TOKENS_PER_BLOCK
+
+_INV_TEMPERATURE = tl.constexpr(layout.INV_TEMPERATURE)
+_SEED = tl.constexpr(layout.SEED)
+_CHOICE = tl.constexpr(layout.CHOICE)
+_NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
+_NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def load_float(pointer):
+    """A word that holds the bits of a float32."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _group_noise(seed, choice, position, block):
+    """(smallest exponential, lane that has it) of the block's 64 groups: [64] float32, [64]
+    int32."""
+    index = block * 16 + tl.arange(0, 16)
+    zero = index * 0
+    r0, r1, r2, r3 = tl.philox(seed, index, zero + position, zero + choice, zero + 1)
+    word = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [64])
+    v = ((word >> 6).to(tl.float32) + 0.5) * (2.0**-26)
+    v = tl.minimum(v, 1 - 2.0**-24)
+    series = v * (1 / 6) + 1 / 5
+    series = series * v + 1 / 4
+    series = series * v + 1 / 3
+    series = series * v + 1 / 2
+    series = series * v + 1
+    minimum = tl.where(v < 1 / 16, v * series, -tl.log(1 - v)) * (1 / 64)
+    return minimum, (word & 63).to(tl.int32)
+
+
+@triton.jit
+def _noisy(x, word, scale, minimum, lane, lanes):
+    """x * scale + gumbel for a quarter of a block, [16, 64]; lane and minimum are of its
+    columns."""
+    extra = -tl.log(word.to(tl.float32) * (2.0**-32) + 2.0**-33)
+    extra = tl.where(lane[None, :] == lanes, 0.0, extra)
+    return x * scale - tl.log(minimum[None, :] + extra)
+
+
+@triton.jit
+def _load_quarter(logits, ids, vocab):
+    return tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _kept(x, ids, threshold, cut):
+    return tl.where((x > threshold) | ((x == threshold) & (ids <= cut)), x, float("-inf"))
+
+
+@triton.jit
+def _best_of_block_kernel(
+    logits,
+    stride,
+    rows,
+    positions,
+    words,
+    thresholds,  # [S] float32
+    cuts,  # [S] int32
+    best,  # [S, num_blocks] float32; NaN = a logit is NaN or +inf
+    best_ids,  # [S, num_blocks] int32
+    vocab,
+    SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    block = tl.program_id(0)
+    s = tl.program_id(1)
+    row = tl.load(rows + s)
+    logits += s.to(tl.int64) * stride
+    words += row * _NUM_WORDS
+
+    q = tl.arange(0, 16)[:, None]
+    inner = q * 64 + tl.arange(0, 64)[None, :]
+    i0 = block * 4096 + inner
+    i1 = i0 + 1024
+    i2 = i0 + 2048
+    i3 = i0 + 3072
+    x0 = _load_quarter(logits, i0, vocab)
+    x1 = _load_quarter(logits, i1, vocab)
+    x2 = _load_quarter(logits, i2, vocab)
+    x3 = _load_quarter(logits, i3, vocab)
+    # inf - inf and nan - nan are NaN: a finite x, and the -inf of a banned token, give a plain
+    # False.
+    wrong = (x0 != x0) | (x1 != x1) | (x2 != x2) | (x3 != x3)
+    largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    wrong = wrong | (largest == float("inf"))
+    is_wrong = tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0)
+
+    if SAMPLED:
+        scale = load_float(words + _INV_TEMPERATURE)
+        if scale > 0:
+            if FILTERED:
+                threshold = tl.load(thresholds + s)
+                cut = tl.load(cuts + s)
+                x0 = _kept(x0, i0, threshold, cut)
+                x1 = _kept(x1, i1, threshold, cut)
+                x2 = _kept(x2, i2, threshold, cut)
+                x3 = _kept(x3, i3, threshold, cut)
+                largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+            # Most blocks have nothing that a filter keeps: no noise for them.
+            if tl.max(tl.max(largest, axis=1), axis=0) > float("-inf"):
+                low = tl.load(words + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+                high = tl.load(words + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+                seed = (high << 32) | low
+                choice = tl.load(words + _CHOICE)
+                position = tl.load(positions + s).to(tl.int32)
+                minimum, lane = _group_noise(seed, choice, position, block)
+                index = block * 1024 + inner
+                zero = index * 0
+                r0, r1, r2, r3 = tl.philox(seed, index, zero + position, zero + choice, zero)
+                x0 = _noisy(x0, r0, scale, minimum, lane, q)
+                x1 = _noisy(x1, r1, scale, minimum, lane, q + 16)
+                x2 = _noisy(x2, r2, scale, minimum, lane, q + 32)
+                x3 = _noisy(x3, r3, scale, minimum, lane, q + 48)
+
+    largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    score = tl.max(tl.max(largest, axis=1), axis=0)
+    ids = tl.minimum(
+        tl.minimum(tl.where(x0 == score, i0, _NO_ID), tl.where(x1 == score, i1, _NO_ID)),
+        tl.minimum(tl.where(x2 == score, i2, _NO_ID), tl.where(x3 == score, i3, _NO_ID)),
+    )
+    out = s * tl.num_programs(0) + block
+    tl.store(best + out, tl.where(is_wrong != 0, float("nan"), score))
+    tl.store(best_ids + out, tl.min(tl.min(ids, axis=1), axis=0))
+
+
+@triton.jit
+def _best_of_row_kernel(best, best_ids, tokens, bad, num_blocks, NUM_BLOCKS: tl.constexpr):
+    s = tl.program_id(0)
+    i = tl.arange(0, NUM_BLOCKS)
+    score = tl.load(best + s * num_blocks + i, mask=i < num_blocks, other=float("-inf"))
+    ids = tl.load(best_ids + s * num_blocks + i, mask=i < num_blocks, other=_NO_ID)
+    wrong = tl.max((score != score).to(tl.int32), axis=0)
+    largest = tl.max(score, axis=0)
+    token = tl.min(tl.where(score == largest, ids, _NO_ID), axis=0)
+    is_bad = (wrong != 0) | (largest == float("-inf"))
+    tl.store(tokens + s, tl.where(is_bad, 0, token).to(tl.int64))
+    tl.store(bad + s, is_bad)
+
+
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    words: Tensor,
+    *,
+    sampled: bool,
+    filters: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Edited logits [S, vocab] -> (tokens [S] int64, bad [S] bool). Equal scores: the lowest id.
+    Bad rows get token 0.
+
+    sampled: some row may have a temperature. filters: what `filter_thresholds` returned.
+    """
+    count, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    best = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    bad = torch.empty(count, dtype=torch.bool, device=logits.device)
+    thresholds, cuts = filters if filters is not None else (best, ids)
+    if count:
+        _best_of_block_kernel[(blocks, count)](
+            logits,
+            logits.stride(0),
+            rows,
+            positions,
+            words,
+            thresholds,
+            cuts,
+            best,
+            ids,
+            vocab,
+            SAMPLED=sampled,
+            FILTERED=filters is not None,
+            num_warps=8,
+        )
+        _best_of_row_kernel[(count,)](
+            best, ids, tokens, bad, blocks, NUM_BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+        )
+    return tokens, bad

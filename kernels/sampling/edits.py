@@ -1,0 +1,149 @@
+"""What changes logits before the choice, in place: bias, penalties from the history, bans of end
+tokens.
+
+The order is `SamplingParams`': add_bias, penalise, ban.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling import layout
+from kernels.sampling.choose import load_float
+
+_REPETITION = tl.constexpr(layout.REPETITION)
+_PRESENCE = tl.constexpr(layout.PRESENCE)
+_FREQUENCY = tl.constexpr(layout.FREQUENCY)
+_NUM_PROMPT = tl.constexpr(layout.NUM_PROMPT)
+_MIN_TOKENS = tl.constexpr(layout.MIN_TOKENS)
+_NUM_BIAS = tl.constexpr(layout.NUM_BIAS)
+_NUM_STOP = tl.constexpr(layout.NUM_STOP)
+_BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
+_BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
+_STOP_IDS = tl.constexpr(layout.STOP_IDS)
+_NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
+_PROMPT = tl.constexpr(1 << 30)  # flag beside the output count in penalise's scratch
+
+
+@triton.jit
+def _bias_kernel(logits, stride, rows, words, vocab, SIZE: tl.constexpr):
+    s = tl.program_id(0)
+    words += tl.load(rows + s) * _NUM_WORDS
+    count = tl.load(words + _NUM_BIAS)
+    if count > 0:
+        i = tl.arange(0, SIZE)
+        ids = tl.load(words + _BIAS_IDS + i, mask=i < count, other=vocab)
+        mask = (ids >= 0) & (ids < vocab)
+        bias = tl.load(words + _BIAS_VALUES + i, mask=mask, other=0).to(tl.float32, bitcast=True)
+        pointer = logits + s.to(tl.int64) * stride + ids
+        x = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointer, (x + bias).to(logits.dtype.element_ty), mask=mask)
+
+
+def add_bias(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """logit_bias, in place on logits [S, vocab]."""
+    if len(rows):
+        _bias_kernel[(len(rows),)](
+            logits, logits.stride(0), rows, words, logits.shape[1],
+            SIZE=triton.next_power_of_2(layout.MAX_BIAS), num_warps=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _ban_kernel(logits, stride, rows, positions, words, vocab, SIZE: tl.constexpr):
+    s = tl.program_id(0)
+    words += tl.load(rows + s) * _NUM_WORDS
+    count = tl.load(words + _NUM_STOP)
+    produced = tl.load(positions + s) - tl.load(words + _NUM_PROMPT)
+    if (count > 0) & (produced < tl.load(words + _MIN_TOKENS)):
+        i = tl.arange(0, SIZE)
+        ids = tl.load(words + _STOP_IDS + i, mask=i < count, other=vocab)
+        banned = tl.full([SIZE], float("-inf"), logits.dtype.element_ty)
+        mask = (ids >= 0) & (ids < vocab)
+        tl.store(logits + s.to(tl.int64) * stride + ids, banned, mask=mask)
+
+
+def ban(logits: Tensor, rows: Tensor, positions: Tensor, words: Tensor) -> None:
+    """-inf for the end tokens of rows below their min_tokens, in place on logits [S, vocab]."""
+    if len(rows):
+        _ban_kernel[(len(rows),)](
+            logits, logits.stride(0), rows, positions, words, logits.shape[1],
+            SIZE=triton.next_power_of_2(layout.MAX_STOP), num_warps=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _penalty_kernel(
+    logits,
+    stride,
+    rows,
+    positions,
+    words,
+    tokens,
+    tokens_stride,
+    scratch,
+    vocab,
+    APPLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """First launch: count each token of the history. Second: whoever takes a token's count, leaving
+    0, edits its logit; so each is edited once, and the scratch is clean again."""
+    s = tl.program_id(1)
+    row = tl.load(rows + s)
+    words += row * _NUM_WORDS
+    repetition = load_float(words + _REPETITION)
+    presence = load_float(words + _PRESENCE)
+    frequency = load_float(words + _FREQUENCY)
+    if (repetition != 1) | (presence != 0) | (frequency != 0):
+        length = tl.load(positions + s)
+        start = tl.program_id(0) * BLOCK
+        if start < length:
+            i = start + tl.arange(0, BLOCK)
+            mask = i < length
+            ids = tl.load(tokens + row * tokens_stride + i, mask=mask, other=0)
+            mask = mask & (ids >= 0) & (ids < vocab)
+            counters = scratch + s.to(tl.int64) * vocab + ids
+            if APPLY:
+                zero = tl.zeros([BLOCK], tl.int32)
+                found = tl.atomic_xchg(counters, zero, mask=mask, sem="relaxed")
+                mask = mask & (found != 0)
+                pointer = logits + s.to(tl.int64) * stride + ids
+                x = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+                x = tl.where(x > 0, x / repetition, x * repetition)
+                times = (found & (_PROMPT - 1)).to(tl.float32)
+                x -= tl.where(times > 0, presence, 0.0) + times * frequency
+                tl.store(pointer, x.to(logits.dtype.element_ty), mask=mask)
+            else:
+                num_prompt = tl.load(words + _NUM_PROMPT)
+                one = tl.full([BLOCK], 1, tl.int32)
+                tl.atomic_add(counters, one, mask=mask & (i >= num_prompt), sem="relaxed")
+                if repetition != 1:
+                    flag = tl.full([BLOCK], _PROMPT, tl.int32)
+                    tl.atomic_or(counters, flag, mask=mask & (i < num_prompt), sem="relaxed")
+
+
+def penalise(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    words: Tensor,
+    tokens: Tensor,
+    scratch: Tensor,
+) -> None:
+    """Repetition (prompt and output), presence and frequency (output) penalties, in place on logits
+    [S, vocab].
+
+    tokens: [max_rows, max_len] int32, of which entry s has positions[s]. scratch: [n, vocab] int32,
+    all zero, and all zero again afterwards; n rows are done at a time.
+    """
+    block = 1024
+    chunk, vocab = scratch.shape
+    for first in range(0, len(rows), chunk):
+        part = slice(first, first + chunk)
+        x = logits[part]
+        grid = (triton.cdiv(tokens.shape[1], block), x.shape[0])
+        for apply in (False, True):
+            _penalty_kernel[grid](
+                x, x.stride(0), rows[part], positions[part], words, tokens, tokens.stride(0),
+                scratch, vocab, APPLY=apply, BLOCK=block, num_warps=4,
+            )  # fmt: skip

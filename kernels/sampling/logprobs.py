@@ -1,0 +1,156 @@
+"""Log-probabilities of raw logits: each block of a row on its own, then a program a row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling import layout
+
+_LOGPROBS = tl.constexpr(layout.LOGPROBS)
+_NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
+_NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _next_best(x, ids, last, last_id):
+    """The best of x after (last, last_id) in the order of value, then id: (value, id); id 2**31 - 1
+    = no more."""
+    after = ((x < last) | ((x == last) & (ids > last_id))) & (ids != _NO_ID)
+    value = tl.max(tl.where(after, x, float("-inf")), axis=0)
+    return value, tl.min(tl.where(after & (x == value), ids, _NO_ID), axis=0)
+
+
+@triton.jit
+def _logprob_block_kernel(
+    logits,
+    stride,
+    rows,
+    words,
+    targets,
+    stats,  # [S, num_blocks, 3] float32: largest logit, sum of exp(x - it), logits above target
+    tops,  # [S, num_blocks, K] float32
+    top_ids,  # [S, num_blocks, K] int32
+    vocab,
+    ALL: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    s = tl.program_id(1)
+    asked = True
+    if not ALL:
+        asked = tl.load(words + tl.load(rows + s) * _NUM_WORDS + _LOGPROBS) >= 0
+    if asked:
+        logits += s.to(tl.int64) * stride
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        target = tl.load(logits + tl.load(targets + s)).to(tl.float32)
+        best = tl.max(x, axis=0)
+        total = tl.sum(tl.where(x > float("-inf"), tl.exp(x - best), 0.0), axis=0)
+        out = s.to(tl.int64) * tl.num_programs(0) + block
+        tl.store(stats + out * 3, best)
+        tl.store(stats + out * 3 + 1, total)
+        tl.store(stats + out * 3 + 2, tl.sum((x > target).to(tl.float32), axis=0))
+        ids = tl.where(ids < vocab, ids, _NO_ID)
+        value = best * 0 + float("inf")
+        token = block * 0 - 1
+        for j in range(K):
+            value, token = _next_best(x, ids, value, token)
+            tl.store(tops + out * K + j, value)
+            tl.store(top_ids + out * K + j, token)
+
+
+@triton.jit
+def _logprob_row_kernel(
+    logits,
+    stride,
+    rows,
+    words,
+    targets,
+    stats,
+    tops,
+    top_ids,
+    logprob,  # [S] float32
+    rank,  # [S] int64
+    out_ids,  # [S, K] int64
+    out_logprobs,  # [S, K] float32
+    num_blocks,
+    ALL: tl.constexpr,
+    K: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    NUM_TOPS: tl.constexpr,
+):
+    s = tl.program_id(0)
+    asked = True
+    if not ALL:
+        asked = tl.load(words + tl.load(rows + s) * _NUM_WORDS + _LOGPROBS) >= 0
+    if asked:
+        i = tl.arange(0, NUM_BLOCKS)
+        mask = i < num_blocks
+        base = stats + (s.to(tl.int64) * num_blocks + i) * 3
+        largest = tl.load(base, mask=mask, other=float("-inf"))
+        sums = tl.load(base + 1, mask=mask, other=0.0)
+        best = tl.max(largest, axis=0)
+        total = tl.sum(
+            tl.where(largest > float("-inf"), sums * tl.exp(largest - best), 0.0), axis=0
+        )
+        total = best + tl.log(total)
+        target = tl.load(logits + s.to(tl.int64) * stride + tl.load(targets + s)).to(tl.float32)
+        tl.store(logprob + s, target - total)
+        above = tl.load(base + 2, mask=mask, other=0.0)
+        tl.store(rank + s, tl.sum(above, axis=0).to(tl.int64) + 1)
+        if K > 0:
+            j = tl.arange(0, NUM_TOPS)
+            mask = j < num_blocks * K
+            base = s.to(tl.int64) * num_blocks * K + j
+            x = tl.load(tops + base, mask=mask, other=float("-inf"))
+            ids = tl.load(top_ids + base, mask=mask, other=_NO_ID)
+            value = best * 0 + float("inf")
+            token = s * 0 - 1
+            for n in range(K):
+                value, token = _next_best(x, ids, value, token)
+                tl.store(out_logprobs + s.to(tl.int64) * K + n, value - total)
+                tl.store(out_ids + s.to(tl.int64) * K + n, tl.where(token == _NO_ID, 0, token))
+
+
+def logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    k: int,
+    rows: Tensor | None = None,
+    words: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Raw logits [S, vocab] and a token for each, [S] int64 -> (log-probability [S] float32, rank
+    from 1 [S] int64, ids of the k most likely [S, k] int64 with equals by id, their
+    log-probabilities [S, k] float32).
+
+    rows and words: skip rows that did not ask, whose results are left undefined. Without them every
+    row is done.
+    """
+    count, vocab = logits.shape
+    k = min(k, vocab)
+    block = 4096
+    blocks = triton.cdiv(vocab, block)
+    device = logits.device
+    stats = torch.empty(count, blocks, 3, dtype=torch.float32, device=device)
+    tops = torch.empty(count, blocks, k, dtype=torch.float32, device=device)
+    top_ids = torch.empty(count, blocks, k, dtype=torch.int32, device=device)
+    logprob = torch.empty(count, dtype=torch.float32, device=device)
+    rank = torch.empty(count, dtype=torch.int64, device=device)
+    out_ids = torch.empty(count, k, dtype=torch.int64, device=device)
+    out_logprobs = torch.empty(count, k, dtype=torch.float32, device=device)
+    everything = rows is None or words is None
+    which, table = (targets, targets) if everything else (rows, words)
+    if count:
+        _logprob_block_kernel[(blocks, count)](
+            logits, logits.stride(0), which, table, targets, stats, tops, top_ids, vocab,
+            ALL=everything, K=k, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+        _logprob_row_kernel[(count,)](
+            logits, logits.stride(0), which, table, targets, stats, tops, top_ids,
+            logprob, rank, out_ids, out_logprobs, blocks,
+            ALL=everything, K=k, NUM_BLOCKS=triton.next_power_of_2(blocks),
+            NUM_TOPS=triton.next_power_of_2(max(1, blocks * k)), num_warps=4,
+        )  # fmt: skip
+    return logprob, rank, out_ids, out_logprobs

@@ -1,0 +1,327 @@
+"""Faults in the middle of a run: processes of the tested instance are killed or frozen, or the
+network between the clients and the server is slow, silent or broken.
+
+    kill-replica@30s                      once, 30 s after the run's start
+    kill-engine every 20s                 at 20 s, 40 s, ... until the run ends
+    kill-replica every 20s from 5s to 65s
+    kill-replica@30s x2                   two of them at once
+    pause-router@10s for 3s               SIGSTOP, and SIGCONT 3 s later
+    delay-network@10s for 5s by 200ms     every byte 200 ms later, each way
+    pause-network@10s for 3s              nothing passes, either way
+    kill-network@10s                      every connection is reset
+
+Every fault, its victim and the moment at which a process of that kind was there again becomes a
+FaultMark of the run. Which victim: drawn from the seed among the live ones in order of age.
+"""
+
+import asyncio
+import heapq
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from loadtest.chaos.network_fault import Relay
+from loadtest.chaos.server_processes import TARGETS, Process, instance_at
+from loadtest.errors import ScenarioError
+from loadtest.measure.records import FaultMark
+
+_POLL = 0.2  # seconds between looks for the one that comes back
+_ACTIONS = ("kill", "pause", "delay")
+NETWORK = "network"  # between clients and server: see network_fault.py
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIME = r"(\d+(?:\.\d+)?)(ms|s|min|m|h)"
+_FAULT = re.compile(
+    rf"(?P<action>[a-z]+)-(?P<target>[a-z]+)\s*"
+    rf"(?:@\s*(?P<at>{_TIME})|every\s+(?P<every>{_TIME})"
+    rf"(?:\s+from\s+(?P<start>{_TIME}))?(?:\s+to\s+(?P<end>{_TIME}))?)"
+    rf"(?:\s+for\s+(?P<hold>{_TIME}))?(?:\s+by\s+(?P<by>{_TIME}))?(?:\s+x(?P<count>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Seconds since the run's start. every: None for a single one. hold: how long a pause or a
+    delay lasts. by: how long a delay is."""
+
+    action: str
+    target: str
+    start: float
+    every: float | None = None
+    end: float | None = None
+    hold: float = 0.0
+    by: float = 0.0
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.action} {self.target}"
+
+
+class Clock(Protocol):
+    """The run's: see runner.Clock."""
+
+    @property
+    def origin(self) -> float: ...
+
+    @property
+    def relays(self) -> Sequence[Relay]: ...
+
+    @property
+    def spoilt(self) -> list[str]: ...
+
+    def now(self) -> float: ...
+
+    def mark(self, what: str, t: float | None = None) -> None: ...
+
+
+class Finder(Protocol):
+    """Where victims come from: Instance, or a test's stand-in."""
+
+    def find(self, target: str) -> list[Process]: ...
+
+
+def parse_chaos(text: str | Sequence[str]) -> list[Fault]:
+    """Faults of a comma-separated text, or of one text each. Raises ScenarioError."""
+    texts = text.split(",") if isinstance(text, str) else text
+    return [_parse(one.strip()) for one in texts if one.strip()]
+
+
+def _parse(text: str) -> Fault:
+    match = _FAULT.fullmatch(text)
+    if match is None:
+        raise ScenarioError(
+            f"cannot read the fault {text!r}; for example: kill-replica@30s, "
+            "kill-engine every 20s, pause-router@10s for 3s"
+        )
+    action, target = match["action"], match["target"]
+    targets = [*TARGETS, "server", NETWORK]
+    if action not in _ACTIONS:
+        raise ScenarioError(f"{text!r}: no action {action!r}; there are: {', '.join(_ACTIONS)}")
+    if target not in targets:
+        raise ScenarioError(f"{text!r}: no target {target!r}; there are: {', '.join(targets)}")
+    if action == "delay" and target != NETWORK:
+        raise ScenarioError(f"{text!r}: only the network can be delayed")
+    if (action == "kill") == (match["hold"] is not None):
+        raise ScenarioError(f"{text!r}: all but a kill needs 'for' and a time")
+    if (action == "delay") != (match["by"] is not None):
+        raise ScenarioError(f"{text!r}: a delay, and only a delay, needs 'by' and a time")
+    every = _seconds(match["every"]) if match["every"] else None
+    if every is not None and every <= 0:
+        raise ScenarioError(f"{text!r}: every 0 s is too often")
+    start = match["at"] or match["start"] or match["every"]
+    end = _seconds(match["end"]) if match["end"] else None
+    count = int(match["count"] or 1)
+    if not 1 <= count <= 1000:
+        raise ScenarioError(f"{text!r}: the count must be in 1..1000")
+    hold = _seconds(match["hold"]) if match["hold"] else 0.0
+    by = _seconds(match["by"]) if match["by"] else 0.0
+    return Fault(action, target, _seconds(start), every, end, hold, by, count)
+
+
+def _seconds(text: str) -> float:
+    number = re.fullmatch(_TIME, text)
+    assert number is not None
+    return float(number[1]) * _UNITS[number[2]]
+
+
+def schedule(faults: Sequence[Fault]) -> Iterator[tuple[float, Fault]]:
+    """(seconds, fault) in order; without end if a fault repeats without end."""
+    return heapq.merge(*map(_times, faults), key=lambda item: item[0])
+
+
+def _times(fault: Fault) -> Iterator[tuple[float, Fault]]:
+    t, number = fault.start, 0
+    while fault.end is None or t <= fault.end:
+        yield t, fault
+        if fault.every is None:
+            return
+        number += 1
+        t = fault.start + number * fault.every
+
+
+def check_syntax(text: str) -> str:
+    """The text, if parse_chaos() takes it. Raises ValueError."""
+    try:
+        parse_chaos(text)
+    except ScenarioError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def needs_relays(texts: Sequence[str]) -> bool:
+    """Whether clients must reach the server through relays."""
+    return any(fault.target == NETWORK for text in texts for fault in parse_chaos(text))
+
+
+def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Awaitable[None]] | None:
+    """What a run has going on beside its load, or None without faults. Raises ScenarioError if
+    there is nothing to harm at the URL."""
+    faults = [fault for text in texts for fault in parse_chaos(text)]
+    if not faults:
+        return None
+    processes = [fault for fault in faults if fault.target != NETWORK]
+    chaos = Chaos(processes, url=url, seed=seed) if processes else None
+
+    async def harm(clock: Clock) -> None:
+        network = asyncio.gather(
+            *(_disturb(fault, clock) for fault in faults if fault.target == NETWORK)
+        )
+        if chaos is not None:
+            chaos.start(clock.origin)
+        try:
+            while chaos is not None and chaos.running:
+                await asyncio.sleep(_POLL)
+            await network
+        finally:
+            network.cancel()
+            for fault in faults:
+                if fault.start > clock.now():
+                    late = f"{fault.name}, due at {fault.start:g} s: the load had ended before"
+                    clock.spoilt.append(late)
+            for mark in chaos.stop() if chaos is not None else ():
+                clock.mark(mark.what, mark.t)
+
+    return harm
+
+
+async def _disturb(fault: Fault, clock: Clock) -> None:
+    """One fault of the network, each time that it is due."""
+    for t, _ in _times(fault):
+        await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
+        if fault.action == "kill":
+            cut = sum(relay.cut() for relay in clock.relays)
+            clock.mark(f"{fault.name} ({cut} connections)")
+            continue
+        by = f" by {fault.by * 1000:g} ms" if fault.by else ""
+        clock.mark(f"{fault.name}{by} for {fault.hold:g} s")
+        for relay in clock.relays:
+            if fault.action == "pause":
+                relay.hold()
+            else:
+                relay.delay_s = fault.by
+        await asyncio.sleep(fault.hold)
+        for relay in clock.relays:
+            if fault.action == "pause":
+                relay.release()
+            else:
+                relay.delay_s = 0.0
+        clock.mark(f"network as before ({fault.action})")
+
+
+class Chaos:
+    """Carries the faults out in a thread of its own. Use: `start(zero)`, then `stop()`.
+
+    finder: None looks for the instance that listens at `url`. Raises ScenarioError, before anything
+    is harmed, if a fault has no possible victim.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        url: str = "",
+        seed: int = 0,
+        finder: Finder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._finder: Finder = finder if finder is not None else instance_at(url)
+        for fault in faults:
+            if not self._finder.find(fault.target):
+                raise ScenarioError(f"{fault.name}: there is no {fault.target} process to harm")
+        self._schedule = schedule(faults)
+        self._next = next(self._schedule, None)
+        self._random = random.Random(seed)
+        self._clock = clock
+        self._zero = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
+        self._marks: list[FaultMark] = []
+        self._paused: list[tuple[float, Process, str]] = []
+        self._lost: list[tuple[float, str, set[int], int]] = []  # time, target, pids, how many
+        self._error: Exception | None = None
+
+    def start(self, zero: float) -> None:
+        """zero: the clock's reading at the run's start."""
+        self._zero = zero
+        self._thread.start()
+
+    def stop(self) -> list[FaultMark]:
+        """The marks so far, in order. Whatever is still frozen is woken. Raises what went wrong."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for _, process, _ in self._paused:
+            process.send(signal.SIGCONT)
+        self._paused.clear()
+        if self._error is not None:
+            raise self._error
+        return self.marks
+
+    @property
+    def running(self) -> bool:
+        """There may be more to come."""
+        return self._thread.is_alive()
+
+    @property
+    def marks(self) -> list[FaultMark]:
+        return sorted(self._marks, key=lambda mark: mark.t)
+
+    def _now(self) -> float:
+        return self._clock() - self._zero
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                now = self._now()
+                while self._next is not None and self._next[0] <= now:
+                    self._strike(self._next[1])
+                    self._next = next(self._schedule, None)
+                self._wake(now)
+                self._look_for_returned()
+                waits = [t for t, *_ in self._paused]
+                if self._next is not None:
+                    waits.append(self._next[0])
+                if self._lost:
+                    waits.append(now + _POLL)
+                if not waits:
+                    return
+                self._stop.wait(max(0.0, min(waits) - self._now()))
+        except Exception as error:  # told by stop(): a thread has nobody else to tell
+            self._error = error
+
+    def _strike(self, fault: Fault) -> None:
+        alive = self._finder.find(fault.target)
+        victims = self._random.sample(alive, min(fault.count, len(alive)))
+        for victim in victims:
+            kill = fault.action == "kill"
+            struck = victim.send(signal.SIGKILL if kill else signal.SIGSTOP)
+            outcome = f"pid {victim.pid}" if struck else f"pid {victim.pid} had ended"
+            self._mark(f"{fault.name} ({outcome})")
+            if struck and not kill:
+                self._paused.append((self._now() + fault.hold, victim, fault.target))
+        if not victims:
+            self._mark(f"{fault.name}: none was there")
+        if victims and fault.action == "kill":
+            self._lost.append((self._now(), fault.target, {p.pid for p in alive}, len(victims)))
+
+    def _wake(self, now: float) -> None:
+        for item in [item for item in self._paused if item[0] <= now]:
+            self._paused.remove(item)
+            item[1].send(signal.SIGCONT)
+            self._mark(f"{item[2]} goes on (pid {item[1].pid})")
+
+    def _look_for_returned(self) -> None:
+        for item in list(self._lost):
+            since, target, before, count = item
+            new = [p for p in self._finder.find(target) if p.pid not in before]
+            if len(new) >= count:
+                self._lost.remove(item)
+                self._mark(f"{target} process back after {self._now() - since:.1f} s")
+
+    def _mark(self, what: str) -> None:
+        self._marks.append(FaultMark(round(self._now(), 3), what))

@@ -1,0 +1,205 @@
+"""The processes of one Serve instance on this machine, found from the address under test.
+
+The instance is the one that listens where the requests go: from that process up to its raylet, and
+from there to every raylet and GCS of the same Ray session, whose children are the victims. Names
+are read only below these, so another cluster on the machine is never touched.
+
+    raylet --session_name=S --node_id=...
+    ├── ray::ServeController
+    ├── ray::ProxyActor                         listens
+    ├── ray::ServeReplica:manta:router
+    └── ray::ServeReplica:manta:engine-gpu
+        └── python -m engine.process.main
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from loadtest.errors import RunError, ScenarioError
+
+_SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_[\d-]+_\d+_\d+")
+_LISTEN = "0A"
+_LOOKS, _LOOK_S = 10, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """started: clock ticks since boot; with the pid it names one process for ever."""
+
+    pid: int
+    parent: int
+    started: int
+    title: str
+
+    def send(self, number: signal.Signals) -> bool:
+        """False if it has ended; a later process of the same pid is never hit. Raises RunError."""
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(self.pid)
+            try:
+                now = _read(self.pid)
+                if now is not None and now.started == self.started:
+                    signal.pidfd_send_signal(handle, number)
+                    return True
+            except PermissionError:
+                raise RunError(f"no permission to signal process {self.pid}") from None
+            finally:
+                os.close(handle)
+        return False
+
+
+# What each target's processes look like, among those of the instance.
+TARGETS: dict[str, Callable[[Process], bool]] = {
+    "engine": lambda p: " -m engine.process.main" in p.title,
+    "replica": lambda p: re.match(r"ray::ServeReplica:[^:]*:engine", p.title) is not None,
+    "router": lambda p: re.match(r"ray::ServeReplica:[^:]*:router", p.title) is not None,
+    "deployment": lambda p: p.title.startswith("ray::ServeReplica:"),
+    "controller": lambda p: p.title.startswith("ray::ServeController"),
+    "proxy": lambda p: p.title.startswith("ray::ProxyActor"),
+    # Serve's actor that starts haproxy.
+    "manager": lambda p: p.title.startswith("ray::HAProxyManager"),
+    "haproxy": lambda p: os.path.basename(p.title.split(" ")[0]) == "haproxy",
+    "node": lambda p: _program(p) == "raylet",
+    "gcs": lambda p: _program(p) == "gcs_server",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """session: part of the command lines of its raylets. root: the process that listens, for a
+    server without Ray, whose descendants then are the instance. port: where it listens, and
+    where its successor will."""
+
+    session: str | None
+    root: Process
+    port: int
+
+    def processes(self) -> list[Process]:
+        """All that live now, the eldest first."""
+        table = _table()
+        if self.session is None:
+            roots = [p.pid for p in self._servers(table)]
+        else:
+            roots = [
+                p.pid
+                for p in table.values()
+                if _program(p) in ("raylet", "gcs_server") and _session(p) == self.session
+            ]
+        children: dict[int, list[int]] = {}
+        for process in table.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        found: dict[int, Process] = {}
+        while roots:
+            pid = roots.pop()
+            if pid in table and pid not in found:
+                found[pid] = table[pid]
+                roots += children.get(pid, [])
+        return sorted(found.values(), key=lambda p: (p.started, p.pid))
+
+    def find(self, target: str) -> list[Process]:
+        """The target's live processes; `server` is the one that listens."""
+        if target == "server":
+            return self._servers({p.pid: p for p in self.processes()})
+        return [p for p in self.processes() if TARGETS[target](p)]
+
+    def _servers(self, table: dict[int, Process]) -> list[Process]:
+        """The process of the table that listens: the first one while it lives, then another."""
+        first = table.get(self.root.pid)
+        if first is not None and first.started == self.root.started:
+            return [first]
+        there = [pid for pid in _listeners(self.port) if pid in table]
+        return [table[min(there)]] if there else []
+
+
+def instance_at(url: str) -> Instance:
+    """The instance that answers at a URL. Raises ScenarioError if it is not on this machine."""
+    if not Path("/proc/net/tcp").exists():
+        raise ScenarioError("faults need Linux: processes are found in /proc")
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if not _is_here(parts.hostname or ""):
+        raise ScenarioError(f"faults need the server on this machine; {parts.hostname} is another")
+    for _ in range(_LOOKS):  # haproxy hands its port to a new process whenever routers change
+        table = _table()
+        listeners = [pid for pid in _listeners(port) if pid in table]
+        if listeners:
+            break
+        time.sleep(_LOOK_S)
+    else:
+        raise ScenarioError(f"no process that we may look into listens on port {port}")
+    for listener in listeners:
+        pid = listener
+        while pid in table:
+            if _program(table[pid]) == "raylet" and (session := _session(table[pid])):
+                return Instance(session, table[listener], port)
+            pid = table[pid].parent
+    return Instance(None, table[min(listeners)], port)
+
+
+def _program(process: Process) -> str:
+    return os.path.basename(process.title.split(" ", 1)[0])
+
+
+def _session(process: Process) -> str | None:
+    found = _SESSION.search(process.title)
+    return found[0] if found else None
+
+
+def _is_here(host: str) -> bool:
+    """Only an address of this machine can be bound."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ScenarioError(f"cannot resolve {host}: {error}") from error
+    for family, kind, protocol, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _listeners(port: int) -> list[int]:
+    """Pids of the processes that listen on a TCP port."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net", table)
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    found = []
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+            for link in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) in inodes:
+                        found.append(int(folder.parent.name))
+                        break
+    return found
+
+
+def _table() -> dict[int, Process]:
+    found = (_read(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
+    return {process.pid: process for process in found if process is not None}
+
+
+def _read(pid: int) -> Process | None:
+    """None for one that has ended, zombies included."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+    if fields[0] in "ZX":
+        return None
+    text = title.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    return Process(pid, int(fields[1]), int(fields[19]), text)

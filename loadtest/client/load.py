@@ -1,0 +1,381 @@
+"""Sends what a plan says when it says so, in one process and one event loop.
+
+    intended ----- lateness -----> sent --- connect ---> first byte --> chunks ... --> end
+    |<------------------------- ttft -------------------------------->|
+    |<------------------------- e2e ------------------------------------------------->|
+
+An open loop never waits for an answer before the next request: how many are under way is the
+server's doing. A closed loop's intended time is when a place came free.
+"""
+
+import asyncio
+import gc
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from loadtest.client.exchange import Exchange
+from loadtest.http import Address, Connection, Pool, clock, request_head, with_body
+from loadtest.measure.records import RequestRecord
+from loadtest.measure.verify import Answer, Reference, check, count_slips
+from loadtest.scenario.requests import Job
+from loadtest.scenario.schedule import PhasePlan, Visit
+from loadtest.scenario.schema import Target, read_key
+
+_SWEEP_S = 0.1
+_CPU_WINDOW_S = 5.0
+_REFUSED_PAUSE_S = 0.1
+
+
+class Progress(msgspec.Struct):
+    """How far one client process is. Counts since its start; ttft, late: since the last look."""
+
+    phase: str = ""
+    sent: dict[str, int] = {}
+    done: dict[str, int] = {}
+    failed: int = 0
+    cancelled: int = 0
+    different: int = 0
+    tokens: int = 0
+    ttft: list[float] = []
+    late: list[float] = []
+    errors: dict[str, int] = {}
+    cpu_share: float = 0.0
+
+
+class Client:
+    """sink(record): every request ends there once, in the order of their ends."""
+
+    def __init__(
+        self,
+        target: Target,
+        sink: Callable[[RequestRecord], None],
+        *,
+        references: dict[str, Reference] | None = None,
+        keep: Callable[[Job, RequestRecord, Answer], None] | None = None,
+        barrier: Callable[[], Awaitable[float]] | None = None,
+        relays: Sequence[int] = (),
+    ) -> None:
+        """references: compare answers with them. keep: take each answer. barrier: the time at which
+        all processes of a run begin the next phase, where that hangs on answers. relays: ports on
+        this machine to connect to instead of the servers."""
+        self._target = target
+        self._sink, self._references, self._keep = sink, references, keep
+        self._barrier = barrier
+        addresses = [Address.of(url) for url in target.urls]
+        if relays:
+            addresses = [
+                address._replace(host="127.0.0.1", port=port)
+                for address, port in zip(addresses, relays, strict=True)
+            ]
+        self._pools = [Pool(address) for address in addresses]
+        headers = {"accept": "text/event-stream, application/json", "x-return-timing": "1"}
+        if target.key_file is not None:
+            headers["authorization"] = f"Bearer {read_key(target.key_file)}"
+        self._headers = headers | target.headers
+        watched = references is not None or keep is not None
+        self._token_ids = watched if target.token_ids is None else target.token_ids
+        self._heads: dict[tuple[int, str, tuple[tuple[str, str], ...]], bytes] = {}
+        self._open: dict[Exchange, Callable[[float], None] | None] = {}
+        self._connecting: dict[Exchange, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slips: list[tuple[RequestRecord, Answer, Reference]] = []
+        self._stop = asyncio.Event()
+        self._origin = 0.0
+        self.progress = Progress()
+        self.cpu_share = 0.0
+
+    def stop(self) -> None:
+        """Send nothing more and hang up."""
+        self._stop.set()
+
+    async def run(self, plans: list[PhasePlan], origin: float) -> None:
+        """All phases. origin: time 0 of the records on time.monotonic(), not in the past."""
+        self._origin = origin
+        gc.collect()
+        gc.freeze()  # what has been built stays; a collection over it would show as lateness
+        watch = [asyncio.create_task(self._sweep()), asyncio.create_task(self._watch_cpu())]
+        try:
+            begin = origin
+            for plan in plans:
+                if self._stop.is_set():
+                    break
+                self.progress.phase = plan.phase.name
+                begin = await self._phase(plan, begin)
+            await self._drain()
+        finally:
+            now = clock()
+            for exchange in list(self._open):
+                exchange.cancel(now)
+            for task in (*watch, *self._tasks):
+                task.cancel()
+            await asyncio.gather(*watch, *self._tasks, return_exceptions=True)
+            self.close()
+            for record, answer, reference in self._slips:
+                self._sink(count_slips(record, answer, reference))
+            gc.unfreeze()
+
+    async def ask(self, plan: PhasePlan, number: int, job: Job) -> None:
+        """One request, alone and awaited; its record goes to the sink as any other's."""
+        over = asyncio.Event()
+        self._send(plan, number, None, job, clock(), lambda ended: over.set())
+        try:
+            async with asyncio.timeout(self._target.timeout):
+                await over.wait()
+        except TimeoutError:
+            for exchange in list(self._open):
+                exchange.fail("timeout", f"not done after {self._target.timeout:g} s", clock())
+
+    def close(self) -> None:
+        """Close idle connections."""
+        for pool in self._pools:
+            pool.close()
+
+    async def _phase(self, plan: PhasePlan, begin: float) -> float:
+        """Runs a phase that starts at `begin`; returns when the next one starts."""
+        if plan.concurrency is not None:
+            await self._wait(begin)
+            await self._closed(plan, begin)
+            if plan.seconds is not None and not plan.drain and plan.requests is None:
+                return begin + plan.seconds
+            if plan.drain:
+                await self._drain()
+            return await self._together(begin)
+        for visit in plan.visits:
+            due = begin + visit.t
+            if due - clock() > 0:
+                await self._wait(due)
+            if self._stop.is_set():
+                return due
+            self._visit(plan, visit, 0, due)
+        assert plan.seconds is not None
+        end = begin + plan.seconds
+        await self._wait(end)
+        if plan.drain:
+            await self._drain()
+            return await self._together(end)
+        return end
+
+    async def _together(self, least: float) -> float:
+        """When the next phase begins, after one that took as long as its answers."""
+        if self._barrier is None or self._stop.is_set():
+            return max(least, clock())
+        together, stopped = asyncio.ensure_future(self._barrier()), self._stopped()
+        both: list[asyncio.Future[Any]] = [together, stopped]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not together.done():
+            together.cancel()
+            return clock()
+        return max(least, together.result())
+
+    def _stopped(self) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._stop.wait())
+
+    async def _wait(self, until: float) -> None:
+        """Until then, or until stop()."""
+        if (left := until - clock()) <= 0:
+            await asyncio.sleep(0)
+        elif left < 0.2:
+            await asyncio.sleep(left)
+        else:
+            try:
+                async with asyncio.timeout(left):
+                    await self._stop.wait()
+            except TimeoutError:
+                return
+
+    async def _drain(self) -> None:
+        while (self._open or self._tasks) and not self._stop.is_set():
+            await asyncio.sleep(0.02)
+
+    def _visit(self, plan: PhasePlan, visit: Visit, turn: int, intended: float) -> None:
+        """Send one turn of a visit; its answer sets off the next."""
+        session = visit.index if visit.thinks else None
+        after: Callable[[float], None] | None = None
+        if turn < len(visit.thinks):
+
+            def after(ended: float) -> None:
+                due = ended + visit.thinks[turn]
+                self._task(self._later(plan, visit, turn + 1, due))
+
+        self._send(plan, visit.index + turn, session, plan.job(visit, turn), intended, after)
+
+    async def _later(self, plan: PhasePlan, visit: Visit, turn: int, due: float) -> None:
+        await self._wait(due)
+        if not self._stop.is_set():
+            self._visit(plan, visit, turn, due)
+
+    async def _closed(self, plan: PhasePlan, begin: float) -> None:
+        """`concurrency` requests at any time, until the phase's time or its requests are over."""
+        assert plan.concurrency is not None
+        numbers = iter(range(plan.requests)) if plan.requests is not None else count()
+        end = None if plan.seconds is None else begin + plan.seconds
+        step, first = plan.step, plan.first
+        over = asyncio.Event()
+        active = 0
+
+        def next_one(intended: float) -> None:
+            nonlocal active
+            number = next(numbers, None)
+            index = None if number is None else first + number * step
+            if index is None or self._stop.is_set() or (end is not None and intended >= end):
+                active -= 1
+                if not active:
+                    over.set()
+                return
+            self._send(plan, index, None, plan.source.job(index), intended, next_one)
+
+        active = plan.concurrency
+        if not active:  # more client processes than places
+            over.set()
+        for _ in range(plan.concurrency):
+            next_one(begin)
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(over.wait()), self._stopped()]
+        timeout = None if end is None or plan.drain else max(0.0, end - clock())
+        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _send(
+        self,
+        plan: PhasePlan,
+        index: int,
+        session: int | None,
+        job: Job,
+        intended: float,
+        after: Callable[[float], None] | None,
+    ) -> None:
+        body = job.body(token_ids=self._token_ids, chunk_usage=self._target.chunk_usage)
+        at = index % len(self._pools)
+        pool = self._pools[at]
+        where = (at, job.path, tuple(job.headers.items()))
+        head = self._heads.get(where)
+        if head is None:
+            headers = self._headers | job.headers
+            head = self._heads[where] = request_head(pool.address, "POST", job.path, headers)
+        request = with_body(head, body)
+        keep = self._keep is not None or self._references is not None
+        now = clock()
+        exchange = Exchange(
+            plan, index, session, job, intended, now, self._origin, self._done, keep
+        )
+        self._open[exchange] = after
+        sent, phase = self.progress.sent, plan.phase.name
+        sent[phase] = sent.get(phase, 0) + 1
+        self.progress.late.append(now - intended)
+        if job.cancel_after is not None:
+            asyncio.get_running_loop().call_later(job.cancel_after, self._cancel, exchange)
+        connection = None if job.slow_pause else pool.take(now)
+        if connection is not None:
+            exchange.connection = connection
+            connection.send(request, exchange)
+        else:
+            task = asyncio.create_task(self._connect(pool, exchange, request))
+            self._connecting[exchange] = task
+            self._keep_task(task)
+
+    def _cancel(self, exchange: Exchange) -> None:
+        if exchange in self._open:
+            exchange.cancel(clock())
+
+    async def _connect(self, pool: Pool, exchange: Exchange, request: bytes) -> None:
+        connection: Connection | None = None
+        try:
+            connection = await pool.connect(self._target.connect_timeout, exchange.job.slow_pause)
+        except TimeoutError:
+            exchange.fail("connect", "no connection within connect_timeout", clock())
+        except OSError as error:
+            exchange.fail("connect", str(error), clock())
+        finally:
+            self._connecting.pop(exchange, None)
+        if connection is None:
+            return
+        if exchange not in self._open:  # cancelled in the meantime
+            connection.abandon()
+            return
+        now = clock()
+        exchange.connect_s = now - exchange.sent
+        exchange.last_byte = now
+        exchange.connection = connection
+        connection.send(request, exchange)
+
+    def _task(self, work: "asyncio._CoroutineLike[None]") -> None:
+        self._keep_task(asyncio.create_task(work))
+
+    def _keep_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _done(self, exchange: Exchange, record: RequestRecord, answer: Answer | None) -> None:
+        after = self._open.pop(exchange)
+        connecting = self._connecting.pop(exchange, None)
+        if connecting is not None and connecting is not asyncio.current_task():
+            connecting.cancel()
+        reference = None
+        if answer is not None and self._references is not None and exchange.job.repeatable:
+            reference = self._references.get(exchange.job.key())
+            record = check(record, answer, reference)
+        if answer is not None and self._keep is not None:
+            self._keep(exchange.job, record, answer)
+        self._count(exchange, record)
+        if record.verified == "different" and record.ok:
+            assert answer is not None and reference is not None
+            self._slips.append((record, answer, reference))
+        else:
+            self._sink(record)
+        if after is None or self._stop.is_set():
+            return
+        if record.error_class == "connect":  # nobody there: no storm of refusals
+            loop = asyncio.get_running_loop()
+            loop.call_later(_REFUSED_PAUSE_S, lambda: after(clock()))
+        else:
+            after(self._origin + record.end_s)
+
+    def _count(self, exchange: Exchange, record: RequestRecord) -> None:
+        progress = self.progress
+        progress.done[record.phase] = progress.done.get(record.phase, 0) + 1
+        progress.tokens += record.output_tokens
+        if record.error_class is not None:
+            progress.failed += 1
+            name = record.error_class
+            progress.errors[name] = progress.errors.get(name, 0) + 1
+        progress.cancelled += record.cancelled
+        progress.different += record.verified == "different"
+        if exchange.first_token is not None:
+            progress.ttft.append(exchange.first_token)
+
+    async def _sweep(self) -> None:
+        """Ends what waits too long: one look at all, instead of a timer for each."""
+        target = self._target
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = clock()
+            for exchange in list(self._open):
+                if exchange in self._connecting:
+                    continue
+                if now - exchange.last_byte > target.chunk_timeout:
+                    exchange.fail("timeout", f"no byte for {target.chunk_timeout:g} s", now)
+                elif now - exchange.sent > target.timeout:
+                    exchange.fail("timeout", f"not done after {target.timeout:g} s", now)
+
+    async def _watch_cpu(self) -> None:
+        """cpu_share: the highest over any five seconds, or over the whole of a shorter run."""
+        samples = deque([(clock(), time.process_time())])
+        try:
+            while True:
+                await asyncio.sleep(0.5)
+                samples.append((clock(), time.process_time()))
+                share = (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+                self.progress.cpu_share = share
+                if samples[-1][0] - samples[0][0] >= _CPU_WINDOW_S:
+                    samples.popleft()
+                    self.cpu_share = max(self.cpu_share, share)
+        finally:
+            wall, cpu = clock(), time.process_time()
+            if not self.cpu_share and wall - samples[0][0] > 0.5:
+                self.cpu_share = (cpu - samples[0][1]) / (wall - samples[0][0])

@@ -1,0 +1,351 @@
+"""A scenario: what is sent, when, where to, and what must hold.
+
+Durations are seconds or text: 500ms, 30s, 5m, 1h.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
+
+from loadtest.chaos import faults as chaos
+from loadtest.errors import ScenarioError, hint
+from loadtest.measure import asserts
+from loadtest.scenario.lengths import Length, LengthError, parse_length
+
+MAX_RATE = 100_000
+MAX_REQUESTS = 5_000_000
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds(value: object) -> float:
+    """A duration in seconds. Raises ValueError for anything else."""
+    if isinstance(value, bool):
+        raise ValueError("a duration is seconds, or text such as 500ms, 30s, 5m")
+    if isinstance(value, int | float):
+        return float(value)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(us|ms|s|min|m|h)?\s*", str(value))
+    if match is None:
+        raise ValueError(f"{str(value)[:60]!r} is no duration; write 500ms, 30s, 5m or seconds")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be finite")
+    return value
+
+
+def _length(value: object) -> Length:
+    try:
+        return parse_length(value)
+    except LengthError as error:
+        raise ValueError(str(error)) from None
+
+
+_Seconds = Annotated[float, BeforeValidator(seconds), AfterValidator(_finite)]
+Duration = Annotated[_Seconds, Field(gt=0)]
+Pause = Annotated[_Seconds, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Lengths = Annotated[Length, BeforeValidator(_length)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Target(_Model):
+    """An OpenAI-compatible server. model None: the first that /v1/models names."""
+
+    url: str | list[str] = "http://127.0.0.1:8000"
+    model: str | None = None
+    key_file: Path | None = None
+    headers: dict[str, str] = {}
+    gpus: Annotated[int, Field(ge=1)] | None = None
+    about: dict[str, str] = {}  # for the report: device, commit, configuration, ...
+    connect_timeout: Duration = 10.0
+    timeout: Duration = 300.0  # of a whole request
+    chunk_timeout: Duration = 120.0  # without a byte
+    token_ids: bool | None = None  # ask for return_token_ids; None: when answers are verified
+    chunk_usage: bool = False  # ask for stream_options.continuous_usage_stats
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @model_validator(mode="after")
+    def _urls(self) -> "Target":
+        if not self.urls:
+            raise ValueError("url: an empty list")
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", url):
+                raise ValueError(f"url: {url!r} is not http://host:port or https://host")
+        return self
+
+
+class _Open(_Model):
+    cv: Annotated[float, Field(ge=0, le=100)] = 1.0  # 0 even, 1 Poisson, above 1 burstier
+
+
+class Constant(_Model):
+    kind: Literal["constant"]
+    rate: Rate
+
+
+class Poisson(_Model):
+    kind: Literal["poisson"]
+    rate: Rate
+
+
+class Gamma(_Open):
+    kind: Literal["gamma"]
+    rate: Rate
+    cv: Annotated[float, Field(gt=0, le=100)]
+
+
+class Bursts(_Open):
+    kind: Literal["bursts"]
+    rate: Rate
+    on: Duration
+    off: Duration
+    between: Annotated[float, Field(ge=0, le=MAX_RATE)] = 0.0
+
+
+class Ramp(_Open):
+    kind: Literal["ramp"]
+    first: Annotated[float, Field(ge=0, le=MAX_RATE)] = 0.0
+    last: Rate
+    over: Duration | None = None  # None: the phase's duration
+
+
+class Steps(_Open):
+    kind: Literal["steps"]
+    rates: Annotated[list[Rate], Field(min_length=1)]
+    each: Duration
+
+
+class AtOnce(_Model):
+    """All of `requests` at time 0: a queue as long as it can be."""
+
+    kind: Literal["at_once"]
+
+
+class Trace(_Model):
+    kind: Literal["trace"]
+    file: Path
+    speed: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+
+
+class Closed(_Model):
+    """So many at any time: each answer starts the next request. Hides a server's stalls."""
+
+    kind: Literal["closed"]
+    concurrency: Annotated[int, Field(ge=1, le=100_000)]
+
+
+class Sessions(_Open):
+    """Conversations that begin at a rate; each turn follows the last answer and a pause."""
+
+    kind: Literal["sessions"]
+    rate: Rate
+    turns: Lengths = parse_length([2, 6])
+    think: Pause = 2.0  # mean; drawn exponentially
+
+
+Arrivals = Annotated[
+    Constant | Poisson | Gamma | Bursts | Ramp | Steps | AtOnce | Trace | Closed | Sessions,
+    Discriminator("kind"),
+]
+
+
+class Adapters(_Model):
+    """names, or `count` of them from a pattern such as lora-{}. base: share without any adapter."""
+
+    names: list[str] = []
+    count: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    pattern: str = "lora-{}"
+    choice: Literal["uniform", "zipf", "round_robin"] = "uniform"
+    s: Annotated[float, Field(gt=0, le=10)] = 1.0  # Zipf's exponent
+    base: Share = 0.0
+
+    @model_validator(mode="after")
+    def _some(self) -> "Adapters":
+        if bool(self.names) == (self.count is not None):
+            raise ValueError("give either names or count")
+        if self.count is not None and "{}" not in self.pattern:
+            raise ValueError("pattern needs {} where the number goes")
+        return self
+
+    def all_names(self) -> list[str]:
+        return self.names or [self.pattern.replace("{}", str(i)) for i in range(self.count or 0)]
+
+
+class Tenant(_Model):
+    name: str
+    share: Annotated[float, Field(gt=0)] = 1.0
+    key_file: Path | None = None
+    headers: dict[str, str] = {}
+    priority: int | None = None
+    output: Lengths | None = None
+
+
+class Prefix(_Model):
+    """The first `tokens` of each prompt are one of `groups` shared ones."""
+
+    groups: Annotated[int, Field(ge=1, le=1_000_000)] = 8
+    tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 512
+    choice: Literal["uniform", "zipf"] = "uniform"
+    s: Annotated[float, Field(gt=0, le=10)] = 1.0
+
+
+class Cancels(_Model):
+    """Hang up after so many chunks (a stream) or so long (a unary answer)."""
+
+    share: Share
+    after_chunks: Lengths = parse_length([1, 32])
+    after: Duration = 0.5
+
+
+class SlowReaders(_Model):
+    """Take 1 KiB, then nothing for `pause`."""
+
+    share: Share
+    pause: Duration = 0.1
+
+
+class JsonSchema(_Model):
+    """This share of requests must answer in a JSON schema. None: one of the shipped ones."""
+
+    share: Share
+    json_schema: dict[str, Any] | None = None
+
+
+class Work(_Model):
+    """What is asked. name: see `manta loadtest list`. input, output: instead of the name's own."""
+
+    name: str = "dialogue"
+    input: Lengths | None = None
+    output: Lengths | None = None
+    ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | None = None
+    prefix: Prefix | None = None
+    ignore_eos: bool | None = None  # None: as the workload has it
+    sampling: dict[str, Any] = {"temperature": 0}
+    extra: dict[str, Any] = {}
+    stream: Share = 1.0
+    adapters: Adapters | None = None
+    tenants: list[Tenant] = []
+    json_schema: JsonSchema | None = None
+    cancel: Cancels | None = None
+    slow: SlowReaders | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> "Work":
+        from loadtest.scenario.requests import NAMES
+
+        if self.name not in NAMES:
+            raise ValueError(f"name: no workload {self.name!r}{hint(self.name, list(NAMES))}")
+        if self.name == "tokens" and (self.input is None or self.output is None):
+            raise ValueError("name: workload 'tokens' needs input and output")
+        if self.ids is not None and self.ids[0] >= self.ids[1]:
+            raise ValueError("ids: [low, high] with low below high")
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) < len(names):
+            raise ValueError("tenants: two of one name")
+        return self
+
+
+class Phase(_Model):
+    """A stretch of load. drain: wait for all answers before the next; default for warm-up."""
+
+    name: str
+    arrivals: Arrivals
+    duration: Duration | None = None
+    requests: Annotated[int, Field(ge=1, le=MAX_REQUESTS)] | None = None
+    warmup: bool = False
+    drain: bool | None = None
+    work: Work | None = None
+
+    @model_validator(mode="after")
+    def _ends(self) -> "Phase":
+        kind = self.arrivals.kind
+        if kind == "at_once" and self.requests is None:
+            raise ValueError("at_once needs requests: how many")
+        if kind not in ("trace", "steps") and self.duration is None and self.requests is None:
+            raise ValueError("needs duration or requests, or it would never end")
+        if isinstance(self.arrivals, Ramp) and self.arrivals.over is None and not self.duration:
+            raise ValueError("a ramp needs over, or the phase a duration")
+        rate = getattr(self.arrivals, "rate", 0)
+        if self.duration and self.requests is None and rate * self.duration > MAX_REQUESTS:
+            raise ValueError(f"more than {MAX_REQUESTS} requests")
+        return self
+
+
+Assertion = Annotated[str, AfterValidator(asserts.check_syntax)]
+Faults = Annotated[str, AfterValidator(chaos.check_syntax)]
+
+
+class Slo(_Model):
+    """A request is good if it keeps all of these. itl: its longest gap between chunks."""
+
+    ttft: Duration | None = None
+    tpot: Duration | None = None
+    itl: Duration | None = None
+    e2e: Duration | None = None
+
+    def limits(self) -> dict[str, float]:
+        return {name: value for name, value in self if value is not None}
+
+
+class Scenario(_Model):
+    """A load test. Relative paths in it count from the file's folder."""
+
+    name: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    target: Target = Target()
+    work: Work = Work()
+    phases: Annotated[list[Phase], Field(min_length=1)]
+    slo: Slo = Slo()
+    asserts: Annotated[list[Assertion], Field(alias="assert")] = []
+    chaos: list[Faults] = []  # faults in the middle of the run: see loadtest/chaos/faults.py
+    no_service_after: Duration = 1.0
+    out: Path | None = None
+
+    @model_validator(mode="after")
+    def _phases(self) -> "Scenario":
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) < len(names):
+            raise ValueError("phases: two of one name")
+        if all(phase.warmup for phase in self.phases):
+            raise ValueError("phases: all are warm-up, so nothing would be measured")
+        for number, phase in enumerate(self.phases):
+            if self.work_of(phase).name == "trace" and phase.arrivals.kind != "trace":
+                raise ValueError(
+                    f"phases.{number}: work 'trace' needs arrivals of kind trace, and these are "
+                    f"{phase.arrivals.kind!r}; give this phase a work of its own"
+                )
+        return self
+
+    def work_of(self, phase: Phase) -> Work:
+        return phase.work or self.work
+
+
+def read_key(path: Path) -> str:
+    """The first line of a key file. Raises ScenarioError."""
+    try:
+        lines = path.read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not lines:
+        raise ScenarioError(f"{path}: an empty key file")
+    return lines[0]

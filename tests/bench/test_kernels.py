@@ -1,0 +1,157 @@
+"""The kernels' bench without a device: every case can be made, launched and told rightly."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+import kernels  # noqa: E402
+from bench.kernels import lora, measure  # noqa: E402
+from bench.kernels.cases import (  # noqa: E402
+    LLAMA,
+    PREFILL_TARGET,
+    adapters,
+    all_cases,
+    assembly,
+    decode,
+    gate,
+    norm,
+    prefill,
+    rope,
+    sampling,
+)
+from bench.kernels.measure import Best, Calls, Work, rows, told  # noqa: E402
+from kernels.attention import decode as attention_decode  # noqa: E402
+from kernels.gemm import deterministic  # noqa: E402
+from kernels.metadata import LoraLinear  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+BEST = Best(copy=4e12, product=8e14)
+
+
+def every_kernel() -> set[str]:
+    return {
+        value.__name__
+        for module in pkgutil.walk_packages(kernels.__path__, "kernels.")
+        for value in vars(importlib.import_module(module.name)).values()
+        if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")
+    }
+
+
+def once(calls: Calls) -> float:
+    for call in calls:
+        call()
+    return 100.0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
+def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that cannot be made, or calls a launcher as it was last month: found out on a GPU,
+    after the others. Here all sizes are real, and nothing has contents."""
+    launched: list[str] = []
+
+    def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched.append(self.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", count)
+    for module in (attention_decode, deterministic):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(deterministic, "agreeing", lambda weight, bias, add: deterministic.TILES[2])
+    cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})
+    found, names = {}, set()
+    for row in rows(cases, BEST, once):
+        assert "error" not in row, row
+        found[row["case"]] = row
+        assert launched or "product/" in row["case"], row["case"]  # the library's own product
+        names.update(launched)
+        launched.clear()
+    assert found.keys() == cases.keys()
+    assert names == every_kernel(), "a kernel that nothing times"
+    targets = {case: row["target"] for case, row in found.items() if "target" in row}
+    assert targets == {
+        "decode/64 x 4096": 0.9,
+        "decode/256 x 1024": 0.9,
+        "decode/16 x 1024": 0.7,
+        "decode/1 x 32768": 0.7,
+        "prefill/1 x 8192": PREFILL_TARGET,
+    }
+    assert found["prefill/1 x 8192"]["against"] == "other"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_cases_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table, a slot or a parameter that points beside its tensor: on a GPU an illegal access,
+    and no case after it has a result."""
+    monkeypatch.setattr(measure, "_COLD", 0)  # one copy
+    s = LLAMA._replace(
+        heads=4, kv_heads=2, dim=16, hidden=32, inner=48, vocab=5000, device="cpu",
+        dtype=torch.float32,
+    )  # fmt: skip
+    layer = LoraLinear(0, 32, (32, 16, 16))
+    monkeypatch.setattr(lora, "LAYER", (layer, LoraLinear(3, 32, (48, 48))))
+    monkeypatch.setattr(lora, "PARTS", [(32, 32), (32, 16), (32, 16), (32, 48), (32, 48)])
+    makes: list[Callable[[], Work]] = [
+        *(lambda n=n: decode(s, [70, 1, 33], n, None) for n in (1, 16)),
+        lambda: prefill(s, [40, 9], [17, 9]),
+        *(lambda n=n: rope(s, 3, n) for n in (False, True)),
+        lambda: norm(s, 3),
+        lambda: gate(s, 3, "silu"),
+        *(lambda how=how: sampling(s, 2, how) for how in ("greedy", "top-k", "top-p", "logprobs")),
+        *(lambda how=how: sampling(s, 1, how) for how in ("penalties", "bias and ban")),
+        *(lambda what=what: assembly(s, 4, what) for what in ("updates", "layout")),
+        *(lambda part=part: adapters(s, 5, part) for part in (0, 1)),
+    ]
+    for number, make in enumerate(makes):
+        results: list[object] = []
+
+        def run(calls: Calls, results: list[object] = results) -> float:
+            results += [call() for call in calls]
+            return 1.0
+
+        (row,) = rows({str(number): make}, BEST, run)
+        assert "error" not in row, row
+        for out in results:
+            for tensor in out if isinstance(out, tuple) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    assert tensor.isfinite().all(), number
+
+
+def fail() -> Work:
+    raise ValueError("this one cannot")
+
+
+def test_rows_of_one_run() -> None:
+    """A share of the wrong peak, a ratio upside down, a failure that takes the others with it."""
+    times = {"ours": 100.0, "other": 50.0}
+
+    def timer(calls: Calls) -> float:
+        return times[str(calls[0]())]
+
+    def calls(name: str) -> Calls:
+        return [lambda: name]
+
+    def broken() -> object:
+        raise RuntimeError("no such shape")
+
+    cases: dict[str, Callable[[], Work]] = {
+        "bytes": lambda: Work(calls("ours"), 2e8, target=0.6),
+        "failing": fail,
+        "operations": lambda: Work(calls("ours"), 4e10, "TFLOP/s", 0.4, "cudnn", {
+            "other": calls("other"), "cudnn": [broken],
+        }),
+    }  # fmt: skip
+    copied, failing, multiplied = rows(cases, BEST, timer)
+    assert (copied["ours"], copied["peer"], copied["ratio"]) == (2.0, 4.0, 0.5)
+    assert copied["reached"] is False and "target 60%: missed" in told(copied)
+    assert failing["error"] == "ValueError: this one cannot" and "failed" in told(failing)
+    assert (multiplied["ours"], multiplied["of_best"]) == (400.0, 0.5)
+    assert (multiplied["against"], multiplied["peer"], multiplied["ratio"]) == ("other", 800.0, 0.5)
+    assert multiplied["cudnn_failed"] == "no such shape" and multiplied["reached"]
+    assert "0.50 of other" in told(multiplied)

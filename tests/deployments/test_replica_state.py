@@ -1,0 +1,145 @@
+"""ReplicaState: what a replica is given, by its frames and by what was sent since."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.routing.replica_state import ReplicaState
+from engine.messages import EngineStats
+
+
+def frame(**more) -> EngineStats:
+    base = {"rows": 64, "total_blocks": 10**4, "free_blocks": 10**4, "block_size": 16, "routers": 1}
+    return EngineStats(**{**base, **more})
+
+
+def known(**more) -> ReplicaState:
+    one = ReplicaState("r", step_tokens=2048)
+    one.observe(frame(**more), (), 100.0)
+    return one
+
+
+def test_room_is_the_free_rows_and_a_little_more():
+    """A batch that is not full because the router waits for a frame; or the whole queue in the
+    engine, where nobody can put it in order."""
+    assert known().room() == 64 + 4
+    assert known(running=60).room() == 4 + 4
+    assert known(running=64).room() == 4
+    full = known(running=64)
+    for choice in range(4):
+        full.book(choice, 10, 10)
+    assert full.room() == 0
+    assert known(rows=0, running=5000).room() > 0, "an engine that does not tell its rows"
+
+
+def test_a_share_of_the_free_rows_is_a_share_until_the_next_frame():
+    """Two routers with a queue each: after each choice they take half of what is left, until both
+    have filled all rows, and the rest waits in the engine while another replica has room. Or the
+    first router at a new replica, which is told that it is alone there."""
+
+    def sent(one: ReplicaState) -> int:
+        count = 0
+        while one.room() > 0:
+            one.book(count, 1, 1)
+            count += 1
+        return count
+
+    assert sent(known(routers=2)) == 32 + 2
+    assert sent(known(routers=2, running=50)) == 7 + 2
+    new = ReplicaState("r", step_tokens=2048)
+    new.opened(4, 100.0)
+    new.observe(frame(), (), 100.01)
+    assert sent(new) == 16 + 1
+    new.observe(frame(running=17), (), 103.0)
+    assert sent(new) == 64 - 17 + 4, "the others never came"
+
+
+def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
+    """Hundreds of long prompts in the engine because it has rows for them."""
+    assert known(running=5, waiting_tokens=5000).room() == 0
+    one = known(running=5)
+    one.book(1, 5000, 5000)
+    assert one.room() == 0
+    one.unbook(1)
+    assert one.room() > 0
+    shared = known(running=5, waiting_tokens=600, routers=2)
+    shared.book(1, 300, 300)
+    assert shared.room() == 0, "the other router sends as much"
+    short = known(running=20, waiting=3, waiting_tokens=1000, free_blocks=60)
+    assert 0 < short.room() <= 4
+
+
+def test_news_inside_a_long_step_are_no_speed():
+    """A replica whose steps take a second says twice in each that it is alive: what it computed is
+    divided by the time since then, and four times what it can do is let in."""
+    one, now = known(running=64, waiting=9, waiting_tokens=900, step=1), 100.0
+    full = {"running": 64, "waiting": 9, "waiting_tokens": 900}
+    for step in range(2, 6):
+        for beat in (0.45, 0.9):
+            before = {"prompt_tokens": 500 * (step - 2), "busy_seconds": step - 2.0}
+            one.observe(frame(step=step - 1, **before, **full), (), now + beat)
+        now += 1.0
+        after = {"prompt_tokens": 500 * (step - 1), "busy_seconds": step - 1.0}
+        one.observe(frame(step=step, **after, **full), (), now)
+    assert one._prompts.measured == pytest.approx(500)
+
+
+def test_a_booking_ends_when_the_figures_count_it_and_no_sooner():
+    """Sent requests that were forgotten after two steps of the last one's length: a step that took
+    several times that, with 64 new prompts in it, and the beats that say the old figures again
+    meanwhile, had freed rows given away twice, and 60 requests waited inside an engine."""
+    one = known(running=10, step_seconds=0.03)
+    for choice in range(4):
+        one.book(choice, 100, 40)
+    assert (one.room(), one.booked, one.booked_tokens, one.uncached_tokens) == (54, 4, 400, 160)
+    for beat in range(1, 20):
+        one.observe(frame(running=10, step_seconds=0.03), (), 100 + beat / 2)
+        assert one.room() == 54 and one.booked == 4
+    one.observe(frame(running=13, step_seconds=3.0), (0, 1, 2), 110.0)
+    assert (one.room(), one.booked, one.booked_tokens, one.uncached_tokens) == (54, 1, 100, 40)
+    one.observe(frame(running=14, step_seconds=0.03), (3,), 110.1)
+    assert (one.room(), one.booked, one.booked_tokens, one.held) == (54, 0, 0, 4)
+
+
+def test_a_booking_ends_with_the_first_token_the_end_or_the_connection():
+    """Room that shrinks for ever: the replica is an older one that does not say what its figures
+    count, the request was taken back before they did, or the connection broke."""
+    one = known(running=10)
+    for choice in range(3):
+        one.book(choice, 100, 100)
+    assert one.begun(0) and not one.begun(0)
+    assert (one.booked, one.held) == (2, 3)
+    assert one.unbook(1) and not one.unbook(1)
+    assert (one.booked, one.held) == (1, 2)
+    one.settle((1, 99))  # taken back on its way, and a number of before the last connection
+    assert one.booked == 1
+    one.lost()
+    assert (one.booked, one.booked_tokens, one.uncached_tokens, one.held) == (0, 0, 0, 0)
+    assert not one._unbegun and not one.available
+
+
+def test_an_adapter_that_was_sent_counts_until_its_request_begins():
+    """An adapter taken for gone while it is being loaded, and loaded at a second replica, because
+    loading took longer than two steps."""
+    one = known()
+    one.book(1, 10, 10, "a")
+    one.book(2, 10, 10, "b")
+    one.observe(frame(waiting=2), (1, 2), 200.0)
+    assert one.sent_adapters == {"a", "b"}
+    one.begun(1)
+    assert one.sent_adapters == {"b"}
+    one.unbook(2)
+    assert not one.sent_adapters
+
+
+@given(st.integers(1, 8), st.integers(0, 64), st.integers(0, 40))
+def test_routers_that_do_not_talk_do_not_overfill_a_replica(routers, running, waiting):
+    """As many times the free rows as there are routers, in the engine's queue."""
+    running, waiting = min(running, 64), waiting if running >= 64 else 0
+    rooms = [
+        known(running=running, waiting=waiting, routers=routers).room() for _ in range(routers)
+    ]
+    free = 64 - running
+    assert sum(max(0, room) for room in rooms) <= free + 2 * routers + 4
+    if free:
+        assert all(room > 0 for room in rooms), "a router that is shut out while rows are free"

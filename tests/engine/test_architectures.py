@@ -1,0 +1,270 @@
+"""What a record can say of an architecture: layouts of checkpoints and placements of norms that
+none of today's models has, each a record in this file and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.architectures import ARCHITECTURES, Architecture, Stored, always, half_pairs
+from engine.layers.linear import Linear, RowParallelLinear
+from engine.lora.weights import LoraLayout
+from engine.model_config import ModelConfig
+from engine.models.registry import Model, build_model
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.method import Dense, LinearSpec, Part
+from engine.weights import load_weights, stream
+from kernels import reference
+from kernels.dispatch import kernels_for
+from kernels.metadata import LoraLinear, LoraStep
+from tests.engine.checkpoints import Paged, load_model, save_checkpoint
+
+LLAMA = ARCHITECTURES["LlamaForCausalLM"]
+LAYER = "model.layers.{i}."
+NOTHING = torch.empty(0)
+RANK = 16
+
+
+def rotated(model: ModelConfig) -> Any:
+    """q and k stored for rotations of neighbours, v as ours."""
+    q = half_pairs(model.num_heads, model.head_dim)
+    k = half_pairs(model.num_kv_heads, model.head_dim)
+    return np.concatenate((q, len(q) + k, np.arange(len(q) + len(k), len(q) + 2 * len(k))))
+
+
+GLM4 = Architecture(
+    "Glm4ForCausalLM",
+    LLAMA.tensors
+    | {
+        "attention_out_norm": Stored((f"{LAYER}post_self_attn_layernorm",)),
+        "mlp_out_norm": Stored((f"{LAYER}post_mlp_layernorm",)),
+        "qkv": replace(LLAMA.tensors["qkv"], rows=rotated),
+        "gate_up": Stored((f"{LAYER}mlp.gate_up_proj",)),
+    },
+    switches={"out_bias": always(False)},
+)
+ARCEE = Architecture(
+    "ArceeForCausalLM",
+    {ours: stored for ours, stored in LLAMA.tensors.items() if ours != "gate_up"}
+    | {"up": Stored((f"{LAYER}mlp.up_proj",))},
+)
+DOUBLES: dict[str, tuple[Architecture, dict[str, Any]]] = {
+    "glm4": (
+        GLM4,
+        {
+            "attention_bias": True,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "arcee": (ARCEE, {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True}),
+}
+IDS = torch.randint(3, 101, (23,), generator=torch.Generator().manual_seed(5))
+BLOCKS = [3, 1, 9, 4, 8, 2]
+
+
+def adapter_on(model: Model) -> tuple[LoraStep, dict[str, Tensor]]:
+    """One for all tokens, as PEFT's files have it -> as a step has it; and what it adds to each
+    matrix of the checkpoint."""
+    layout = LoraLayout(linear.spec for linear in model.linears())
+    for linear, place in zip(model.linears(), layout.layers, strict=True):
+        linear.lora = place
+    torch.manual_seed(2)
+    parts, deltas = {}, {}
+    for number, part in enumerate(layout.parts):
+        a, b = torch.randn(RANK, part.in_features) / 8, torch.randn(part.out_features, RANK) / 8
+        delta = b @ a
+        deltas[f"{part.name}.weight"] = delta.t() if part.transposed else delta
+        rows = part.rows
+        b = b[rows[0] : rows[1]] if isinstance(rows, tuple) else b[torch.from_numpy(rows)]
+        parts[number] = (a, b)
+    segments = [(0, torch.arange(len(IDS)))]
+    step = LoraStep(
+        NOTHING, NOTHING, 0, NOTHING, NOTHING, NOTHING, RANK, segments=segments, parts=[parts]
+    )
+    return step, deltas
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+@torch.inference_mode()
+def test_a_record_is_all_that_a_relative_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: layers know one placement of norms and one MLP, so a model with norms behind its blocks,
+    rows in another order, or without a gate needs layers of its own; and loses its adapters where
+    a norm stands between product and residual."""
+    record, changes = DOUBLES[name]
+    monkeypatch.setitem(ARCHITECTURES, record.name, record)
+    theirs = save_checkpoint(tmp_path, name, **changes)
+    model = load_model(tmp_path)
+    ours = Paged(model).run((IDS, BLOCKS, 0))[0]
+    torch.testing.assert_close(ours, theirs(IDS[None]).logits[0], atol=1e-4, rtol=0)
+
+    lora, deltas = adapter_on(model)
+    weights = theirs.state_dict()
+    for matrix, delta in deltas.items():
+        weights[matrix].add_(delta)
+    ours = Paged(model).run((IDS, BLOCKS, 0), lora=lora)[0]
+    torch.testing.assert_close(ours, theirs(IDS[None]).logits[0], atol=1e-3, rtol=0)
+
+
+def grouped(model: ModelConfig) -> Any:
+    """Of each key head: the queries that share it, the key, the value."""
+    group = model.num_heads // model.num_kv_heads
+    rows = np.arange((model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    rows = rows.reshape(model.num_kv_heads, group + 2, model.head_dim)
+    return np.concatenate([piece.ravel() for piece in np.split(rows, [group, group + 1], axis=1)])
+
+
+def interleaved(model: ModelConfig) -> Any:
+    """Gate and up take turns."""
+    return np.arange(2 * model.intermediate_size).reshape(-1, 2).T.ravel()
+
+
+FUSED = Architecture(
+    "FusedForCausalLM",
+    LLAMA.tensors
+    | {
+        "qkv": Stored((f"{LAYER}attn.wqkv",), grouped),
+        "out": Stored((f"{LAYER}attn.c_proj",), transposed=True),
+        "gate_up": Stored((f"{LAYER}mlp.w13",), interleaved),
+    },
+    keys={"hidden_size": "n_embd", "num_attention_heads": "n_head"},
+    ignored=("*.inv_freq", "mtp.*"),
+)
+
+
+def fuse(folder: Path) -> ModelConfig:
+    """Rewrite a Llama's checkpoint as FUSED stores it."""
+    text = (folder / "config.json").read_text()
+    for ours, theirs in {**FUSED.keys, LLAMA.name: FUSED.name}.items():
+        text = text.replace(f'"{ours}"', f'"{theirs}"')
+    (folder / "config.json").write_text(text)
+    config = ModelConfig.from_folder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for i in range(config.num_layers):
+        for ours in ("qkv", "gate_up"):
+            stored = FUSED.tensors[ours].at(i)
+            assert stored.rows is not None
+            order = torch.from_numpy(stored.rows(config))
+            pieces = LLAMA.tensors[ours].at(i).names
+            for kind in ("weight", "bias"):
+                stack = torch.cat([tensors.pop(f"{piece}.{kind}") for piece in pieces])
+                fused = torch.empty_like(stack)
+                fused[order] = stack
+                tensors[f"{stored.names[0]}.{kind}"] = fused
+        theirs = LLAMA.tensors["out"].at(i).names[0]
+        out = FUSED.tensors["out"].at(i).names[0]
+        tensors[f"{out}.weight"] = tensors.pop(f"{theirs}.weight").t().contiguous()
+        tensors[f"{out}.bias"] = tensors.pop(f"{theirs}.bias")
+    tensors["mtp.0.weight"] = torch.ones(3)
+    save_file(tensors, folder / "model.safetensors")
+    return config
+
+
+@pytest.mark.parametrize("chunk", [1 << 25, 700], ids=["whole", "in chunks"])
+@torch.inference_mode()
+def test_layouts_of_checkpoints(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a fused tensor whose rows are grouped by head or take turns, or one that is stored
+    transposed, is loaded as if it were ours; or its adapter is; or a chunk of it."""
+    monkeypatch.setitem(ARCHITECTURES, FUSED.name, FUSED)
+    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk)
+    save_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    llama = load_model(tmp_path)
+    want = Paged(llama).run((IDS, BLOCKS, 0))[0]
+    fuse(tmp_path)
+    fused = load_model(tmp_path)
+    assert torch.equal(Paged(fused).run((IDS, BLOCKS, 0))[0], want)
+
+    lora, deltas = adapter_on(fused)
+    adapted = Paged(fused).run((IDS, BLOCKS, 0), lora=lora)[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, delta in deltas.items():
+        tensors[name] = (tensors[name] + delta).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    want = Paged(load_model(tmp_path)).run((IDS, BLOCKS, 0))[0]
+    torch.testing.assert_close(adapted, want, atol=1e-4, rtol=0)
+    assert (adapted - Paged(fused).run((IDS, BLOCKS, 0))[0]).abs().max() > 0.1
+
+
+def test_shards_of_a_fused_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a rank takes the first half of a fused tensor's rows instead of its heads; or refuses
+    the checkpoint for a bias that another rank adds."""
+    monkeypatch.setitem(ARCHITECTURES, FUSED.name, FUSED)
+    save_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, vocab_size=102)
+
+    def of_rank(config: ModelConfig, rank: int) -> dict[str, Tensor]:
+        group = TensorParallelGroup(rank, 2)
+        model = build_model(config, torch.float32, "cpu", kernels_for("cpu"), group=group)
+        filled = {parameter.name: parameter.tensor for parameter in model.parameters()}
+        load_weights(model, tmp_path)
+        return filled
+
+    config = ModelConfig.from_folder(tmp_path)
+    want = [of_rank(config, rank) for rank in range(2)]
+    config = fuse(tmp_path)
+    for rank in range(2):
+        for name, tensor in of_rank(config, rank).items():
+            assert torch.equal(tensor, want[rank][name]), name
+
+
+class _Doubled(TensorParallelGroup):
+    """Ranks that hold the same."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.mul_(self.size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("onto_residual", [True, False])
+@torch.inference_mode()
+def test_row_parallel_takes_adapters_everywhere(size: int, onto_residual: bool) -> None:
+    """Bug: without a residual to add to, as in a model that norms a block's output, the layer took
+    no adapters."""
+    torch.manual_seed(0)
+    part = Part("out", 8, 6, (0, 8), (0, 6))
+    spec = LinearSpec("out", (part,), False, torch.float32, torch.device("cpu"))
+    linear = RowParallelLinear(spec, Dense(reference), _Doubled(0, size))
+    linear.state.weight.normal_()
+    linear.lora = LoraLinear(0, 6, (8,))
+    a, b, x, residual = (torch.randn(*shape) for shape in ((RANK, 6), (8, RANK), (3, 6), (3, 8)))
+    lora = LoraStep(
+        NOTHING, NOTHING, 0, NOTHING, NOTHING, NOTHING, RANK,
+        segments=[(0, torch.arange(3))], parts=[{0: (a, b)}],
+    )  # fmt: skip
+    want = size * (x @ (linear.state.weight + b @ a).t()) + (residual if onto_residual else 0)
+    found = linear(x, lora, residual=residual.clone() if onto_residual else None)
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
+class _Centred:
+    """A norm that no product takes along."""
+
+    parameters = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+@torch.inference_mode()
+def test_other_norms_are_launched_apart() -> None:
+    """Bug: a layer norm is handed to a kernel that computes an RMS norm."""
+    torch.manual_seed(0)
+    parts = tuple(Part(name, 4, 6, (0, 4), (0, 6)) for name in ("gate", "up"))
+    spec = LinearSpec("gate_up", parts, False, torch.float32, torch.device("cpu"))
+    linear = Linear(spec, Dense(reference))
+    linear.state.weight.normal_()
+    x = torch.randn(3, 6)
+    want = reference.silu_mul((x - x.mean(1, keepdim=True)) @ linear.state.weight.t())
+    torch.testing.assert_close(linear(x, norm=_Centred(), gate="silu"), want)

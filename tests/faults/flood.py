@@ -1,0 +1,203 @@
+"""Ten times what a closed loop gets, over HTTP and on real engines, for a minute.
+
+    python -m tests.faults.flood                    # the default model, 2 replicas of 64 rows
+    python -m tests.faults.flood --lengths mixed
+
+The client has the first core to itself; haproxy, routers and engines have the others: what the
+client takes would look like a slow service. First as many users as there are rows, one request
+after the other each, for the capacity; then Poisson arrivals at so many times that rate, whatever
+becomes of them. Its figures, with their bounds, go to FOLDER/faults-flood-<date>; exit status 1 if
+one is out of its bounds. A figure of a machine that is busy with something else means nothing.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report.result_file import write
+from deployments.checkpoints.resolve import resolve_model
+from tests.deployments.live import NAME, REPLICAS, Live, live_server
+from tests.faults.abuse.report import Report, percentile
+from tests.faults.clients import Said, ask
+
+TTFT = 2.0  # seconds: scaling.ttft, as promised
+WAIT = 2 * TTFT  # the same in an overload
+WORDS = ("the", "sea", "is", "wide", "and", "cold", "but", "we", "go", "on", "to", "see", "far")
+# (prompt words, output tokens): least and most of each
+LENGTHS = {"alike": ((20, 20), (32, 32)), "mixed": ((5, 45), (8, 80))}
+
+
+@dataclass
+class Asked:
+    """One request. at, end: monotonic seconds."""
+
+    at: float
+    said: Said
+    end: float
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.said.first - self.at
+
+    @property
+    def whole(self) -> bool:
+        return self.said.status == 200 and not self.said.error
+
+    @property
+    def good(self) -> bool:
+        return self.whole and self.first <= WAIT
+
+
+class Client:
+    def __init__(self, port: int, lengths: str) -> None:
+        self._port = port
+        self._words, self._tokens = LENGTHS[lengths]
+        self._dice = random.Random(13)
+
+    async def ask(self, asked: list[Asked]) -> Asked:
+        dice = self._dice
+        words = dice.choices(WORDS, k=dice.randint(*self._words))
+        body = {"model": NAME, "prompt": " ".join(words), "ignore_eos": True, "temperature": 0}
+        body["max_tokens"] = dice.randint(*self._tokens)
+        at = time.monotonic()
+        said = await ask(self._port, body)
+        one = Asked(at, said, time.monotonic())
+        asked.append(one)
+        return one
+
+    async def closed(self, users: int, seconds: float) -> list[Asked]:
+        """Each user asks again when it has its answer; one that is refused, a little later."""
+        asked: list[Asked] = []
+        end = time.monotonic() + seconds
+
+        async def user() -> None:
+            while time.monotonic() < end:
+                if not (await self.ask(asked)).whole:
+                    await asyncio.sleep(0.5)
+
+        await asyncio.gather(*(user() for _ in range(users)))
+        return asked
+
+    async def open(self, rate: float, seconds: float) -> list[Asked]:
+        """Arrivals at a mean rate."""
+        asked: list[Asked] = []
+        due = time.monotonic()
+        end = due + seconds
+        async with asyncio.TaskGroup() as group:
+            while (due := due + self._dice.expovariate(rate)) < end:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                group.create_task(self.ask(asked))
+        return asked
+
+
+async def most_beyond(live: Live, rows: int, found: list[int]) -> None:
+    """Requests in an engine beyond its rows, looked at twice a second."""
+    while True:
+        stats = await asyncio.to_thread(live.replica_stats)
+        found.append(max(one["running"] + one["waiting"] for one in stats.values()) - rows)
+        await asyncio.sleep(0.5)
+
+
+def rate(asked: list[Asked], since: float, until: float, *, good: bool) -> float:
+    """Answers a second that ended in this time."""
+    count = sum((one.good if good else one.whole) and since <= one.end < until for one in asked)
+    return count / (until - since)
+
+
+async def flood(live: Live, report: Report, options: argparse.Namespace) -> None:
+    client, rows = Client(live.port, options.lengths), options.rows
+    began = time.monotonic() + options.warm_up
+    calm = await client.closed(REPLICAS * rows, options.warm_up + options.seconds / 2)
+    # Without its beginning: users who begin together have no answer for as long as one takes.
+    capacity = rate(calm, began, began + options.seconds / 2, good=False)
+    assert capacity, f"no user got an answer: {Counter(one.said.error for one in calm)}"
+    beyond: list[int] = []
+    watch = asyncio.create_task(most_beyond(live, rows, beyond))
+    began = time.monotonic()
+    asked = await client.open(options.times * capacity, options.seconds)
+    watch.cancel()
+    report.lines += [
+        {
+            "at_s": round(one.at - began, 3),
+            "status": one.said.status,
+            "first_s": round(one.first, 3) if one.whole else None,
+            "s": round(one.end - one.at, 3),
+            "retry_after": one.said.headers.get("retry-after"),
+        }
+        for one in asked
+    ]
+    refused = [one for one in asked if one.said.status in (429, 503)]
+    lost = [one for one in asked if not one.whole and one.said.status not in (429, 503)]
+    first = sorted(one.first for one in asked if one.whole)
+    late = sorted(one.end - one.at for one in refused)
+    let_in = Counter(int((one.at - began) // 5) for one in asked if one.said.status == 200)
+    stretches = [let_in[part] for part in range(int(options.seconds // 5))]
+    for error, times in Counter(one.said.error for one in lost).items():
+        print(f"{times} times: {error}", file=sys.stderr)
+    print(f"let in, by stretches of 5 s: {stretches}", file=sys.stderr)
+    held = rate(asked, began, began + options.seconds, good=True)
+    report.add("flood/a closed loop's answers", capacity, "1/s")
+    report.add("flood/requests", len(asked), "")
+    report.add("flood/good answers, of a closed loop's", held / capacity, "x", least=0.95)
+    report.add("flood/first token p50", percentile(first, 0.5), "s")
+    report.add("flood/first token p99", percentile(first, 0.99), "s", most=2 * WAIT)
+    report.add("flood/refused", len(refused) / len(asked), "share", least=0.5)
+    if late:
+        report.add("flood/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
+        report.add("flood/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=500)
+    without = sum("retry-after" not in one.said.headers for one in refused)
+    report.add("flood/refusals without Retry-After", without, "", most=0)
+    report.add("flood/neither an answer nor a refusal", len(lost), "", most=0)
+    report.add("flood/let in within 5 s, least", min(stretches[1:]), "")
+    report.add("flood/let in within 5 s, most", max(stretches[1:]), "")
+    report.add("flood/in an engine beyond its rows, most", max(beyond), "", most=rows // 8 + 4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("tests.faults.flood", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="default", help="as in a configuration")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, default=64, help="of each of the two replicas")
+    parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the flood")
+    parser.add_argument("--warm-up", type=float, default=15.0)
+    parser.add_argument("--lengths", default="alike", choices=LENGTHS)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster is stopped
+    model = resolve_model(options.model, progress=lambda what, done, total: None)
+    cores = sorted(os.sched_getaffinity(0))
+    others = set(cores[1:]) or set(cores)
+    os.sched_setaffinity(0, others)  # what is started from here on inherits it
+    report = Report()
+    engine = {"max_num_seqs": options.rows, "dtype": options.dtype, "num_threads": 1}
+    with live_server(Path(model), engine=engine, scaling={"ttft": TTFT}) as live:
+        os.sched_setaffinity(0, {cores[0]})
+        asyncio.run(flood(live, report, options))
+    wrong = report.wrong()
+    if options.out:
+        config = {
+            **{name: value for name, value in vars(options).items() if name != "out"},
+            "routers": 2,
+            "replicas": REPLICAS,
+            "cores of the server": len(others),
+            "load_average": round(os.getloadavg()[1], 1),
+            "verdict": wrong,
+        }
+        write(options.out, "faults-flood", config, report.rows, report.lines)
+    for row in report.rows:
+        print(f"{row['case']:52} {row['value']:10} {row['unit']}")
+    print("; ".join(wrong) or "as it must be")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
