@@ -107,7 +107,7 @@ def _outlive_nobody(parent: int) -> None:
     In a process group of its own, because the raylet kills that of an actor that has died, and the
     streams with it."""
     with contextlib.suppress(OSError):
-        os.setsid()
+        os.setpgid(0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)  # kept by exec
     if os.getppid() != parent:
