@@ -66,6 +66,17 @@ def set_for_children(variables: dict[str, str]) -> None:
         os.environ[name] = value
 
 
+def no_ray_metrics() -> dict[str, str]:
+    """Variables without which Ray tells its metrics on all interfaces, to all who ask; those that
+    are set already are the user's wish. A port that does not exist is the only way to say none."""
+    wanted = {
+        "RAY_enable_metrics_collection": "0",
+        "AUTOSCALER_METRIC_PORT": "65536",
+        "DASHBOARD_METRIC_PORT": "65536",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def edge_settings() -> str:
     """Of HAProxy's launcher: JSON, "" is all defaults (haproxy/settings.py)."""
     return os.environ.get("MANTA_EDGE", "")

@@ -1,5 +1,6 @@
 """The command line: quick, honest about errors, and gone without a trace when told to stop."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -520,6 +522,26 @@ def test_addresses_that_are_not_ours() -> None:
     assert "not an address" in (ports.why_not_bindable("no such host", 8000) or "")
 
 
+def metrics_told(pids: Sequence[int]) -> list[int]:
+    """Ports of these processes beyond loopback that tell Prometheus's text without a token."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(entry))
+    found = []
+    open_ = [one for one in ports.listeners() if f"socket:[{one.inode}]" in inodes]
+    assert len(open_) > 4, "Ray's own, at least"
+    for one in open_:
+        if one.address not in ("127.0.0.1", "::1"):
+            with contextlib.suppress(OSError, HTTPException):
+                connection = HTTPConnection("127.0.0.1", one.port, timeout=2)
+                connection.request("GET", "/metrics")
+                if b"# HELP" in connection.getresponse().read():
+                    found.append(one.port)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.serve
 @pytest.mark.parametrize(
@@ -558,6 +580,8 @@ def test_a_stop_leaves_nothing_behind(
             output += line
         time.sleep(1)
         children = descendants(process.pid)
+        if until == "Serving":
+            assert not metrics_told(children), "on all interfaces, to all who ask"
         for _ in range(times):
             os.killpg(process.pid, number)
             time.sleep(0.2)

@@ -151,7 +151,8 @@ def test_f15_f16_a_client_that_goes_on_loses_nothing(live: Live, instance: Insta
     )
     print(run.told())
     assert not run.wrong and run.asked >= 8
-    assert run.kills == {"router": 1, "haproxy": 1} and run.cut >= 4
+    # More than one haproxy while an earlier one lets its streams end.
+    assert run.kills["router"] == 1 and run.kills["haproxy"] >= 1 and run.cut >= 4
     until(lambda: idle(live), 40)
 
 

@@ -13,7 +13,12 @@ from deployments.cli.serving.joining import ClusterError, join, reason, running_
 from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
 from deployments.cli.serving.time_limit import within
 from deployments.config.load import MantaConfig
-from deployments.environment import make_auth_token, ray_address, set_for_children
+from deployments.environment import (
+    make_auth_token,
+    no_ray_metrics,
+    ray_address,
+    set_for_children,
+)
 from deployments.store import forget_app
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
@@ -61,6 +66,8 @@ class Cluster:
         environment["PYTHONPATH"] = os.pathsep.join(
             dict.fromkeys([_source_folder(), *filter(None, sys.path[:1])])
         )
+        if config.http.loopback:
+            environment = {**no_ray_metrics(), **environment}
         set_for_children(environment)
         try:
             ray.init(

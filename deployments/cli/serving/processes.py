@@ -111,7 +111,7 @@ def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
 
 
 def leftovers() -> dict[int, Process]:
-    """Live processes whose server was killed: of its mark, below such, or in its driver's session."""
+    """Live processes whose server was killed: of its mark, below one, or of its session."""
     processes = table()
     found: set[int] = set()
     sessions: set[int] = set()
