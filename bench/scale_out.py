@@ -1,15 +1,19 @@
 """One, two and four engine replicas behind the routers of one server: throughput against so many
 times that of one, and how soon after the decision a new replica gives its first answer.
 
-    python -m bench.scale_out --model FOLDER --name llama-8b --load-script http_load.py \
-        --replicas 1 2 4 --out bench/results
+    python -m bench.scale_out --model FOLDER --name llama-8b --replicas 1 2 4 --out bench/results
 
-For a machine with as many GPUs; --cpu tries it on one without. FOLDER and the load script are those
-of bench.versus_http. The server runs throughout: each step deploys a higher count, as `serve
-deploy` does, while single requests come; the first that the new replica answers is timed from the
-decision. Then the `dialogue` workload: for each replica as many streams, and requests of the same
-lengths with a prompt of their own. The load script is copied beside a `workloads` module whose
-build(name) gives these; that is where it has to take its requests from.
+For a machine with as many GPUs; --cpu tries it on one without. FOLDER is that of bench.versus_http,
+and the load that of `manta loadtest`. The server runs throughout: each step deploys a higher count,
+as `serve deploy` does, while single requests come; the first that the new replica answers is timed
+from the decision. Then the first requests of the `dialogue` workload: for each replica as many
+streams, and each request once, with a prompt of its own.
+
+The workload's next requests instead would have other lengths, by chance longer or shorter by some
+per cent, and throughput depends on them: what would be measured is in part the luck of the draw.
+Tokens/s divided by the mean length do not undo it, because the end of a run hangs on the longest
+request. The prompts differ, so that no router has a reason to bring equal ones together; they are
+dealt out such that each client process gets the lengths that one of them has with one replica.
 
 Each line is kept as soon as it is there, with the second `at_s` of the run. --resume takes up the
 day's lines in --out and goes on with the counts that are missing, so that it fits where a command
@@ -19,9 +23,6 @@ may not run for long.
 import argparse
 import json
 import os
-import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,22 +34,11 @@ from typing import Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
-from bench.versus_http import LOAD_S, READY_S
-from loadtest.scenario import workloads
+from bench.versus_http import LOAD_S, READY_S, load
 
 ROUTERS = 4  # for each replica of the largest step
 FIRST_ANSWER_S = 15.0  # promised
 SCALES = 0.95
-
-# In the load script's folder, where it finds it before any other.
-WORKLOADS = """\
-import json
-from pathlib import Path
-
-def build(name, seed=0):
-    Path("asked").touch()
-    return [(ids, num_out) for ids, num_out in json.loads(Path("requests.json").read_text())]
-"""
 
 
 def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
@@ -178,56 +168,18 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
     return {"label": "grow", "to": replicas, "first_answers_s": [*times.values()], "failed": failed}
 
 
-def requests_of(count: int, replicas: int, clients: int) -> list[workloads.Request]:
-    """The first requests of `dialogue`, and for each further replica others of the same lengths.
-
-    Its next ones have other lengths, by chance longer or shorter by some per cent, and throughput
-    depends on them: what would be measured is in part the luck of the draw. Tokens/s divided by the
-    mean length do not undo it, because the end of a run hangs on the longest request. The prompts
-    differ, so that no router has a reason to bring equal ones together.
-
-    clients: of one replica. Their order is such that, dealt out to `replicas` times as many, each
-    client gets the lengths that one of them has with one replica.
-    """
-    first = workloads.build("dialogue")[:count]
-    if len(first) < count:
-        raise SystemExit(f"--count {count}: dialogue has {len(first)} requests")
-    copies = [first]
-    for replica in range(1, replicas):
-        rng = random.Random(replica)
-        copies.append(
-            [
-                ([rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in ids], num_out)
-                for ids, num_out in first
-            ]
-        )
-    return [
-        request
-        for begin in range(0, count, clients)
-        for copy in copies
-        for request in copy[begin : begin + clients]
-    ]
-
-
-def load(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> dict[str, Any]:
-    script = args.load_script
-    streams, clients = args.streams * replicas, min(args.streams, 1 if args.cpu else 8)
-    requests = requests_of(max(1, int(args.count * share)), replicas, clients)
-    command = [sys.executable, script.name, "--model", "m", "--workload", "dialogue"]
-    command += ["--url", f"{url}/v1/completions", "--label", f"{replicas} replicas"]
-    command += ["--concurrency", str(streams), "--limit", str(len(requests))]
-    command += ["--procs", str(clients * replicas)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copy(script, folder)
-        (folder / "workloads.py").write_text(WORKLOADS)
-        (folder / "requests.json").write_text(json.dumps(requests))
-        done = subprocess.run(
-            command, cwd=folder, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
-        )
-        if not (folder / "asked").exists():
-            raise SystemExit(f"{script.name} does not take its requests from workloads.build")
-    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> Line:
+    """Of the requests of each replica, this share."""
+    clients = min(args.streams, 1 if args.cpu else 8)
+    line = load(
+        url,
+        f"{replicas} replicas",
+        "dialogue",
+        streams=args.streams * replicas,
+        count=max(1, int(args.count * share)),
+        clients=clients * replicas,
+        copies=replicas,
+    )
     return {**line, "replicas": replicas}
 
 
@@ -267,7 +219,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--name", default="model", help="label of the cases")
-    parser.add_argument("--load-script", type=Path, required=True, help="see bench.versus_http")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--streams", type=int, default=128, help="at once, for each replica")
     parser.add_argument("--count", type=int, default=256, help="requests for each replica")
@@ -277,7 +228,6 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve())
-    args.load_script = args.load_script.resolve()
     args.replicas.sort()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -298,15 +248,15 @@ def main() -> int:
                     if replicas > have:
                         keep(grow(server, have, replicas))
                         have = replicas
-                    warm = load(args, server.url, replicas, 0.25)
+                    warm = measure(args, server.url, replicas, 0.25)
                     keep({"label": "warm", "failed": warm["failed"]})
-                    keep(load(args, server.url, replicas))
+                    keep(measure(args, server.url, replicas))
     rows = rows_of(args.name, raw.all)
     config = {
         "ours": {**configuration(args, max(args.replicas)), "model": args.name},
         "peers": {"so many times one replica": {}},
-        "load": f"dialogue, {args.streams} streams and {args.count} requests a replica, of the "
-        "same lengths for each",
+        "load": f"dialogue, by manta loadtest: {args.streams} streams and {args.count} requests a "
+        "replica, of the same lengths for each",
         "versions": versions("transformers", "ray"),
     }
     raw.finish(config, rows, _device(args.cpu))

@@ -1,7 +1,6 @@
 """Manta's HTTP endpoint behind Ray Serve against vLLM's own server and Ray Serve LLM, on one GPU.
 
-    python -m bench.versus_http --model FOLDER --name llama-8b --load-script http_load.py \
-        --out bench/results
+    python -m bench.versus_http --model FOLDER --name llama-8b --out bench/results
 
 One server after the other, each alone on the device, all under the same streaming load: the
 `dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
@@ -9,10 +8,11 @@ weights are random. Prefix caches are off, outputs greedy, end tokens ignored. F
 with the server's settings, runs the same requests offline, as many at once as there are streams:
 what the endpoint could deliver at most.
 
---load-script is a program that takes --model, --workload, --concurrency, --limit, --procs and
---label, and prints one JSON line with out_tok_s, ttft_ms_p50, itl_ms_p99, ok and failed. It runs in
-its own folder. A load of which any request failed ends the comparison. --ray-llm-path is put before
-PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same age as its vLLM.
+The load is `manta loadtest`'s client, a closed loop in eight processes. `itl_ms` are gaps between
+chunks, undivided. A load of which any request failed, or got fewer tokens than it asked for, ends
+the comparison; `client` in a line says why the client itself may have been the bottleneck, if it
+was. --ray-llm-path is put before PYTHONPATH for Ray Serve LLM alone, which wants a Ray of the same
+age as its vLLM.
 
 Each line is kept as soon as it is there. All of it takes up to 16 minutes, longer than one command
 may run in some places, and a server that is cut off there stays: with --seconds no side is begun
@@ -23,6 +23,7 @@ for the wrong side.
 """
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -42,12 +43,14 @@ from typing import TYPE_CHECKING, Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions_under
 from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
+from loadtest.runner import Options, Result, Task, run_async
 from loadtest.scenario import workloads
 
 if TYPE_CHECKING:
     from engine import LLM
 
 STREAMS = {1: 6, 64: 256, 256: 1024, 1024: 1024}  # streams at once -> requests
+WARM = 64  # requests before these, all at once, of another workload
 PACKAGES = {"manta": ("transformers",), "vllm": ("vllm",), "ray-serve-llm": ("vllm",)}
 PEERS = ("vllm", "ray-serve-llm")
 READY_S, STOP_S, LOAD_S = 240, 60, 420
@@ -103,7 +106,7 @@ finally:
 
 
 def clients_of(streams: int) -> int:
-    """Processes of the load script, which deals out the requests and the streams to them."""
+    """Processes of the load, which deals out the requests and the streams to them."""
     return 1 if streams == 1 else 8
 
 
@@ -136,8 +139,8 @@ def run_offline(model: str) -> None:
 
 
 def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
-    """The output tokens of each request, with so many in flight, as the load script does it: each
-    of its clients has its own share of the requests and of the streams."""
+    """The output tokens of each request, with so many in flight, as the load tester does it: each
+    of its processes has its own share of the requests and of the streams."""
     from engine import SamplingParams
 
     def run(some: list[workloads.Request]) -> list[int]:
@@ -299,20 +302,70 @@ def _wait_until_closed(side: str) -> None:
         time.sleep(0.5)
 
 
-def load(script: Path, side: str, streams: int, count: int, workload: str) -> dict[str, Any]:
-    """The load script's line. Raises SystemExit unless all requests were answered: a server that
-    refuses some has less to do, and its figures are not those of this load."""
-    command = [sys.executable, script.name, "--model", "m", "--workload", workload]
-    command += ["--concurrency", str(streams), "--limit", str(count), "--label", side]
-    command += ["--procs", str(clients_of(streams))]
-    done = subprocess.run(
-        command, cwd=script.parent, stdout=subprocess.PIPE, timeout=LOAD_S, check=True
-    )
-    line: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+def load(
+    url: str,
+    label: str,
+    workload: str,
+    *,
+    streams: int,
+    count: int,
+    clients: int,
+    copies: int = 1,
+) -> Line:
+    """The first `count` requests of a workload, each `copies` times with a prompt of its own, with
+    so many streams at once; what the load tester measured. ok: those that got all their tokens.
+    Raises SystemExit if it takes too long."""
+    scenario = {
+        "target": {"url": url, "model": "m", "timeout": LOAD_S, "chunk_timeout": LOAD_S},
+        "work": {"name": workload, "copies": copies, "sampling": {"temperature": 0}},
+        "phases": [
+            {
+                "name": "load",
+                "arrivals": {"kind": "closed", "concurrency": streams},
+                "requests": count * copies,
+            }
+        ],
+    }
+    task, options = Task(json.dumps(scenario), label), Options(procs=clients)
+
+    async def limited() -> Result:
+        async with asyncio.timeout(LOAD_S):
+            return await run_async(task, options)
+
+    try:
+        result = asyncio.run(limited())
+    except TimeoutError:
+        raise SystemExit(f"{label}, {workload}: not over after {LOAD_S} s") from None
+    summary, records = result.summary, result.records
+    whole = [r for r in records if r.ok and r.output_tokens == r.output_tokens_expected]
+    error = next((r.error_message for r in records if r.failed), None)
+    return {
+        "label": label,
+        "workload": workload,
+        "concurrency": streams,
+        "ok": len(whole),
+        "failed": summary.failed,
+        "out_tok_s": round(summary.output_tokens_per_s, 1),
+        "req_s": round(summary.served_per_s, 2),
+        "ttft_ms_p50": round(1000 * summary.ttft.p50, 1),
+        "ttft_ms_p99": round(1000 * summary.ttft.p99, 1),
+        "itl_ms_p50": round(1000 * summary.itl_chunk.p50, 1),
+        "itl_ms_p99": round(1000 * summary.itl_chunk.p99, 1),
+        "chunks": sum(len(record.chunks) for record in records),
+        "error": error,
+        "client": summary.reasons,
+    }
+
+
+def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> Line:
+    """Raises SystemExit unless all requests got all their tokens: a server that refuses some has
+    less to do, and its figures are not those of this load."""
+    clients = clients_of(streams)
+    line = load(url, side, workload, streams=streams, count=count, clients=clients)
     if line["failed"] or line["ok"] != count:
         raise SystemExit(
-            f"{side}, {workload} at {streams} streams: of {count} requests {line['ok']} were "
-            f"answered and {line['failed']} failed: {line.get('error')}"
+            f"{side}, {workload} at {streams} streams: of {count} requests {line['ok']} got all "
+            f"their tokens and {line['failed']} failed: {line['error']}"
         )
     return line
 
@@ -325,13 +378,12 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
         yield from lines_of(command)
         _wait_until_closed(side)
         return
-    script = args.load_script.resolve()
     ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
     with server(side, args.model, args.ray_llm_path) as ready:
         yield {"label": side, "ready_s": ready, "versions": ran_on}
-        load(script, side, 64, 64, "uniform")  # warm
+        whole_load(URL, side, WARM, WARM, "uniform")
         for streams, count in STREAMS.items():
-            yield load(script, side, streams, count, "dialogue")
+            yield whole_load(URL, side, streams, count, "dialogue")
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -372,7 +424,7 @@ def compare(args: argparse.Namespace) -> int:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,
-        "load": "dialogue, 8 client processes (1 at one stream)",
+        "load": "dialogue, by manta loadtest: 8 client processes (1 at one stream)",
     }
     raw.finish(config, rows)
     print_ratios(rows)
@@ -416,7 +468,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--name", default="model", help="label of the cases")
-    parser.add_argument("--load-script", type=Path, help="the load generator; see above")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ray-llm-path", default="", help="put before PYTHONPATH for its server")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
@@ -427,8 +478,6 @@ def main() -> None:
     args.model = str(Path(args.model).resolve())
     if args.offline:
         run_offline(args.model)
-    elif args.load_script is None or not args.load_script.is_file():
-        parser.error("--load-script: no such file; it names the program that makes the load")
     else:
         sys.exit(compare(args))
 

@@ -2,8 +2,10 @@
 
 import ast
 import contextlib
+import fnmatch
 import importlib.util
 import itertools
+import json
 import os
 import re
 import socket
@@ -17,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "bench" / "results"
 
 
 def examples(page: str) -> list[str]:
@@ -104,6 +107,52 @@ def test_http_page_names_every_error() -> None:
         "Refused without being looked into"
     )
     assert "`suffix`" in refused and "`suffix`" not in taken
+
+
+# Of a branch whose history was squashed away; the next run of its program replaces the file.
+COMMIT_LOST = {"adapters-live-2026-11-22.json"}
+
+
+def test_figures_name_files_that_exist() -> None:
+    """A figure whose file is gone, or was never committed, is a claim that nobody can check."""
+    there = [path.name for folder in (RESULTS, DOCS / "img") for path in folder.iterdir()]
+    named, missing = 0, []
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")):
+        text = page.read_text("utf-8")
+        for name in re.findall(r"([\w.-]+-(?:\d{4}-\d\d-\d\d|<date>)\.\w+)", text):
+            named += 1
+            if not fnmatch.filter(there, name.replace("<date>", "*")):
+                missing.append(f"{page.name}: {name}")
+    assert named > 20 and not missing
+
+
+def commits(value: Any, key: str = "") -> Iterator[str]:
+    """Every commit that a result names."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from commits(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from commits(inner)
+    elif key == "commit":
+        yield value
+
+
+def test_results_name_commits_that_exist() -> None:
+    """Two results were of commits that no clone has: what was measured is known to nobody."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("not a checkout with its history: which commits there are is not known")
+    known = set(git("rev-list", "HEAD").split())
+    files = RESULTS.glob("*.json")
+    named = {path.name: list(commits(json.loads(path.read_text()))) for path in files}
+    assert len(named) > 20 and all(named.values()), "a result that does not say what it measured"
+    lost = {name for name, found in named.items() if not known.issuperset(found)}
+    assert lost == COMMIT_LOST & named.keys()
 
 
 def test_links_lead_somewhere() -> None:

@@ -247,8 +247,8 @@ class Source:
         """The request of a list in workloads.py, unless the scenario sets lengths of its own."""
         if self._trace or self._work.name not in workloads.WORKLOADS:
             return None
-        length = len(self._list(0))
-        return self._list(index // length)[index % length]
+        number, length = index // self._work.copies, len(self._list(0))
+        return self._list(number // length)[number % length]
 
     def _output(self, index: int, tenant: "Tenant | None") -> int:
         own = (tenant.output if tenant else None) or self._work.output
@@ -271,6 +271,8 @@ class Source:
         if own is None and self._trace:
             return self._trace_ids(self._trace[index % len(self._trace)], index)
         if own is None and (listed := self._listed(index)) is not None:
+            if index % self._work.copies:
+                return self._ids(self._rng("input", index), len(listed[0]))
             return list(listed[0])
         length = own or self._named.input
         assert length is not None

@@ -232,9 +232,14 @@ class JsonSchema(_Model):
 
 
 class Work(_Model):
-    """What is asked. name: see `manta loadtest list`. input, output: instead of the name's own."""
+    """What is asked. name: see `manta loadtest list`. input, output: instead of the name's own.
+
+    copies: each request of a named list so many times, with prompts of their own of its length: for
+    a server of so many replicas, so many times the work of one.
+    """
 
     name: str = "dialogue"
+    copies: Annotated[int, Field(ge=1, le=10_000)] = 1
     input: Lengths | None = None
     output: Lengths | None = None
     ids: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | None = None
@@ -252,11 +257,18 @@ class Work(_Model):
     @model_validator(mode="after")
     def _known(self) -> "Work":
         from loadtest.scenario.requests import NAMES
+        from loadtest.scenario.workloads import WORKLOADS
 
         if self.name not in NAMES:
             raise ValueError(f"name: no workload {self.name!r}{hint(self.name, list(NAMES))}")
         if self.name == "tokens" and (self.input is None or self.output is None):
             raise ValueError("name: workload 'tokens' needs input and output")
+        listed = self.name in WORKLOADS and self.input is None and self.output is None
+        if self.copies > 1 and not listed:
+            raise ValueError(
+                "copies: only of the requests of a list, without input and output of the "
+                f"scenario's own; there are: {', '.join(WORKLOADS)}"
+            )
         if self.ids is not None and self.ids[0] >= self.ids[1]:
             raise ValueError("ids: [low, high] with low below high")
         names = [tenant.name for tenant in self.tenants]

@@ -1,7 +1,7 @@
 """The comparison of servers can be cut off and taken up again, and tells what from what."""
 
 import argparse
-import json
+import contextlib
 import socket
 import subprocess
 import sys
@@ -14,8 +14,17 @@ from typing import Any
 import pytest
 
 from bench import versus_http
-from bench.versus_http import STREAMS, compare, generate, load, rows_of, server, whole_sides
+from bench.versus_http import (
+    STREAMS,
+    compare,
+    generate,
+    rows_of,
+    server,
+    whole_load,
+    whole_sides,
+)
 from loadtest.scenario import workloads
+from tests.loadtest.fake_server import FakeServer
 
 
 def lines_of(side: str, rate: float, streams: tuple[int, ...] = tuple(STREAMS)) -> list[dict]:
@@ -56,7 +65,7 @@ def test_no_side_starts_while_another_answers(monkeypatch: pytest.MonkeyPatch) -
 
 
 def args_of(out: Path, **others: Any) -> argparse.Namespace:
-    common = {"model": "model", "name": "m", "load_script": out / "load.py", "peers": ["vllm"]}
+    common = {"model": "model", "name": "m", "peers": ["vllm"]}
     return argparse.Namespace(**common, out=out, ray_llm_path="", resume=True, **others)
 
 
@@ -90,15 +99,73 @@ def test_lines_of_a_side_that_fails_are_kept() -> None:
 
 
 @pytest.mark.parametrize("answered, failed", [(724, 300), (724, 0)])
-def test_a_load_that_is_not_whole_is_none(tmp_path: Path, answered: int, failed: int) -> None:
+def test_a_load_that_is_not_whole_is_none(
+    monkeypatch: pytest.MonkeyPatch, answered: int, failed: int
+) -> None:
     """A side that refused 300 of 1,024 requests was quoted with the throughput of the others."""
     line = {"ok": answered, "failed": failed, "error": "503 busy", "out_tok_s": 1.0}
-    script = tmp_path / "load.py"
-    script.write_text(f"print({json.dumps(json.dumps(line))})")
+    monkeypatch.setattr(versus_http, "load", lambda *_, **__: line)
     with pytest.raises(SystemExit, match=f"vllm.* 1024 requests 724 .* {failed} failed: 503 busy"):
-        load(script, "vllm", 1024, 1024, "dialogue")
+        whole_load("", "vllm", 1024, 1024, "dialogue")
     if not failed:
-        assert load(script, "vllm", 1024, 724, "dialogue") == line
+        assert whole_load("", "vllm", 1024, 724, "dialogue") == line
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side's load in seconds."""
+    monkeypatch.setattr(versus_http, "STREAMS", {1: 2, 4: 8})
+    monkeypatch.setattr(versus_http, "WARM", 2)
+    monkeypatch.setattr(versus_http, "clients_of", lambda streams: min(2, streams))
+    monkeypatch.setattr(versus_http, "versions_under", lambda *_: {})
+
+
+def side(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The lines of Manta's side, with this server in place of Manta's."""
+    monkeypatch.setattr(versus_http, "URL", server.url)
+    monkeypatch.setattr(versus_http, "server", lambda *_: contextlib.nullcontext(1.5))
+    args = argparse.Namespace(model="model", ray_llm_path="")
+    return list(versus_http.run_side(args, "manta"))
+
+
+def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that nobody could repeat: what made its load was not in the repository. And
+    another load than that of the engine alone, whose figure it is compared with."""
+    with FakeServer(first=0.01, gap=0.001, per_chunk=64) as server:
+        started, *lines = side(server, monkeypatch)
+    assert started == {"label": "manta", "ready_s": 1.5, "versions": {}}
+    assert [(line["concurrency"], line["ok"]) for line in lines] == [(1, 2), (4, 8)]
+    for line in lines:
+        assert line["label"] == "manta" and line["workload"] == "dialogue"
+        assert line["failed"] == 0 and line["error"] is None and line["out_tok_s"] > 0
+        assert line["ttft_ms_p99"] >= line["ttft_ms_p50"] >= 10
+        assert line["itl_ms_p99"] >= line["itl_ms_p50"] >= 1 and line["chunks"] > 8
+    warm, *asked = [server.seen[:2], server.seen[2:4], server.seen[4:]]
+    for bodies, name in ((warm, "uniform"), *((some, "dialogue") for some in asked)):
+        wanted = workloads.build(name)[: len(bodies)]
+        found = [(body["prompt"], body["max_tokens"]) for body in bodies]
+        assert sorted(found) == sorted(wanted)
+        for body in bodies:
+            told = (body["model"], body["temperature"], body["ignore_eos"], body["stream"])
+            assert told == ("m", 0, True, True)
+    rows = rows_of("m", [*lines, *lines_of("offline", 1.0, (1, 4))], [])
+    assert [row["case"] for row in rows] == ["m/1/engine", "m/4/engine"]
+
+
+@pytest.mark.parametrize("fault", ["refuse_503", "cut"])
+def test_a_side_that_fails_a_request_is_none(
+    small: None, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Figures of the requests that were answered, as if they were all."""
+
+    def at_the_fifth(number: int, body: dict[str, Any]) -> str | None:
+        return fault if number == 5 else None
+
+    with (
+        FakeServer(per_chunk=64, fault=at_the_fifth) as server,
+        pytest.raises(SystemExit, match="manta, dialogue at 4 streams: of 8 requests 7 got all"),
+    ):
+        side(server, monkeypatch)
 
 
 class FakeLLM:

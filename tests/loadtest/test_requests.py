@@ -53,6 +53,24 @@ def test_first_measured_phase_has_the_named_list() -> None:
     assert again != wanted[0][0]  # the second round has prompts of its own: no prefix-cache gift
 
 
+def test_copies_have_the_same_lengths_and_prompts_of_their_own() -> None:
+    """Twice the servers with twice the requests, of other lengths: what differs is in part luck.
+    Dealt out to twice the processes, each has the lengths of one that there was."""
+    wanted = workloads.build("dialogue", 5)
+    jobs = source(5, name="dialogue", copies=3, first=True)
+    found = [(ids(jobs.job(i)), jobs.job(i).expected) for i in range(24)]
+    assert found[::3] == wanted[:8]
+    for number, (prompt, expected) in enumerate(found):
+        assert (len(prompt), expected) == (len(wanted[number // 3][0]), wanted[number // 3][1])
+    assert len({tuple(prompt) for prompt, _ in found}) == 24
+    for process in range(6):  # of 6, where there were 2
+        lengths = [(len(prompt), expected) for prompt, expected in found[process::6]]
+        assert lengths == [(len(p), out) for p, out in wanted[process // 3 : 8 : 2]]
+    for work in ({"name": "chat"}, {"name": "dialogue", "output": 5}):
+        with pytest.raises(ValueError, match="copies: only of the requests of a list"):
+            source(copies=2, **work)
+
+
 def test_sharegpt_lengths() -> None:
     """The inverse CDF scaled twice, or not at all."""
     jobs = source(name="sharegpt")
