@@ -1,4 +1,6 @@
-"""Admission: may the oldest waiting request start now? Policies by name, in one table.
+"""Admission: may the oldest waiting request start now? Strategies by name, in two tables.
+
+Whether memory allows it (`ADMISSION`):
 
     optimistic   its known tokens fit now; a wrong guess costs a preemption. The default.
     reserved     as if it took all the blocks it may ever need at once. Never preempts.
@@ -6,16 +8,27 @@
     peak         the largest future use of memory fits (LightLLM's router, exact). Never preempts.
 
 The last three believe max_tokens: requests that give none are counted up to the model's length.
-Every policy sees only the head of the queue, so nobody overtakes and nobody starves.
+
+Whether it may run with those that run (`BATCHING`):
+
+    mixed        with any: a step serves requests of all adapters. The default.
+    split        only with requests of its adapter.
+
+Every strategy sees only the head of the queue, so no request overtakes and none starves.
+docs/strategies.md says when to choose which.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from engine.scheduling.chunking import steps_until_computed
+
+if TYPE_CHECKING:
+    from engine.scheduling.queue import Queue
+    from engine.scheduling.request import Request
 
 
 class Footprint(NamedTuple):
@@ -67,7 +80,18 @@ class Memory:
         return -(-tokens // self.block_size)
 
 
-Policy = Callable[[Memory, Footprint], bool]
+class Fits(Protocol):
+    """An admission strategy. Asked only after `fits_now`, and overruled where nothing runs."""
+
+    def __call__(self, memory: Memory, new: Footprint, /) -> bool: ...
+
+
+class Joins(Protocol):
+    """A batching strategy. running: by id; queue: still with the request."""
+
+    def __call__(
+        self, request: "Request", running: "Mapping[int, Request]", queue: "Queue", /
+    ) -> bool: ...
 
 
 def fits_now(memory: Memory, new: Footprint) -> bool:
@@ -121,9 +145,21 @@ def future_peak(now: Sequence[int], left: Sequence[int]) -> int:
     return int((left_sorted * np.arange(1, len(now) + 1) + held).max())
 
 
-POLICIES: dict[str, Policy] = {
+def mixed(request: "Request", running: "Mapping[int, Request]", queue: "Queue") -> bool:
+    return True
+
+
+def split(request: "Request", running: "Mapping[int, Request]", queue: "Queue") -> bool:
+    if queue.parked:  # an earlier request waits for its adapter
+        return False
+    other = next(iter(running.values()), None)
+    return other is None or other.adapter is request.adapter
+
+
+ADMISSION: dict[str, Fits] = {
     "optimistic": optimistic,
     "sum": sum_of_lengths,
     "reserved": reserved,
     "peak": peak,
 }
+BATCHING: dict[str, Joins] = {"mixed": mixed, "split": split}

@@ -11,8 +11,7 @@ class CoreConfig:
         request, prompt and output; the core lowers it to what num_blocks can hold.
     num_blocks, block_size: the KV cache, and tokens a block.
     async_scheduling: launch step n + 1 before the tokens of n are known.
-    admission: a name in engine.scheduling.admission.POLICIES.
-    batching: "mixed" or "split"; see EngineConfig.
+    admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     """
 

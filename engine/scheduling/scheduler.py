@@ -28,7 +28,7 @@ from engine.errors import AdapterError
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
-from engine.scheduling.admission import POLICIES, Footprint, Memory, fits_now
+from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, Memory, fits_now
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.chunking import pace, scored_pace, startable_tokens
 from engine.scheduling.core_config import CoreConfig
@@ -67,11 +67,11 @@ class Scheduler:
         self.releases: list[Release] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         self._failed: list[Delta] = []  # requests whose adapter cannot be had
-        self._split = config.batching == "split"
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._policy = POLICIES[config.admission]
+        self._fits = ADMISSION[config.admission]
+        self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling)
         self._arrivals = 0
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
@@ -128,9 +128,8 @@ class Scheduler:
         """Somebody runs or may start: not all who may leave the queue wait for their adapters."""
         if self.running:
             return True
-        if self._split and self.queue.parked:
-            return False
-        return self.queue.first() is not None
+        request = self.queue.first()
+        return request is not None and self._joins(request, self.running, self.queue)
 
     def requeue(self, *, trusted: bool) -> None:
         """All running requests back to the queue, and the steps in flight forgotten: their results
@@ -285,7 +284,7 @@ class Scheduler:
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not queue.retry and self.running:
                 return
-            if self._split and not self._joins(request):
+            if not self._joins(request, self.running, queue):
                 queue.retry = False  # until anyone has ended
                 return
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
@@ -296,11 +295,6 @@ class Scheduler:
                 queue.retry = False
                 return
             self._draft_chunk(request, draft)
-
-    def _joins(self, request: Request) -> bool:
-        """Batching "split": only who has the adapter of those who run, and nobody overtakes."""
-        other = next(iter(self.running.values()), None)
-        return not self.queue.parked and (other is None or other.adapter is request.adapter)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
         """Its adapter is on the device. If not, the request steps aside until it is, and ends if
@@ -332,7 +326,7 @@ class Scheduler:
         if not fits_now(memory, footprint):
             return False
         # What runs alone fits, whatever a careful policy makes of its rounding.
-        if not self._policy(memory, footprint) and self.running:
+        if not self._fits(memory, footprint) and self.running:
             return False
         self.queue.take(request)
         self.blocks.share(cached)

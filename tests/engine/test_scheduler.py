@@ -7,7 +7,7 @@ import pytest
 
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.messages import Delta
-from engine.scheduling.admission import POLICIES, future_peak
+from engine.scheduling.admission import ADMISSION, future_peak
 from engine.scheduling.chunking import pace, steps_until_computed
 from engine.scheduling.request import Phase, Request
 from engine.scheduling.scheduler import Scheduler
@@ -408,7 +408,7 @@ def test_policies_differ_as_they_should() -> None:
     assert peak_use("reserved", None)[0] == 2 and peak_use("optimistic", None)[0] > 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ADMISSION)
 def test_what_fits_alone_always_starts(policy: str) -> None:
     """Bug: a careful estimate, rounded up, is more than all memory, and the request never runs."""
     hand = Hand(admission=policy, num_blocks=8, max_model_len=32, async_scheduling=False)

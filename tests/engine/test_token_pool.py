@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.runner.token_pool import TokenPool
-from engine.scheduling.admission import POLICIES
+from engine.scheduling.admission import ADMISSION
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core import EngineCore
 from tests.fakes import FakeRunner, expected, make_config, make_request, make_store, run
@@ -67,7 +67,7 @@ def test_against_a_set(device: str) -> None:
 
 
 @pytest.mark.parametrize("kept", ["list", "cumsum"])
-@pytest.mark.parametrize("admission", POLICIES)
+@pytest.mark.parametrize("admission", ADMISSION)
 def test_blocks_of_one_token(admission: str, kept: str) -> None:
     """A table index or a prefix that is off by one where every token has a block; memory that is
     never full or never exceeded although every token counts."""
