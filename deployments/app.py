@@ -170,6 +170,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,
+            seed=config.engine.get("seed"),
         ),
         *engines,
     )

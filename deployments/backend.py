@@ -27,6 +27,7 @@ class ModelCard:
     created: int  # Unix seconds
     root: str = ""
     parent: str | None = None  # base model of an adapter
+    seed: int | None = None  # EngineConfig's, of the replicas
 
 
 @dataclass(slots=True)

@@ -39,8 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
     allocation: where free blocks are kept: "list" on the host, or "cumsum" as a mask on the device
-        that is searched by its cumulative sum, contiguous blocks first (LightLLM's way, kept for
-        comparison: the host waits for it).
+        that is searched by its cumulative sum, contiguous blocks first. When: docs/strategies.md.
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
@@ -51,10 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
-    admission: which waiting requests may start, a name in scheduling/admission.py ("optimistic":
-        when their prompt fits, preempting if it goes wrong).
+    admission: which waiting requests may start: "optimistic" when their prompts fit, preempting if
+        that goes wrong; "sum", "reserved" and "peak" never preempt. When: docs/strategies.md.
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
-        time, in the order of arrival (kept for comparison: it collapses when adapters alternate).
+        time, in the order of arrival. When: docs/strategies.md.
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
     max_lora_rank: of one adapter; the device has max_loras slots of this rank, allocated at start.
     max_virtual_tokens: of one adapter by prompt tuning, p-tuning or prefix tuning; the slots have
@@ -68,7 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
         kind of device with the same num_threads.
     num_threads: CPU threads of the step; 0 = the process's share of cores, 2 on CUDA.
-    seed: of the dummy weights and of seeds drawn for requests that give none.
+    seed: decides the seeds of requests that give none, by their prompts: the same request has the
+        same text again, from any router and replica. None = each draws one at random. Also of the
+        dummy weights, where None is 0.
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
@@ -100,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_folder: str = ""
     deterministic: bool = False
     num_threads: int = 0
-    seed: int = 0
+    seed: int | None = None
     log_level: Literal["info", "debug"] = "info"
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ def build(
         load_weights(
             model,
             None if config.load_format == "dummy" else resolved.folder,
-            seed=config.seed,
+            seed=config.seed or 0,
             progress=None if progress is None else lambda done: progress("weights", done),
         )
         if device.type == "cuda":
@@ -184,7 +184,7 @@ def _model_key(resolved: Resolved) -> str:
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     state.update(config.quantization.encode())
     if config.load_format == "dummy":
-        state.update(f"\0dummy\0{config.seed}".encode())
+        state.update(f"\0dummy\0{config.seed or 0}".encode())
     else:
         for path in sorted(folder.glob("*.safetensors")):
             stat = path.stat()

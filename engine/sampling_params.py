@@ -1,6 +1,8 @@
 """SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import get_type_hints
 
 import msgspec
@@ -38,7 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: 0.01..10, over prompt and output (Keskar et al. 2019). Logits are divided by
         it: a much smaller one makes infinite logits, which cannot be sampled.
     presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
-    seed: int64; None = drawn at submission, so that a resumed request keeps its numbers.
+    seed: int64; None = decided at submission, so that a resumed request keeps its numbers:
+        `seed_for`.
     stop: a string or up to 4, of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
@@ -133,6 +136,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    def seed_for(self, prompt: Sequence[int], engine_seed: int | None) -> int | None:
+        """The seed of a request with this prompt (token ids): its own; else a function of prompt
+        and `EngineConfig.seed`, in 0..2**63 - 1; None if there is neither: the caller draws one.
+        """
+        if self.seed is not None or engine_seed is None:
+            return self.seed
+        digest = blake2b(f"{engine_seed} ".encode(), digest_size=8)
+        digest.update(array("I", prompt).tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 1
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the logits do not have.

@@ -147,6 +147,11 @@ class PoolConfig(_Section):
             )
         if self.max_replicas is not None and self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is above max_replicas")
+        if "seed" in self.engine:
+            raise ValueError(
+                "engine.seed: a request may move from pool to pool and keeps its text, so there is "
+                "one seed for all of them; set it under the top level's engine"
+            )
         return self
 
 

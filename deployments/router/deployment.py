@@ -46,7 +46,7 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 class RouterSettings:
     """model_name: what requests call it. find_model: gives the local folder, fetching the model if
     need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities: of such a
-    digest, the least priority that its requests may have, if that is not 0."""
+    digest, the least priority that its requests may have, if that is not 0. seed: the engines'."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -63,6 +63,7 @@ class RouterSettings:
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
     log_level: str = "info"
+    seed: int | None = None
 
 
 class Router:
@@ -163,6 +164,7 @@ class Router:
             eos_token_ids=tokenizer.eos_token_ids,
             created=first_served(app, name, now),
             root=name,
+            seed=self._settings.seed,
         )
         return card, tokenizer, Identity.of(folder)
 

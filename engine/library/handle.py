@@ -1,37 +1,26 @@
 """RequestHandle: one request in flight, read from threads or from asyncio.
 
-Deltas come from the session (the client's reader thread, or the event loop); any thread reads. Text
-is made when it is read, in bulk, except where a stop string must be seen at once.
+The engine's frames push to it on one thread; any thread or event loop reads. Text is made when it
+is read, in bulk, except where a stop string must be seen at once.
 """
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
 from engine.batch import TokenLogprobs
-from engine.errors import EngineDead, MantaError, RequestReleased
+from engine.errors import MantaError, RequestReleased
 from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
 from engine.messages import Delta
 
 if TYPE_CHECKING:
     from engine.text.detokenizer import ChoiceDecoder
 
-_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
-
-
-class Owner(Protocol):
-    """What a handle asks of the session that made it."""
-
-    def abort(self, ids: Sequence[int]) -> None:
-        """Stop these; each that is open ends with an "abort" delta."""
-        ...
-
-    def forget(self, ids: Sequence[int]) -> None:
-        """Deliver nothing more for these."""
-        ...
+Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: it is not there yet
 
 
 class _Choice:
@@ -111,28 +100,34 @@ class _Choice:
 
 
 class RequestHandle:
-    """A request that was started; made by `LLM.start_request` and `AsyncEngine.add`.
+    """A request that `start_request` of an `LLM` or `AsyncEngine` started.
 
-    Blocking methods (get, sync) must not be called on the event loop that an AsyncEngine runs on;
-    aget and async_sync are their twins for there. All methods but release raise RequestReleased
-    after ``release``, and those that wait raise EngineDead when the engine process ends first (what
-    had come before can still be read).
+        for out in handle: ...          blocking, what is new          get, get_nowait
+        async for out in handle: ...    the same for asyncio
+        handle.sync()                   blocking, the whole request
+        await handle                    the same for asyncio
+        with handle: ...                releases it at the end
+
+    Blocking calls must not be made on the event loop that an AsyncEngine runs on. Everything but
+    release raises RequestReleased after ``release``, and what waits raises EngineDead when the
+    engine process ends first (what had come before can still be read). A wait that ends early
+    (timeout, cancellation) leaves the request running.
     """
 
     def __init__(
         self,
-        owner: Owner,
-        request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
         ids: Sequence[int],
         decoders: "Sequence[ChoiceDecoder | None]",
+        abort: Callable[[list[int]], None],
         *,
         eager: bool,
     ) -> None:
-        self.request_id = request_id
-        self._owner = owner
-        self._ids = list(ids)  # in the engine, by choice
+        """ids: in the engine, by choice. abort(ids): each that is open ends with an "abort" delta.
+        eager: text is made of each delta as it comes."""
+        self._ids = ids
+        self._abort = abort
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._choices = [_Choice(i, decoder, eager) for i, decoder in enumerate(decoders)]
@@ -142,19 +137,16 @@ class RequestHandle:
         self._prompt_logprobs_read = 0
         self._error: MantaError | None = None
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
-        self._end = threading.Condition(self._lock)
-        self._waiters: list[_Waiter] = []  # coroutines; woken on every delta
+        self._waits: dict[Future[None], Find] = {}  # who waits, and for what
 
-    # For the session.
+    # For who started it.
 
     def push(self, choice: int, delta: Delta) -> bool:
         """Take a delta. True: a stop string ended this choice, and the engine should hear of it."""
         with self._lock:
-            item = self._choices[choice]
-            if item.ended:
+            if not self._choices or self._choices[choice].ended:
                 return False
-            ended = item.push(delta)
+            ended = self._choices[choice].push(delta)
             if delta.cached >= 0:
                 self._cached = delta.cached
             if delta.prompt_logprobs is not None and choice == 0:
@@ -171,57 +163,7 @@ class RequestHandle:
                 self._error = error
                 self._wake()
 
-    def _wake(self) -> None:
-        self._news.notify_all()
-        if self._over:
-            self._end.notify_all()
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for loop, future in waiters:
-                if asyncio._get_running_loop() is loop:
-                    _set(future)
-                else:
-                    with contextlib.suppress(RuntimeError):  # that loop is closed
-                        loop.call_soon_threadsafe(_set, future)
-
-    @property
-    def ended(self) -> bool:
-        """No choice runs any more."""
-        return self._over
-
     # For the caller.
-
-    def get(self, timeout: float | None = None) -> RequestOutput | None:
-        """Wait for something new and return only that; None when all has ended and been read.
-
-        Raises TimeoutError after timeout seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while True:
-                done, out = self._poll()
-                if done:
-                    return out
-                if not self._news.wait(_left(deadline)):
-                    raise TimeoutError(f"nothing new for {timeout} s")
-
-    def get_nowait(self) -> RequestOutput | None:
-        """What is new, without waiting; None if there is nothing."""
-        with self._lock:
-            return self._poll()[1]
-
-    async def aget(self, timeout: float | None = None) -> RequestOutput | None:
-        """`get` for asyncio."""
-        if timeout is not None:
-            async with asyncio.timeout(timeout):
-                return await self.aget()
-        while True:
-            with self._lock:
-                done, out = self._poll()
-                waiter = None if done else self._add_waiter()
-            if waiter is None:
-                return out
-            await self._wait(waiter)
 
     def status(self) -> RequestStatus:
         with self._lock:
@@ -236,31 +178,27 @@ class RequestHandle:
             names = (RequestStatus.INIT, RequestStatus.CONTEXT_FINISHED, RequestStatus.GENERATING)
             return names[min(most, 2)]
 
+    def get(self, timeout: float | None = None) -> RequestOutput | None:
+        """Wait for something new and return only that; None when all has ended and been read.
+
+        Raises TimeoutError after timeout seconds.
+        """
+        return self._block(self._news, timeout)
+
+    def get_nowait(self) -> RequestOutput | None:
+        """What is new, without waiting; None if there is nothing."""
+        with self._lock:
+            out = self._news()
+        return None if out is ... else out
+
     def sync(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the whole request; `get` still gives what it had not given.
 
         Raises TimeoutError after timeout seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while not self._over:
-                self._check()
-                if not self._end.wait(_left(deadline)):
-                    raise TimeoutError(f"not finished after {timeout} s")
-            return self._whole()
-
-    async def async_sync(self, timeout: float | None = None) -> RequestOutput:
-        """`sync` for asyncio."""
-        if timeout is not None:
-            async with asyncio.timeout(timeout):
-                return await self.async_sync()
-        while True:
-            with self._lock:
-                self._check()
-                if self._over:
-                    return self._whole()
-                waiter = self._add_waiter()
-            await self._wait(waiter)
+        out = self._block(self._whole, timeout)
+        assert out is not None
+        return out
 
     def stop(self) -> None:
         """Cancel. The engine frees what it holds in its next step; what was generated stays
@@ -269,8 +207,7 @@ class RequestHandle:
         with self._lock:
             self._check()
             ids = self._open_ids()
-        with contextlib.suppress(EngineDead):  # then there is nothing to cancel
-            self._owner.abort(ids)
+        self._abort(ids)
 
     def release(self) -> None:
         """Cancel if it runs, and give the memory back. Idempotent; any later use is an error."""
@@ -279,64 +216,108 @@ class RequestHandle:
             self._choices = []
             self._prompt_token_ids = []
             self._prompt_logprobs = None
-            self._error = RequestReleased(f"request {self.request_id} was released")
+            self._error = RequestReleased("the request was released")
             self._wake()
-        self._owner.forget(self._ids)
-        if ids:
-            with contextlib.suppress(EngineDead):
-                self._owner.abort(ids)
+        self._abort(ids)
+
+    def __enter__(self) -> "RequestHandle":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        """`get` until the end."""
         while (out := self.get()) is not None:
             yield out
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """`aget` until the end."""
-        while (out := await self.aget()) is not None:
+        while (out := await self._wait(self._news)) is not None:
             yield out
 
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        out = yield from self._wait(self._whole).__await__()
+        assert out is not None
+        return out
+
+    # Waiting: `find` is asked under the lock, again after each wake.
+
+    def _block(self, find: Find, timeout: float | None) -> RequestOutput | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while isinstance(found := self._ask(find), Future):
+            try:
+                found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise TimeoutError(f"still waiting after {timeout} s") from None
+            finally:
+                self._forget(found)
+        return found
+
+    async def _wait(self, find: Find) -> RequestOutput | None:
+        while isinstance(found := self._ask(find), Future):
+            try:
+                await asyncio.wrap_future(found)
+            finally:
+                self._forget(found)
+        return found
+
+    def _ask(self, find: Find) -> "RequestOutput | Future[None] | None":
+        with self._lock:
+            out = find()
+            if out is not ...:
+                return out
+            future: Future[None] = Future()
+            self._waits[future] = find
+            return future
+
+    def _forget(self, future: "Future[None]") -> None:
+        with self._lock:
+            self._waits.pop(future, None)
+
     # Under the lock.
+
+    def _wake(self) -> None:
+        for future, find in list(self._waits.items()):
+            if self._over or find == self._news:
+                del self._waits[future]
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
 
     @property
     def _over(self) -> bool:
         return self._running == 0 or self._error is not None
 
     def _open_ids(self) -> list[int]:
-        return [
-            request_id
-            for request_id, choice in zip(self._ids, self._choices, strict=False)
-            if not choice.ended
-        ]
+        pairs = zip(self._ids, self._choices, strict=False)  # no choices after release
+        return [engine_id for engine_id, choice in pairs if not choice.ended]
 
     def _check(self) -> None:
         if isinstance(self._error, RequestReleased):
             raise self._error
 
-    def _poll(self) -> tuple[bool, RequestOutput | None]:
-        """(whether there is an answer now, the answer)."""
+    def _news(self) -> RequestOutput | EllipsisType | None:
         self._check()
         outputs = [choice.take() for choice in self._choices if choice.has_news]
-        scores = self._prompt_logprobs
         if outputs:
+            scores = self._prompt_logprobs
             if scores is not None:
                 read, self._prompt_logprobs_read = self._prompt_logprobs_read, len(scores)
                 scores = scores[read:] or None
-            return True, self._output(outputs, scores)
+            return self._output(outputs, scores)
         if self._error is not None:
             raise self._error
-        return self._running == 0, None
+        return None if self._running == 0 else ...
 
-    def _whole(self) -> RequestOutput:
+    def _whole(self) -> RequestOutput | EllipsisType:
         if self._error is not None:
             raise self._error
+        if self._running:
+            return ...
         return self._output([choice.all() for choice in self._choices], self._prompt_logprobs)
 
     def _output(
         self, outputs: list[CompletionOutput], scores: list[TokenLogprobs | None] | None
     ) -> RequestOutput:
         return RequestOutput(
-            self.request_id,
             self._prompt,
             self._prompt_token_ids,
             outputs,
@@ -344,27 +325,3 @@ class RequestHandle:
             self._cached,
             scores,
         )
-
-    def _add_waiter(self) -> _Waiter:
-        loop = asyncio.get_running_loop()
-        waiter = (loop, loop.create_future())
-        self._waiters.append(waiter)
-        return waiter
-
-    async def _wait(self, waiter: _Waiter) -> None:
-        try:
-            await waiter[1]
-        except BaseException:
-            with self._lock:
-                if waiter in self._waiters:  # cancelled before anything came
-                    self._waiters.remove(waiter)
-            raise
-
-
-def _set(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

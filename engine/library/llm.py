@@ -1,38 +1,42 @@
-"""LLM: offline generation. One engine process, blocking calls, no event loop."""
+"""LLM: offline generation. One engine process and blocking calls."""
 
+import asyncio
+import contextlib
+import difflib
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from engine.config import EngineConfig
-from engine.errors import EngineDead, InvalidRequest
+from engine.errors import ConfigError, EngineDead, InvalidRequest
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput
-from engine.library.request_manager import Messages, Prompt, Session, each, make_config
-from engine.messages import AdapterInfo, EngineStats, Ready
-from engine.process.client import START_SECONDS, BlockingEngineClient, OnProgress
-from engine.process.fake import PREFIX as FAKE
+from engine.library.prompts import Messages, Prompt, load_tokenizer
+from engine.library.request_manager import RequestManager, each_params
+from engine.messages import AdapterInfo, EngineStats
+from engine.process.client import START_SECONDS, OnProgress
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-def load_tokenizer(
-    config: EngineConfig, given: "Tokenizer | str | Path | None"
-) -> Tokenizer | None:
-    """The tokenizer given, or the model folder's; None where there is nothing to read: a fake
-    engine, or random weights beside a bare config.json."""
-    if isinstance(given, Tokenizer):
-        return given
-    if given is not None:
-        return Tokenizer.load(given)
-    bare = config.load_format == "dummy" and not (Path(config.model) / "tokenizer.json").exists()
-    return None if bare or config.model.startswith(FAKE) else Tokenizer.load(config.model)
+def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword arguments. Raises ConfigError naming an unknown or wrong one."""
+    known = EngineConfig.__struct_fields__
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"the engine has no option {name}{hint}", param=name)
+    return EngineConfig(**{**fields, "model": str(model)})
 
 
-class LLM:
+class LLM(RequestManager):
     """A model in a process of its own.
 
         with LLM("folder", max_model_len=2048) as llm:
@@ -55,25 +59,14 @@ class LLM:
         timeout: float = START_SECONDS,
         **fields: Any,
     ) -> None:
-        self.config = make_config(str(model), fields)
-        session = Session(load_tokenizer(self.config, tokenizer), self.config.seed)
-        self._session = session
-        self._client = BlockingEngineClient(session.on_frame, session.on_death)
-        self.ready: Ready = self._client.start(self.config, timeout=timeout, progress=progress)
-        session.connect(self._client, self.ready)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._session.tokenizer
-
-    @property
-    def pid(self) -> int:
-        """Of the engine process."""
-        return self._client.pid
-
-    def stats(self) -> EngineStats:
-        """The engine's state after its last step."""
-        return self._client.stats
+        config = make_config(str(model), fields)
+        super().__init__(config, load_tokenizer(config, tokenizer))
+        self._loop = _LoopThread()
+        try:
+            self._loop.call(self._start(timeout, progress))
+        except BaseException:
+            self._loop.close()
+            raise
 
     def generate(
         self,
@@ -94,9 +87,8 @@ class LLM:
         """
         many = _as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        every = self._session.encode_all(many)
-        prompts_ids = list(zip(texts, every, strict=True))
-        return self._run(prompts_ids, params, adapter, detokenize, progress)
+        ids = self._prompts.encode_all(many)
+        return self._run(ids, texts, params, adapter, detokenize, progress)
 
     def chat(
         self,
@@ -114,60 +106,21 @@ class LLM:
 
         template: variables for it, e.g. enable_thinking=False.
         """
-        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
-
-        def encode(chat: Any) -> list[int]:
-            return self._session.encode_chat(chat, options)
-
-        every = each("messages", many, encode)
-        return self._run([(None, ids) for ids in every], params, adapter, detokenize, progress)
-
-    def start_request(
-        self,
-        prompt: Prompt | Messages,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        detokenize: bool = True,
-        priority: int = 0,
-        adapter: str = "",
-    ) -> RequestHandle:
-        """Start one request and return at once. Raises InvalidRequest, EngineDead."""
-        return start_request(
-            self._session,
-            prompt,
-            params,
-            request_id=request_id,
-            detokenize=detokenize,
-            priority=priority,
-            adapter=adapter,
-        )
-
-    def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
-        """Make a PEFT adapter known, or replace the one of that name. Needs max_loras > 0.
-
-        Raises AdapterError, EngineDead.
-        """
-        return self._client.add_adapter(name, folder)
-
-    def remove_adapter(self, name: str) -> AdapterInfo:
-        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
-        return self._client.remove_adapter(name)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self._client.control("reset_prefix_cache")
+        ids = self._prompts.encode_chats(many, options)
+        return self._run(ids, [None] * len(ids), params, adapter, detokenize, progress)
 
     def _run(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: list[list[int]],
+        texts: Sequence[str | None],
         params: Params,
         adapter: str | Sequence[str],
         detokenize: bool,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        params_each = _params_for(prompts, params)
+        params_each = each_params(params, len(prompts))
         adapters = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
         if len(adapters) != len(prompts):
             raise InvalidRequest(
@@ -178,10 +131,8 @@ class LLM:
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
         try:
-            for (text, ids), item, name in zip(prompts, params_each, adapters, strict=True):
-                handles.append(
-                    self._session.start(ids, item, prompt=text, detokenize=detokenize, adapter=name)
-                )
+            for ids, text, item, name in zip(prompts, texts, params_each, adapters, strict=True):
+                handles.append(self._submit(ids, item, text, detokenize=detokenize, adapter=name))
             show = sys.stderr.isatty() if progress is None else progress
             for handle in _tracked(handles) if show else handles:
                 outputs.append(handle.sync())
@@ -190,10 +141,26 @@ class LLM:
                 handle.release()
         return outputs
 
+    def add_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Make a PEFT adapter known, or replace the one of that name. Needs max_loras > 0.
+
+        Raises AdapterError, EngineDead.
+        """
+        return self._loop.call(self._client.add_adapter(name, folder))
+
+    def remove_adapter(self, name: str) -> AdapterInfo:
+        """Forget an adapter; requests that run finish on it. Raises AdapterError, EngineDead."""
+        return self._loop.call(self._client.remove_adapter(name))
+
+    def stats(self) -> EngineStats:
+        """The engine's state after all that was asked of it before. Raises EngineDead."""
+        return self._loop.call(self._stats())
+
     def close(self) -> None:
         """End the engine process. Open requests end with EngineDead. Idempotent."""
-        self._client.close()
-        self._session.on_death(EngineDead("the engine was closed"))
+        with contextlib.suppress(EngineDead):
+            self._loop.call(self._close())
+        self._loop.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -202,19 +169,40 @@ class LLM:
         self.close()
 
 
-def start_request(
-    session: Session,
-    prompt: Prompt | Messages,
-    params: SamplingParams | None,
-    **options: Any,
-) -> RequestHandle:
-    """Submit text, token ids or chat messages; options as in `Session.start`."""
-    (params,) = _params_for([prompt], params)
-    if isinstance(prompt, str):
-        return session.start(session.encode(prompt), params, prompt=prompt, **options)
-    if prompt and isinstance(prompt[0], Mapping):
-        return session.start(session.encode_chat(cast(Messages, prompt), {}), params, **options)
-    return session.start(session.encode(cast(Sequence[int], prompt)), params, **options)
+class _LoopThread:
+    """An event loop in a thread, for callers that block. It takes calls until it is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = False
+        ready: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(ready)), name="engine-frames", daemon=True
+        )
+        self._thread.start()
+        self._loop = ready.result()
+
+    async def _serve(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
+        self._closed = asyncio.Event()
+        ready.set_result(asyncio.get_running_loop())
+        await self._closed.wait()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it returns or raises. Raises EngineDead once closed."""
+        with self._lock:
+            if self._ended:
+                work.close()
+                raise EngineDead("the engine was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result()
+
+    def close(self) -> None:
+        """Cancel what runs, wait until it has ended, and end the thread. Idempotent."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -223,25 +211,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if len(prompts) and isinstance(prompts[0], int):
         return [prompts]
     return list(prompts)
-
-
-def _params_for(prompts: Sequence[Any], params: Params) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    many: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
-    for item in many:
-        if not isinstance(item, SamplingParams):
-            raise InvalidRequest(
-                "params must be SamplingParams or a list of them, one for each prompt; got a "
-                f"{type(item).__name__}",
-                param="params",
-                code="invalid_type",
-            )
-    if len(many) != len(prompts):
-        raise InvalidRequest(
-            f"{len(many)} sampling parameters for {len(prompts)} prompts", param="params"
-        )
-    return many
 
 
 def _tracked(handles: list[RequestHandle]) -> Any:

@@ -48,7 +48,6 @@ class RequestOutput:
     finished: every choice has ended, and with this output all has been said.
     """
 
-    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

@@ -1,8 +1,6 @@
 """EngineClient: one engine process seen from its parent, a whole frame at a time.
 
-`EngineClient` lives on an asyncio loop, `BlockingEngineClient` has a thread of its own. Neither
-keeps
-anything for each request: whoever uses them maps ids to requests.
+It keeps nothing for each request: its user maps ids to requests.
 """
 
 import asyncio
@@ -11,9 +9,7 @@ import itertools
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -52,8 +48,8 @@ OnDeath = Callable[[MantaError], None]
 OnProgress = Callable[[str, float], None]
 
 
-class _Client:
-    """What both kinds share.
+class EngineClient:
+    """start, callbacks and close on one event loop; submit, abort and control from any thread.
 
     on_frame(frame): every StepFrame, in order.
     on_death(error): once, when the engine ended without being closed; no frame comes after it, and
@@ -70,11 +66,46 @@ class _Client:
         self._failed: Failed | None = None
         self._error: MantaError | None = None  # why it is of no use any more
         self._tickets = itertools.count(1)
-        self._asked: dict[int, Future[AdapterInfo]] = {}  # adapter messages without an answer
+        self._asked: dict[int, asyncio.Future[AdapterInfo]] = {}  # by ticket
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self.pulses = 0  # signs of life, and the last of them
         self.pulse = Pulse()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
+        self._started: asyncio.Future[Ready] | None = None
+
+    async def start(
+        self,
+        config: EngineConfig,
+        *,
+        timeout: float = START_SECONDS,
+        progress: OnProgress | None = None,
+    ) -> Ready:
+        """Spawn the process and wait until it can serve.
+
+        progress(phase, fraction): called as it goes. Raises ConfigError for a configuration that
+        cannot be used, EngineDead when it dies or takes longer than timeout seconds.
+        """
+        assert self._engine is None, "a client starts once"
+        loop = self._loop = asyncio.get_running_loop()
+        self._on_progress = progress
+        self._started = loop.create_future()
+        self._engine = EngineProcess(config, self._exited_elsewhere)
+        self._fd = int(self._engine.frames.FD)
+        loop.add_reader(self._fd, self._readable)
+        self._readable()  # the descriptor tells of changes only
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(self._started)
+        except TimeoutError:
+            await self.close()
+            raise EngineDead(
+                f"the engine was not ready after {timeout:.0f} s", code="engine_start_timeout"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -106,31 +137,53 @@ class _Client:
         self._live().send(Control(what, ticket))
         return ticket
 
-    def _add_adapter(
-        self, name: str, folder: str | Path, revision: str, load: bool, digest: str = ""
-    ) -> Future[AdapterInfo]:
+    async def add_adapter(
+        self,
+        name: str,
+        folder: str | Path,
+        *,
+        revision: str = "",
+        load: bool = True,
+        digest: str = "",
+    ) -> AdapterInfo:
+        """Make a PEFT adapter known to the engine, or replace the one of that name: requests that
+        were submitted before finish on the old weights. See `AddAdapter`.
+
+        Raises AdapterError (nothing has changed then), EngineDead.
+        """
         path = str(folder) if "://" in str(folder) else os.path.abspath(folder)
-        return self._ask(lambda ticket: AddAdapter(ticket, name, path, revision, load, digest))
+        return await self._ask(
+            lambda ticket: AddAdapter(ticket, name, path, revision, load, digest)
+        )
 
-    def _remove_adapter(self, name: str, revision: str) -> Future[AdapterInfo]:
-        return self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
+    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
+        """Forget it; accepted requests finish on it. Raises AdapterError, EngineDead."""
+        return await self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
 
-    def _ask(self, message: Callable[[int], AddAdapter | RemoveAdapter]) -> Future[AdapterInfo]:
+    async def close(self, timeout: float = STOP_SECONDS) -> None:
+        """End the process; open requests get no more frames. Idempotent."""
+        self._stop_reading()
+        engine, self._engine = self._engine, None
+        self._error = self._error or EngineDead("the engine is closed")
+        self._fail_asked(self._error)
+        if self._started is not None:
+            self._started.cancel()
+        if engine is not None:
+            patience = timeout if self.ready is not None else 0.0  # while it starts it cannot hear
+            await asyncio.get_running_loop().run_in_executor(None, engine.close, patience)
+
+    async def _ask(self, message: Callable[[int], AddAdapter | RemoveAdapter]) -> AdapterInfo:
         engine, ticket = self._live(), next(self._tickets)
-        future: Future[AdapterInfo] = Future()
-        self._asked[ticket] = future
+        future = self._asked[ticket] = asyncio.get_running_loop().create_future()
         try:
             engine.send(message(ticket))
-        except MantaError:
-            self._asked.pop(ticket, None)
-            raise
-        if self._error is not None:  # it ended meanwhile, perhaps before it saw the new ticket
-            self._fail_asked(self._error)
-        return future
+            return await future
+        finally:
+            del self._asked[ticket]
 
     def _answer(self, answer: AdapterAnswer) -> None:
-        future = self._asked.pop(answer.ticket, None)
-        if future is None or not future.set_running_or_notify_cancel():
+        future = self._asked.get(answer.ticket)
+        if future is None or future.done():
             return  # nobody waits any more
         if answer.info is not None:
             future.set_result(answer.info)
@@ -138,9 +191,8 @@ class _Client:
             future.set_exception(AdapterError(answer.message, code=answer.code))
 
     def _fail_asked(self, error: MantaError) -> None:
-        while self._asked:
-            _, future = self._asked.popitem()
-            if future.set_running_or_notify_cancel():
+        for future in self._asked.values():
+            if not future.done():
                 future.set_exception(error)
 
     def _live(self) -> EngineProcess:
@@ -183,50 +235,6 @@ class _Client:
         killed = -status in (signal.SIGKILL, signal.SIGTERM)
         code = "engine_killed" if killed else EngineDead.code
         return EngineDead(f"the engine process {how}; its log has the reason", code=code)
-
-
-class EngineClient(_Client):
-    """The asyncio kind: start, callbacks and close on one loop; submit, abort and control from
-    anywhere.
-    """
-
-    def __init__(self, on_frame: OnFrame, on_death: OnDeath | None = None) -> None:
-        super().__init__(on_frame, on_death)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._fd = -1
-        self._started: asyncio.Future[Ready] | None = None
-
-    async def start(
-        self,
-        config: EngineConfig,
-        *,
-        timeout: float = START_SECONDS,
-        progress: OnProgress | None = None,
-    ) -> Ready:
-        """Spawn the process and wait until it can serve.
-
-        progress(phase, fraction): called as it goes. Raises ConfigError for a configuration that
-        cannot be used, EngineDead when it dies or takes longer than timeout seconds.
-        """
-        assert self._engine is None, "a client starts once"
-        loop = self._loop = asyncio.get_running_loop()
-        self._on_progress = progress
-        self._started = loop.create_future()
-        self._engine = EngineProcess(config, self._exited_elsewhere)
-        self._fd = int(self._engine.frames.FD)
-        loop.add_reader(self._fd, self._readable)
-        self._readable()  # the descriptor tells of changes only
-        try:
-            async with asyncio.timeout(timeout):
-                return await asyncio.shield(self._started)
-        except TimeoutError:
-            await self.close()
-            raise EngineDead(
-                f"the engine was not ready after {timeout:.0f} s", code="engine_start_timeout"
-            ) from None
-        except BaseException:
-            await self.close()
-            raise
 
     def _readable(self) -> None:
         if self._engine is None or self._fd < 0:
@@ -278,151 +286,3 @@ class EngineClient(_Client):
             assert self._loop is not None
             self._loop.remove_reader(self._fd)
             self._fd = -1
-
-    async def add_adapter(
-        self,
-        name: str,
-        folder: str | Path,
-        *,
-        revision: str = "",
-        load: bool = True,
-        digest: str = "",
-    ) -> AdapterInfo:
-        """Make a PEFT adapter known to the engine, or replace the one of that name: requests that
-        were submitted before finish on the old weights. See `AddAdapter`.
-
-        Raises AdapterError (nothing has changed then), EngineDead.
-        """
-        return await asyncio.wrap_future(self._add_adapter(name, folder, revision, load, digest))
-
-    async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        """Forget it; accepted requests finish on it. Raises AdapterError, EngineDead."""
-        return await asyncio.wrap_future(self._remove_adapter(name, revision))
-
-    async def close(self, timeout: float = STOP_SECONDS) -> None:
-        """End the process; open requests get no more frames. Idempotent."""
-        self._stop_reading()
-        engine, self._engine = self._engine, None
-        self._error = self._error or EngineDead("the engine is closed")
-        self._fail_asked(self._error)
-        if self._started is not None:
-            self._started.cancel()
-        if engine is not None:
-            patience = timeout if self.ready is not None else 0.0  # while it starts it cannot hear
-            await asyncio.get_running_loop().run_in_executor(None, engine.close, patience)
-
-
-class BlockingEngineClient(_Client):
-    """The threaded kind: callbacks run in its reader thread, everything else from any thread."""
-
-    def __init__(self, on_frame: OnFrame, on_death: OnDeath | None = None) -> None:
-        super().__init__(on_frame, on_death)
-        self._reader: threading.Thread | None = None
-        self._changed = threading.Event()  # ready or dead
-        self._wake = (-1, -1)  # pipe: a byte ends the reader's wait
-        self._status: int | None = None
-        self._closing = False
-
-    def start(
-        self,
-        config: EngineConfig,
-        *,
-        timeout: float = START_SECONDS,
-        progress: OnProgress | None = None,
-    ) -> Ready:
-        """As `EngineClient.start`, blocking."""
-        assert self._engine is None, "a client starts once"
-        self._on_progress = progress
-        self._wake = os.pipe()
-        try:
-            self._engine = EngineProcess(config, self._exited)
-        except BaseException:
-            self._close_wake()
-            raise
-        self._reader = threading.Thread(target=self._read, name="engine-frames", daemon=True)
-        self._reader.start()
-        try:
-            if not self._changed.wait(timeout):
-                raise EngineDead(
-                    f"the engine was not ready after {timeout:.0f} s", code="engine_start_timeout"
-                )
-            if self._error is not None:
-                raise self._error
-        except BaseException:
-            self.close()
-            raise
-        assert self.ready is not None
-        return self.ready
-
-    def _exited(self, status: int) -> None:
-        self._status = status
-        os.write(self._wake[1], b"x")
-
-    def _read(self) -> None:
-        assert self._engine is not None
-        try:
-            self._read_until_end(self._engine.frames)
-        except (
-            BaseException
-        ) as error:  # a callback failed: without a reader every request would hang
-            self._end_with(EngineDead(f"the reader of the engine's frames failed: {error!r}"))
-            raise
-
-    def _end_with(self, error: MantaError) -> None:
-        self._error = error
-        self._fail_asked(error)
-        if self._changed.is_set() and self._on_death is not None:
-            self._on_death(error)
-        self._changed.set()
-
-    def _read_until_end(self, frames: "zmq.Socket[bytes]") -> None:
-        poller = zmq.Poller()
-        poller.register(frames, zmq.POLLIN)
-        poller.register(self._wake[0], zmq.POLLIN)
-        while True:
-            poller.poll()
-            self._take_all(frames)
-            if self._closing:
-                return
-            if self._status is not None:
-                while frames.poll(int(LAST_FRAMES_SECONDS * 1000)):
-                    self._take_all(frames)
-                self._end_with(self._death(self._status))
-                return
-            if self.ready is not None and not self._changed.is_set():
-                self._changed.set()
-
-    def _take_all(self, frames: "zmq.Socket[bytes]") -> None:
-        try:
-            while not self._closing:
-                self._take(frames.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return
-
-    def add_adapter(
-        self, name: str, folder: str | Path, *, revision: str = "", load: bool = True
-    ) -> AdapterInfo:
-        """As `EngineClient.add_adapter`, blocking. Not from the callbacks."""
-        return self._add_adapter(name, folder, revision, load).result()
-
-    def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        """As `EngineClient.remove_adapter`, blocking. Not from the callbacks."""
-        return self._remove_adapter(name, revision).result()
-
-    def close(self, timeout: float = STOP_SECONDS) -> None:
-        """As `EngineClient.close`, blocking. Not from the callbacks."""
-        engine, self._engine = self._engine, None
-        self._error = self._error or EngineDead("the engine is closed")
-        self._fail_asked(self._error)
-        if engine is None:
-            return
-        self._closing = True
-        os.write(self._wake[1], b"x")
-        if self._reader is not None:
-            self._reader.join()
-        engine.close(timeout if self.ready is not None else 0.0)
-        self._close_wake()
-
-    def _close_wake(self) -> None:
-        for fd in self._wake:
-            os.close(fd)

@@ -178,6 +178,7 @@ class Fleet:
         loras: int = 0,
         adapters: AdapterSettings | None = None,
         book: Book | None = None,
+        seed: int | None = None,
     ) -> None:
         self.relays: dict[str, Relay] = {}
         self.engines: dict[str, LocalEngine] = {}
@@ -191,6 +192,7 @@ class Fleet:
         self._loras = loras
         self._adapters = adapters
         self.book = book or LocalBook()
+        self._seed = seed
 
     async def __aenter__(self) -> Self:
         self.dispatcher = self.new_router()
@@ -202,7 +204,7 @@ class Fleet:
         return self
 
     def new_router(self) -> Dispatcher:
-        card = ModelCard("m", 4096, VOCAB, (2,), 0)
+        card = ModelCard("m", 4096, VOCAB, (2,), 0, seed=self._seed)
         return Dispatcher(
             card,
             self._tokenizer,

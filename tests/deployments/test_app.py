@@ -107,6 +107,14 @@ def test_build_takes_a_path_a_mapping_and_serves_arguments(tmp_path):
         build({"config": {"modle": "x"}})
 
 
+def test_routers_know_the_engine_s_seed(tmp_path):
+    """It decided requests without a seed in the library alone."""
+    model = str(tiny_model(tmp_path / "tiny"))
+    for engine, seed in (({"seed": 7}, 7), ({}, None)):
+        router = build({"model": model, "engine": engine})._bound_deployment
+        assert router.init_args[0].seed == seed
+
+
 def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, monkeypatch):
     """`serve build`, which takes no builder and no arguments."""
     from deployments import app

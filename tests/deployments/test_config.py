@@ -108,6 +108,7 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
             2,
             "min_replicas is above max_replicas",
         ),
+        ("pools:\n  cpu:\n    engine: {seed: 7}", 2, "set it under the top level's engine"),
         ("router:\n  silence_seconds: 0.9", 1, "heartbeat_seconds"),
         ("replicas: -1", 1, "replicas"),
         ("replicas: 1.5", 1, "replicas"),

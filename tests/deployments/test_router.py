@@ -8,6 +8,8 @@ from dataclasses import fields
 import msgspec
 import pytest
 
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.dispatcher import DispatchLimits
@@ -16,6 +18,8 @@ from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
 from engine.sampling_params import SamplingParams
+from tests.deployments.api.asgi import Client
+from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text, until
 
 WHOLE = {0: text(len(PROMPT), 50)}
@@ -90,6 +94,26 @@ def test_a_lost_replica_is_a_pause_not_an_error(how):
             ]
             assert resumed, "nothing was resumed in the middle"
             assert all(r.seed == 7 and r.num_prompt_tokens == len(PROMPT) for r in resumed)
+
+    run(case())
+
+
+def test_a_seed_that_the_engine_decides_outlives_a_replica():
+    """`engine.seed` over HTTP: the request goes on elsewhere with numbers that another replica, or
+    another draw, would give."""
+
+    async def case():
+        async with Fleet(2, tokenizer=tiny_tokenizer(), seed=7) as fleet:
+            client = Client(build_asgi(fleet.dispatcher, ApiOptions()))
+            fields = {"model": "m", "prompt": PROMPT, "temperature": 1, "max_tokens": 50}
+            asked = [asyncio.create_task(client.completion(**fields)) for _ in range(4)]
+            await until(lambda: fleet.engines["r0"].core.stats().step > 5)
+            fleet.engines["r0"].die()
+            replies = await asyncio.gather(*asked)
+            assert {reply.status for reply in replies} == {200}
+            requests = [r for engine in fleet.engines.values() for r in engine.requests]
+            assert any(len(r.token_ids) > r.num_prompt_tokens for r in requests)
+            assert {r.seed for r in requests} == {SamplingParams().seed_for(PROMPT, 7)}
 
     run(case())
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine import AsyncEngine, EngineConfig, SamplingParams
-from engine.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, RequestReleased
-from engine.library.outputs import RequestStatus
+from engine.errors import EngineDead, InvalidRequest, RequestFailed, RequestReleased
+from engine.library.outputs import RequestOutput, RequestStatus
 from tests.engine import small_tokenizers
 
 FIRST, VOCAB = 32, 390
@@ -42,15 +42,15 @@ async def until(condition: Callable[[], object], seconds: float = 2.0) -> bool:
     return bool(condition())
 
 
-def test_stream_and_generate_agree() -> None:
-    """Deltas of a stream do not add up to the answer without streaming."""
+def test_the_iterator_and_the_whole_agree() -> None:
+    """What is new each time does not add up to the answer as a whole."""
 
     async def body(engine: AsyncEngine) -> None:
         params = SamplingParams(max_tokens=50, n=2)
-        whole = await engine.generate("the cat", params)
+        whole = await engine.start_request("the cat", params)
         texts, tokens = ["", ""], [[], []]
         last = None
-        async for last in engine.stream("the cat", params):
+        async for last in engine.generate("the cat", params):
             for choice in last.outputs:
                 texts[choice.index] += choice.text
                 tokens[choice.index] += choice.token_ids
@@ -59,7 +59,7 @@ def test_stream_and_generate_agree() -> None:
         assert tokens == [choice.token_ids for choice in whole.outputs]
         assert tokens[0] == want(len(whole.prompt_token_ids), 50)
         chat = [{"role": "user", "content": "hi"}]
-        assert (await engine.generate(chat, SamplingParams(max_tokens=1))).outputs[0].text
+        assert (await engine.start_request(chat, SamplingParams(max_tokens=1))).outputs[0].text
 
     with_engine(body)
 
@@ -68,26 +68,33 @@ def test_without_a_tokenizer_there_are_only_ids() -> None:
     """An engine with random weights and no tokenizer cannot be benchmarked."""
 
     async def body(engine: AsyncEngine) -> None:
-        out = await engine.generate([5], SamplingParams(max_tokens=3))
+        out = await engine.start_request([5], SamplingParams(max_tokens=3))
         assert (out.outputs[0].token_ids, out.outputs[0].text) == (want(1, 3), "")
         with pytest.raises(InvalidRequest, match="no tokenizer"):
-            engine.add("text")
+            engine.start_request("text")
 
     with_engine(body, text=False)
 
 
-def test_leaving_a_stream_cancels_it() -> None:
+async def read(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> None:
+    async for _ in engine.generate(prompt, params):
+        pass
+
+
+async def whole(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    with engine.start_request(prompt, params) as handle:
+        return await handle
+
+
+def test_leaving_cancels() -> None:
     """A client that goes away keeps its blocks until max_tokens."""
 
     async def body(engine: AsyncEngine) -> None:
-        async def read() -> None:
-            async for _ in engine.stream([5], SamplingParams(max_tokens=100000)):
-                pass
-
-        task = asyncio.create_task(read())
-        waiting = asyncio.create_task(engine.generate([6], SamplingParams(max_tokens=100000)))
+        endless = SamplingParams(max_tokens=100000)
+        task = asyncio.create_task(read(engine, [5], endless))
+        waiting = asyncio.create_task(whole(engine, [6], endless))
         assert await until(lambda: engine._client.stats.running == 2)
-        stream = engine.stream([7], SamplingParams(max_tokens=100000))
+        stream = engine.generate([7], endless)
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
@@ -95,33 +102,37 @@ def test_leaving_a_stream_cancels_it() -> None:
             each.cancel()
         await asyncio.gather(task, waiting, return_exceptions=True)
         assert await until(lambda: engine._client.stats.running == 0)
-        assert engine._session.num_open == 0
+        assert await until(lambda: not engine._open)
 
     with_engine(body, "step_seconds=0.002,max_model_len=200000")
 
 
-def test_abort_by_id() -> None:
-    """An abort reaches another request, or one with the same id cannot be started afterwards."""
+def test_stop_and_release() -> None:
+    """A stop reaches another request, or a wait that was given up is kept for ever."""
 
     async def body(engine: AsyncEngine) -> None:
-        handles = [
-            engine.add([5], SamplingParams(max_tokens=100000), request_id=name) for name in "ab"
-        ]
-        with pytest.raises(InvalidRequest, match="in use"):
-            engine.add([5], request_id="a")
-        assert await handles[0].aget() is not None
-        engine.abort("a")
-        engine.abort("unknown")
-        out = await handles[0].async_sync(timeout=2)
+        first, other = (
+            engine.start_request([5], SamplingParams(max_tokens=100000)) for _ in range(2)
+        )
+        assert await anext(aiter(first)) is not None
+        first.stop()
+        async with asyncio.timeout(2):
+            out = await first
         assert out.outputs[0].finish_reason == "abort"
-        assert handles[0].status() is RequestStatus.INTERRUPTED
-        assert handles[1].status() is not RequestStatus.INTERRUPTED
-        engine.add([5], SamplingParams(max_tokens=1), request_id="a")
-        with pytest.raises(TimeoutError):
-            await handles[1].async_sync(timeout=0.05)
-        handles[1].release()
+        assert first.status() is RequestStatus.INTERRUPTED
+        assert other.status() is not RequestStatus.INTERRUPTED
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await other
+        assert not other._waits
+        waiting = asyncio.create_task(asyncio.wait_for(other, 2))
+        await asyncio.sleep(0)
+        other.release()
         with pytest.raises(RequestReleased):
-            await handles[1].aget()
+            await waiting
+        with pytest.raises(RequestReleased):
+            await anext(aiter(other))
 
     with_engine(body, "step_seconds=0.002,max_model_len=200000")
 
@@ -131,38 +142,17 @@ def test_failures_are_raised_with_their_code() -> None:
 
     async def body(engine: AsyncEngine) -> None:
         with pytest.raises(RequestFailed) as caught:
-            await engine.generate([17])
+            await read(engine, [17], SamplingParams())
         assert (caught.value.code, caught.value.message) == (
             "poisoned",
             "the prompt has the poison token",
         )
-        with pytest.raises(RequestFailed):
-            async for _ in engine.stream([17]):
-                pass
+        (choice,) = (await engine.start_request([17])).outputs
+        assert (choice.finish_reason, choice.error[:9]) == ("error", "poisoned:")
         with pytest.raises(InvalidRequest):
-            engine.add([])
+            engine.start_request([])
 
     with_engine(body, "poison=17")
-
-
-def test_stats_and_drain() -> None:
-    """A rolling update cuts the streams of the old replica, or waits for ever."""
-
-    async def body(engine: AsyncEngine) -> None:
-        assert (await engine.stats()).running == 0
-        handle = engine.add([5], SamplingParams(max_tokens=50))
-        assert (await engine.stats()).running == 1
-        drained = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0.02)
-        assert not drained.done()
-        with pytest.raises(Overloaded):
-            engine.add([6])
-        await drained
-        assert (await handle.async_sync()).outputs[0].finish_reason == "length"
-        await engine.drain()
-        assert (await engine.stats()).draining
-
-    with_engine(body, "step_seconds=0.002")
 
 
 def test_stats_know_of_what_was_asked_before() -> None:
@@ -170,29 +160,31 @@ def test_stats_know_of_what_was_asked_before() -> None:
 
     async def body(engine: AsyncEngine) -> None:
         endless = SamplingParams(max_tokens=100000)
-        engine.add([5], endless)  # frames come all the time
+        engine.start_request([5], endless)  # frames come all the time
         for _ in range(50):
-            handle = engine.add([6], endless)
+            handle = engine.start_request([6], endless)
             both = await asyncio.gather(engine.stats(), engine.stats())
             assert [stats.running for stats in both] == [2, 2]
-            engine.abort(handle.request_id)
+            handle.stop()
             assert (await engine.stats()).running == 1
 
     with_engine(body, "max_model_len=200000")
 
 
 def test_death_ends_all_waits() -> None:
-    """Streams, stats or a drain hang when the engine is killed."""
+    """Requests or stats hang when the engine is killed."""
 
     async def body(engine: AsyncEngine) -> None:
         endless = SamplingParams(max_tokens=100000)
         tasks: list[asyncio.Task[object]] = [
-            asyncio.create_task(engine.generate([5], endless)) for _ in range(20)
+            *(asyncio.create_task(read(engine, [5], endless)) for _ in range(10)),
+            *(asyncio.create_task(whole(engine, [5], endless)) for _ in range(10)),
         ]
         assert await until(lambda: engine._client.stats.running == 20)
-        tasks.append(asyncio.create_task(engine.drain()))
+        os.kill(engine.pid, signal.SIGSTOP)
+        tasks.append(asyncio.create_task(engine.stats()))
         await asyncio.sleep(0)
-        os.kill(engine._client.pid, signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
         began = time.monotonic()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - began < 0.2
@@ -207,12 +199,16 @@ def test_reading_from_another_thread() -> None:
     """A wait in a thread is not woken by the loop, or a second loop's future by the first."""
 
     async def body(engine: AsyncEngine) -> None:
-        handle = engine.add([5], SamplingParams(max_tokens=30))
-        other = engine.add([5, 6], SamplingParams(max_tokens=30))
-        whole = await asyncio.to_thread(handle.sync, 5)
-        assert whole.outputs[0].token_ids == want(1, 30)
-        whole = await asyncio.to_thread(lambda: asyncio.run(other.async_sync(5)))
-        assert whole.outputs[0].token_ids == want(2, 30)
+        handle = engine.start_request([5], SamplingParams(max_tokens=30))
+        other = engine.start_request([5, 6], SamplingParams(max_tokens=30))
+        out = await asyncio.to_thread(handle.sync, 5)
+        assert out.outputs[0].token_ids == want(1, 30)
+
+        async def elsewhere() -> RequestOutput:
+            return await other
+
+        out = await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+        assert out.outputs[0].token_ids == want(2, 30)
 
     with_engine(body, "step_seconds=0.002")
 
@@ -229,30 +225,30 @@ def test_a_thousand_random_requests_leave_nothing() -> None:
             params = SamplingParams(max_tokens=rng.randrange(1, 60), n=rng.choice([1, 1, 2]))
             kind = rng.randrange(5)
             if kind == 0:
-                out = await engine.generate(prompt, params)
+                out = await whole(engine, prompt, params)
                 if out.outputs[0].token_ids != want(len(prompt), params.max_tokens or 0):
                     lost.append("generate")
             elif kind == 1:
                 left = rng.randrange(1, 10)
-                stream = engine.stream(prompt, params)
+                stream = engine.generate(prompt, params)
                 async for _ in stream:
                     left -= 1
                     if not left:
                         break
                 await stream.aclose()  # type: ignore[attr-defined]
             elif kind == 2:
-                handle = engine.add(prompt, params)
+                handle = engine.start_request(prompt, params)
                 await asyncio.sleep(rng.random() * 0.01)
-                engine.abort(handle.request_id)
-                out = await handle.async_sync()
+                handle.stop()
+                out = await handle
                 tokens = out.outputs[0].token_ids
                 if tokens != want(len(prompt), len(tokens)):
                     lost.append("abort")
                 handle.release()
             elif kind == 3:
-                engine.add(prompt, params).release()
+                engine.start_request(prompt, params).release()
             else:
-                task = asyncio.create_task(engine.generate(prompt, params))
+                task = asyncio.create_task(whole(engine, prompt, params))
                 await asyncio.sleep(rng.random() * 0.01)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -266,8 +262,7 @@ def test_a_thousand_random_requests_leave_nothing() -> None:
         while stats.free_blocks < stats.total_blocks:  # a step in flight still writes to the others
             await asyncio.sleep(0.01)
             stats = await engine.stats()
-        assert engine._session.num_open == 0
-        assert not engine._session._handles
+        assert not engine._open
         assert len(asyncio.all_tasks()) == 2  # main and this
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
         gc.collect()

@@ -14,7 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.messages import EngineRequest, StepFrame
-from engine.process.client import BlockingEngineClient, EngineClient
+from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams
 
 FAKE = EngineConfig(model="fake:")
@@ -176,68 +176,17 @@ def test_failing_callback_loses_no_frames() -> None:
     asyncio.run(main())
 
 
-def test_blocking_client_leaves_nothing_and_tells_of_death() -> None:
-    """The same for the threaded kind, whose reader could wait for ever."""
-    before = traces()
-    frames: list[StepFrame] = []
-    deaths: list[MantaError] = []
-    dead = threading.Event()
-
-    def on_death(error: MantaError) -> None:
-        deaths.append(error)
-        dead.set()
-
-    client = BlockingEngineClient(frames.append, on_death)
-    client.start(FAKE)
-    client.submit(request(1))
-    os.kill(client.pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert dead.wait(2)
-    assert time.monotonic() - began < 0.1
-    with pytest.raises(EngineDead):
-        client.submit(request(2))
-    client.close()
-    client.close()
-    with pytest.raises(EngineDead, match="not ready"):
-        BlockingEngineClient(print).start(EngineConfig(model="fake:start_seconds=60"), timeout=0.2)
-    with pytest.raises(ConfigError):
-        BlockingEngineClient(print).start(EngineConfig(model="fake:fail_start=1"))
-    assert traces() == before
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failing_callback_of_a_thread_ends_the_client() -> None:
-    """The reader thread dies of a bug in a consumer, and `generate` waits for ever."""
-    deaths: list[MantaError] = []
-
-    def callback(frame: StepFrame) -> None:
-        raise ValueError("a bug elsewhere")
-
-    client = BlockingEngineClient(callback, deaths.append)
-    client.start(FAKE)
-    try:
-        client.submit(request(1))
-        end = time.monotonic() + 2
-        while not deaths and time.monotonic() < end:
-            time.sleep(0.005)
-        assert "a bug elsewhere" in deaths[0].message
-        with pytest.raises(EngineDead):
-            client.submit(request(2))
-    finally:
-        client.close()
-
-
-def test_socket_folder_is_private(temporary: Path) -> None:
+async def test_socket_folder_is_private(temporary: Path) -> None:
     """Another user of the machine reads prompts or injects requests."""
-    client = BlockingEngineClient(print)
+    client = EngineClient(print)
     modes: list[int] = []
 
     def look(phase: str, fraction: float) -> None:
         modes.extend(path.stat().st_mode & 0o777 for path in temporary.iterdir())
 
-    client.start(FAKE, progress=look)
+    await client.start(FAKE, progress=look)
     try:
         assert modes == [0o700]
         assert not list(temporary.iterdir())  # so a killed parent leaves no files either
     finally:
-        client.close()
+        await client.close()

@@ -1,5 +1,6 @@
 """LLM and request handles, on a fake engine whose tokens are a function of their position."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,8 +18,8 @@ import torch
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestReleased
 from engine.library.handle import RequestHandle
+from engine.library.llm import make_config
 from engine.library.outputs import RequestOutput, RequestStatus
-from engine.library.request_manager import make_config
 from engine.messages import Delta, Ready
 from tests.engine import small_tokenizers
 
@@ -225,12 +226,7 @@ def test_get_returns_only_what_is_new(slow: LLM) -> None:
 def test_states_in_order() -> None:
     """context_finished is never seen, or a request goes back to an earlier state."""
 
-    class Owner:
-        def abort(self, ids: object) -> None: ...
-
-        def forget(self, ids: object) -> None: ...
-
-    handle = RequestHandle(Owner(), "a", None, [5], [1], [None], eager=False)
+    handle = RequestHandle(None, [5], [1], [None], lambda ids: None, eager=False)
     seen = [handle.status()]
     for delta in (Delta(1, [], cached=0), Delta(1, [6]), Delta(1, [7]), Delta(1, [8], "length")):
         handle.push(0, delta)
@@ -271,9 +267,6 @@ def test_use_after_release_raises(slow: LLM) -> None:
     for use in (handle.get, handle.get_nowait, handle.sync, handle.stop, handle.status):
         with pytest.raises(RequestReleased):
             use()
-    end = time.monotonic() + 2
-    while slow.stats().running and time.monotonic() < end:
-        time.sleep(0.01)
     assert slow.stats().running == 0
 
 
@@ -287,6 +280,13 @@ def test_waiting_has_a_limit(slow: LLM) -> None:
     handle.get()
     assert handle.get(timeout=0.01) is None
     handle.release()
+    with slow.start_request([5], SamplingParams(max_tokens=100000)) as handle:
+        for _ in range(20):
+            with contextlib.suppress(TimeoutError):
+                handle.get(timeout=0.0001)
+        assert not handle._waits, "a wait that has ended is still known"
+    with pytest.raises(RequestReleased):
+        handle.get()
 
 
 def test_many_threads_share_one_engine(llm: LLM) -> None:
@@ -349,18 +349,67 @@ def test_close_ends_open_requests() -> None:
         handle.sync(timeout=2)
 
 
-def test_a_seed_is_drawn_for_each_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests without a seed get the same text, or n choices get different seeds."""
-    seeds: list[tuple[int, int]] = []
-    submit = llm._client.submit
-    monkeypatch.setattr(
-        llm._client, "submit", lambda r: (seeds.append((r.seed, r.choice)), submit(r))
-    )
-    llm.generate([[5], [6]], SamplingParams(max_tokens=1, n=2))
-    llm.generate([[5]], SamplingParams(max_tokens=1, seed=7))
-    assert [choice for _, choice in seeds] == [0, 1, 0, 1, 0]
-    assert seeds[0][0] == seeds[1][0] != seeds[2][0] == seeds[3][0]
-    assert seeds[4][0] == 7
+def test_seeds_of_requests_that_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests without a seed get the same text, or n choices get different seeds; or the
+    engine's own seed does nothing, so that no run can be repeated."""
+
+    def submitted(**fields: Any) -> list[tuple[int, int]]:
+        seeds: list[tuple[int, int]] = []
+        with LLM("fake:", **fields) as llm:
+            submit = llm._client.submit
+            monkeypatch.setattr(
+                llm._client, "submit", lambda r: (seeds.append((r.seed, r.choice)), submit(r))
+            )
+            llm.generate([[5], [5]], SamplingParams(max_tokens=1, n=2))
+            llm.generate([[6]], SamplingParams(max_tokens=1))
+            llm.generate([[5]], SamplingParams(max_tokens=1, seed=7))
+        return seeds
+
+    drawn = submitted()
+    assert [choice for _, choice in drawn] == [0, 1, 0, 1, 0, 0]
+    assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
+    assert drawn[5][0] == 7
+    decided = submitted(seed=3)
+    assert decided == submitted(seed=3) and decided[0] == decided[2], "the prompt alone decides"
+    assert len({seed for seed, _ in decided}) == 3 and decided[5][0] == 7
+    assert decided[:5] != submitted(seed=4)[:5]
+    assert all(0 <= seed < 2**63 for seed, _ in decided)
+
+
+def traces() -> tuple[int, set[str]]:
+    """What an LLM could leave behind: descriptors and threads."""
+    fds = len(os.listdir("/proc/self/fd"))
+    return fds, {thread.name for thread in threading.enumerate()}
+
+
+def test_nothing_is_left() -> None:
+    """A failed start, or a closed engine, leaves a thread that waits for ever, or a process."""
+    before = traces()
+    with pytest.raises(EngineDead, match="not ready"):
+        LLM("fake:start_seconds=60", timeout=0.2)
+    with pytest.raises(ConfigError):
+        LLM("fake:fail_start=1")
+    llm = LLM("fake:")
+    pid = llm.pid
+    llm.close()
+    llm.close()
+    assert traces() == before
+    assert not Path(f"/proc/{pid}").exists()
+    for use in (llm.stats, lambda: llm.start_request([5]), lambda: llm.add_adapter("a", "b")):
+        with pytest.raises(EngineDead):
+            use()
+
+
+def test_a_failing_reader_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a frame held is lost in a bug, and `generate` waits for ever."""
+
+    def fail(handle: RequestHandle, choice: int, delta: Delta) -> bool:
+        raise ValueError("a bug elsewhere")
+
+    with LLM("fake:") as llm:
+        monkeypatch.setattr(RequestHandle, "push", fail)
+        with pytest.raises(EngineDead, match="a bug elsewhere"):
+            llm.generate([[5], [6]])
 
 
 def test_importing_a_message_is_cheap() -> None:

@@ -1,5 +1,6 @@
 """The engine process: its loop, and that it never outlives its parent."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from engine.messages import (
     StepFrame,
 )
 from engine.process import main
-from engine.process.client import BlockingEngineClient
+from engine.process.client import EngineClient
 from engine.process.fake import FakeCore
 from engine.process.main import EngineLoop
 from engine.sampling_params import SamplingParams
@@ -34,11 +35,10 @@ ROOT = Path(__file__).parents[2]
 
 PARENT = """
 import sys, threading, time
-from engine.process.client import BlockingEngineClient
-from engine.config import EngineConfig
-client = BlockingEngineClient(lambda frame: None)
+from engine import LLM
 def start():
-    client.start(EngineConfig(model="fake:"))
+    global llm
+    llm = LLM("fake:")
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=start)
     thread.start()
@@ -46,7 +46,7 @@ if sys.argv[1] == "thread":
 else:
     start()
 time.sleep(0.2)
-print(client.pid, client.alive, flush=True)
+print(llm.pid, flush=True)
 if sys.argv[1] != "leave":
     time.sleep(60)
 """
@@ -81,8 +81,7 @@ def test_child_dies_with_its_parent(where: str) -> None:
     )
     assert parent.stdout is not None
     try:
-        pid, alive = parent.stdout.readline().split()
-        assert alive == "True"
+        pid = parent.stdout.readline()
         if where != "leave":
             assert running(int(pid))
             parent.send_signal(signal.SIGKILL)
@@ -95,63 +94,67 @@ def test_child_dies_with_its_parent(where: str) -> None:
         parent.stdout.close()
 
 
-def start(
-    options: str,
-) -> tuple[BlockingEngineClient, list[Delta], list[MantaError]]:
+async def start(options: str) -> tuple[EngineClient, list[Delta], list[MantaError]]:
     deltas: list[Delta] = []
     deaths: list[MantaError] = []
-    client = BlockingEngineClient(lambda frame: deltas.extend(frame.deltas), deaths.append)
-    client.start(EngineConfig(model=f"fake:{options}"))
+    client = EngineClient(lambda frame: deltas.extend(frame.deltas), deaths.append)
+    await client.start(EngineConfig(model=f"fake:{options}"))
     return client, deltas, deaths
+
+
+async def until(condition: Callable[[], object], seconds: float) -> bool:
+    return await asyncio.to_thread(wait_until, condition, seconds)
 
 
 def request(number: int, **params: object) -> EngineRequest:
     return EngineRequest(number, [5, 6, 7], 3, msgspec.convert(params, SamplingParams), 0)
 
 
-def test_ctrl_c_is_for_the_parent() -> None:
+async def test_ctrl_c_is_for_the_parent() -> None:
     """Ctrl-C kills the engine under a server that wanted to drain."""
-    client, deltas, _ = start("")
+    client, deltas, _ = await start("")
     try:
         os.kill(client.pid, signal.SIGINT)
         client.submit(request(1, max_tokens=1))
-        assert wait_until(lambda: deltas, 2)
+        assert await until(lambda: deltas, 2)
     finally:
-        client.close()
+        await client.close()
 
 
-def test_start_errors_keep_code_and_field() -> None:
+async def test_start_errors_keep_code_and_field() -> None:
     """A wrong setting is told as "engine died"."""
     with pytest.raises(ConfigError) as caught:
-        start("fail_start=1")
+        await start("fail_start=1")
     assert caught.value.param == "model"
     with pytest.raises(ConfigError, match="nonsense"):
-        start("nonsense=1")
+        await start("nonsense=1")
 
 
-def test_failing_step_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_failing_step_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     """The reason of a fatal error is only in a log on another machine, or nowhere."""
-    client, _, deaths = start("fail_step=2")
+    client, _, deaths = await start("fail_step=2")
     try:
         client.submit(request(1))
-        assert wait_until(lambda: deaths, 2)
+        assert await until(lambda: deaths, 2)
         assert isinstance(deaths[0], EngineDead)
         assert "told to fail" in deaths[0].message
         with pytest.raises(EngineDead):
             client.submit(request(2))
     finally:
-        client.close()
+        await client.close()
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_working_directory_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_working_directory_is_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relative model path is looked up in the package's folder."""
     monkeypatch.chdir(tmp_path)
-    client, _, _ = start("")
+    client, _, _ = await start("")
     try:
         assert os.readlink(f"/proc/{client.pid}/cwd") == str(tmp_path)
     finally:
-        client.close()
+        await client.close()
 
 
 class Loop:

@@ -72,7 +72,7 @@ class EventIds:
 
     @property
     def seed(self) -> int:
-        """Of a request that names none: it has to be the same when it comes again."""
+        """Drawn for a request that names none: it has to be the same when it comes again."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
     def bind(self, call: Call) -> None:
@@ -91,8 +91,7 @@ class EventIds:
         self._asked = asked
         if not self.resumed:
             self.shown = [Shown() for _ in range(count)]
-        if call.params.seed is None:
-            call.seed = self.seed
+        call.seed = self.seed
         call.streams = [f"{self.number.hex()}.{i}" for i in range(len(call.prompts))]
         head = _HEAD.pack(_VERSION, self.created, self.number, asked)
         self._prefix = b"id: " + b2a_base64(head, newline=False)

@@ -50,6 +50,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class Call:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
+    seed: drawn, for requests that nobody gives one.
     key, owner, cache_salt: whose it is, for turns, for questions and for the prefix cache.
     deadline: monotonic seconds.
     prompt_logprobs: they were asked for by that name, not only through echo.
@@ -84,6 +85,10 @@ class Call:
     weights: str = ""
     ignored: list[str] = field(default_factory=list)
 
+    def _seed_for(self, prompt: list[int]) -> int:
+        seed = self.params.seed_for(prompt, self.card.seed)
+        return self.seed if seed is None else seed
+
     def requests(self, request_id: str) -> list[GenerationRequest]:
         # An engine always makes a token; when none is wanted it is dropped here.
         params = replace_max_tokens(self.params, 1) if self.score_only else self.params
@@ -94,7 +99,7 @@ class Call:
                 model=self.card.id,
                 token_ids=ids,
                 params=params,
-                seed=self.seed,
+                seed=self._seed_for(ids),
                 cache_salt=self.cache_salt,
                 adapter="" if adapter is None else adapter.key,
                 adapter_path="" if adapter is None else adapter.path,
@@ -345,7 +350,7 @@ def _common(
         tokenizer=backend.tokenizer(card.id),
         params=params,
         prompts=[],
-        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        seed=secrets.randbits(63),
         stream=stream,
         include_usage=include_usage,
         return_token_ids=take_bool(body, "return_token_ids"),

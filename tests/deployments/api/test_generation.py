@@ -1,6 +1,7 @@
 """Whole and streamed answers: the same text, lists that fit it, and an end in every case."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ from deployments.api.options import ApiOptions
 from deployments.router.serve import handle_call
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from engine.messages import Delta
+from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
-from tests.deployments.fake_backend import FakeBackend
+from tests.deployments.fake_backend import MODEL, FakeBackend
 
 
 def run(work: Any) -> Any:
@@ -199,6 +201,38 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
     run(client.chat(seed=None))
     run(client.chat(seed=None))
     assert backend.requests[-1].seed != backend.requests[-2].seed
+
+
+def test_the_engine_s_seed_decides_where_a_request_gives_none(
+    backend: FakeBackend, client: Client
+) -> None:
+    """`engine: {seed: 7}` did nothing over HTTP, where each request drew a seed: no run could be
+    repeated. Streams that may go on at another router drew theirs elsewhere."""
+
+    def asked(**fields: Any) -> tuple[str, int]:
+        reply = run(client.chat(temperature=1, **fields))
+        return reply.json()["choices"][0]["message"]["content"], backend.requests[-1].seed
+
+    assert asked() != asked()
+    backend.cards[MODEL] = replace(backend.cards[MODEL], seed=7)
+    first = asked()
+    assert asked() == first and asked(seed=None) == first
+    ids = backend.requests[-1].token_ids
+    assert first[1] == SamplingParams().seed_for(ids, 7), "as in the library"
+    assert asked(seed=3)[1] == 3
+    other = asked(messages=[{"role": "user", "content": "another"}])
+    assert other != first
+    backend.cards[MODEL] = replace(backend.cards[MODEL], seed=8)
+    assert asked() != first
+    backend.cards[MODEL] = replace(backend.cards[MODEL], seed=7)
+    resumable = Client(build_asgi(backend, ApiOptions(event_secret=b"s" * 32)))
+    headers = ((b"content-type", b"application/json"), (b"x-event-ids", b"1"))
+    body = {**CHAT, "temperature": 1, "stream": True}
+    run(resumable.post("/v1/chat/completions", body, headers=headers))
+    assert backend.requests[-1].seed == first[1] and backend.requests[-1].stream
+    run(client.completion(prompt=["one", "two", "one"], temperature=1))
+    one, two, again = (request.seed for request in backend.requests[-3:])
+    assert one == again != two
 
 
 def test_defaults(backend: FakeBackend, client: Client) -> None:

@@ -58,7 +58,7 @@ async def test_async(tmp_path: Path) -> None:
     """The same client on a loop; whoever waits for an answer learns that the engine has ended."""
     async with await AsyncEngine.start(EngineConfig(model="fake:", max_loras=1)) as engine:
         await engine.add_adapter("a", make_folder(tmp_path / "a"))
-        out = await engine.generate([5], SamplingParams(max_tokens=2), adapter="a")
+        out = await engine.start_request([5], SamplingParams(max_tokens=2), adapter="a")
         assert len(out.outputs[0].token_ids) == 2
         asked = asyncio.create_task(engine.add_adapter("b", tmp_path / "a"))
         await asyncio.sleep(0)

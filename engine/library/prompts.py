@@ -1,0 +1,112 @@
+"""Prompts: text, token ids or chat messages to the token ids of a model, checked."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest, context_too_long
+from engine.messages import Ready
+from engine.process.fake import PREFIX as FAKE
+from engine.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int]
+
+
+def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
+    """The tokenizer given, or the model folder's; None where there is nothing to read: a fake
+    engine, or random weights beside a bare config.json."""
+    if isinstance(given, Tokenizer):
+        return given
+    if given is not None:
+        return Tokenizer.load(given)
+    bare = config.load_format == "dummy" and not (Path(config.model) / "tokenizer.json").exists()
+    return None if bare or config.model.startswith(FAKE) else Tokenizer.load(config.model)
+
+
+class Prompts:
+    """Every method raises InvalidRequest if a prompt is empty, too long or not of this model.
+
+    tokenizer: None allows only prompts of token ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, ready: Ready) -> None:
+        self._tokenizer = tokenizer
+        self._ready = ready
+
+    def encode(self, prompt: Prompt | Messages) -> list[int]:
+        if isinstance(prompt, str):
+            return self._checked(self._text().encode(prompt, add_special_tokens=True))
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self._checked(self._text().encode_chat(prompt))  # type: ignore[arg-type]
+        return self._checked(
+            [token if type(token) is int else _token_id(token) for token in prompt]
+        )
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """`encode` for many; texts on all cores. An error names the prompt, e.g. ``prompts[3]``."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        every: Sequence[Prompt] = prompts
+        if len(texts) == len(prompts) > 1:
+            every = self._text().encode_batch(texts, add_special_tokens=True)
+        return _each("prompts", every, self.encode)
+
+    def encode_chats(
+        self, chats: Sequence[Messages], options: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """The same for chats; options as in `Tokenizer.encode_chat`."""
+
+        def encode(chat: Messages) -> list[int]:
+            return self._checked(self._text().encode_chat(chat, **options))
+
+        return _each("messages", chats, encode)
+
+    def _text(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "this engine has no tokenizer; give prompts as token ids", param="prompt"
+            )
+        return self._tokenizer
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        limit, vocab_size = self._ready.max_model_len, self._ready.vocab_size
+        if len(ids) >= limit:
+            raise context_too_long(limit, len(ids))
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"token id {token} is outside the vocabulary (0..{vocab_size - 1})",
+                    param="prompt",
+                    code="token_out_of_range",
+                )
+        return ids
+
+
+def _each(name: str, items: Sequence[T], encode: Callable[[T], list[int]]) -> list[list[int]]:
+    done: list[list[int]] = []
+    for i, item in enumerate(items):
+        try:
+            done.append(encode(item))
+        except InvalidRequest as error:
+            if len(items) == 1:
+                raise
+            path = f"{name}[{i}]"
+            message = f"{path}: {error.message}"
+            raise InvalidRequest(message, param=path, code=error.code) from None
+    return done
+
+
+def _token_id(token: object) -> int:
+    """An integer of numpy or torch, too. Raises InvalidRequest."""
+    try:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(token).__name__
+        raise InvalidRequest(
+            f"a prompt is a text or a list of token ids, and {kind} is no token id", param="prompt"
+        ) from None
