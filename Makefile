@@ -3,8 +3,7 @@
 #   PYTHON=python3.12          another interpreter (3.11 or 3.12)
 #   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
 #   ONCE=1                     `make demo` ends after its answer
-#   FAST=1                     `make test` leaves out the slow tests
-#   LONG=1                     `make test` has those too that take minutes
+#   LONG=1                     `make test-all` has those too that take minutes
 #   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
 #   QUICK=1                    `make faults` runs each kind of fault once
 
@@ -16,10 +15,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt tests/openai-1.txt | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test faults lint format hooks constraints clean
+.PHONY: help venv demo test test-all faults lint format hooks constraints clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 venv: $(STAMP) ## the virtual environment with Manta and its tools
 
@@ -36,24 +35,19 @@ $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 demo: $(STAMP) ## start the default model, print a streamed answer, serve on port 8000
 	@$(BIN)/python -m deployments.demo $(if $(ONCE),--once)
 
-where := not gpu$(if $(LONG),, and not long)$(if $(FAST), and not slow)
+where := not gpu$(if $(LONG),, and not long)
 pytest = $(BIN)/python -m pytest
-# Two processes with a core each. Not for the tests that start Ray, whose processes look at the clock
-# and for each other, nor for those that tell what something costs: a neighbour spoils the caches.
-pair = OMP_NUM_THREADS=1 $(pytest) -n 2 --dist worksteal
 
-test: $(STAMP) ## the tests that need no GPU
-	@$(BIN)/python -m deployments.cli.fetch default >/dev/null
+test: $(STAMP) ## what to run after a change: ten minutes on two cores
 ifdef ARGS
+	@$(BIN)/python -m deployments.cli.fetch default >/dev/null
 	@$(pytest) -m '$(where)' $(ARGS)
 else
-	@echo "== Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(pair) -m '$(where)' tests/kernels
-	@echo "== What starts no Ray"
-	@$(pair) -m '$(where) and not serve and not timed'
-	@echo "== What starts Ray or looks at costs"
-	@$(pytest) -m '$(where) and (serve or timed)'
+	@$(BIN)/python -m tests.stages test
 endif
+
+test-all: $(STAMP) ## the tests that make test leaves out and that need no GPU
+	@$(BIN)/python -m tests.stages $(if $(LONG),--long) rest
 
 faults: $(STAMP) ## docs/reliability.md in full: kills, abuse, draining; half an hour
 	@$(BIN)/python -m deployments.cli.fetch default >/dev/null

@@ -168,6 +168,7 @@ def text_of(chunks) -> str:
 
 @pytest.mark.serve
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_http_streams_and_both_replicas_work(cluster, fake):
     """An application that answers from one replica while the other idles."""
     whole = cluster.post("/fake/v1/chat/completions", **CHAT, max_tokens=30)
@@ -191,6 +192,7 @@ def test_http_streams_and_both_replicas_work(cluster, fake):
 
 @pytest.mark.serve
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_errors_have_the_shape_of_the_api(cluster, fake):
     """Serve's own plain-text errors in front of ours."""
     answer = cluster.post("/fake/v1/chat/completions", model="none", messages=CHAT["messages"])
@@ -199,6 +201,7 @@ def test_errors_have_the_shape_of_the_api(cluster, fake):
 
 @pytest.mark.serve
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_killed_engine_costs_a_pause_and_the_replica_comes_back(cluster, fake):
     """A stream that ends in the middle; a dead replica that stays dead."""
     from ray import serve

@@ -549,7 +549,7 @@ def metrics_told(pids: Sequence[int]) -> list[int]:
     [
         ("Starting Ray", signal.SIGTERM, 1),
         ("Starting the replicas", signal.SIGINT, 2),
-        ("Serving", signal.SIGINT, 1),
+        pytest.param("Serving", signal.SIGINT, 1, marks=pytest.mark.smoke),
         pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
     ],
 )

@@ -28,7 +28,7 @@ DRAIN = 10.0  # seconds
 BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 
-@pytest.fixture(params=["serve", "haproxy"])
+@pytest.fixture(params=["serve", pytest.param("haproxy", marks=pytest.mark.smoke)])
 def proxy(request: pytest.FixtureRequest) -> str:
     """What stands before the routers."""
     if request.param == "haproxy":

@@ -6,6 +6,8 @@ import torch
 from kernels.activation import gelu_tanh_mul, silu_mul
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
+pytestmark = pytest.mark.triton
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1536), (5, 100), (3, 14336)], ids=str)

@@ -11,6 +11,8 @@ from kernels.attention.decode import attention_decode, plan
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
 
+pytestmark = pytest.mark.triton
+
 gpu = pytest.mark.gpu
 # Of blocks and heads: models have heads of 128, for which kernels take other tiles than for 64.
 PAGES = [(1, 64), (16, 64), (64, 64), (1, 128), (128, 128)]

@@ -9,6 +9,8 @@ from engine.runner.rows import RequestRows
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps
 from tests.kernels.oracle import DEVICE
 
+pytestmark = pytest.mark.triton
+
 NUM_ROWS = 6
 
 

@@ -10,6 +10,8 @@ from kernels.gemm import cublaslt, cublaslt_tune, deterministic
 from kernels.gemm.small_m import few_rows
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
+pytestmark = pytest.mark.triton
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("extras", [False, True])

@@ -8,6 +8,8 @@ from kernels.kv_write import rope_kv_write
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 
+pytestmark = pytest.mark.triton
+
 
 def reference(
     x: Tensor, weight: Tensor | None, eps: float, cos_sin: Tensor, positions: Tensor

@@ -11,6 +11,8 @@ from kernels import reference
 from kernels.metadata import LoraLinear, LoraStep
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, row_error
 
+pytestmark = pytest.mark.triton
+
 lora = pytest.importorskip("kernels.lora")
 activation = pytest.importorskip("kernels.activation")
 

@@ -15,6 +15,8 @@ from kernels import reference
 from kernels.metadata import LoraLinear
 from tests.kernels.oracle import BOUND, DEVICE, row_error
 
+pytestmark = pytest.mark.triton
+
 lora = pytest.importorskip("kernels.lora")
 
 LAYERS = [LoraLinear(0, 96, (80, 48, 48)), LoraLinear(3, 64, (160, 160))]

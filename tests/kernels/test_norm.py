@@ -6,6 +6,8 @@ import torch
 from kernels.norm import rms_norm
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
+pytestmark = pytest.mark.triton
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 576), (3, 4096), (17, 100), (2, 8192)], ids=str)

@@ -23,6 +23,8 @@ from kernels.sampling.logprobs import logprobs
 from tests.engine.test_sampling import naive_edit, naive_kept
 from tests.kernels.oracle import DEVICE, DTYPES
 
+pytestmark = pytest.mark.triton
+
 LARGE = DEVICE == "cuda"
 VOCABS = [40, 4096, 5003, *([128256] if LARGE else [])]
 

@@ -46,7 +46,7 @@ def whole(default_model: Path, few: list[list[int]]) -> list[Output]:
 
 
 def test_tokens_and_logprobs_equal_transformers(
-    default_model: Path, prompts: list[list[int]]
+    default_model: Path, few: list[list[int]], whole: list[Output]
 ) -> None:
     """A wrong rotation, mask, norm or weight changes a log-probability long before it changes a
     word. Teacher forcing: if transformers' argmax after our prefix is our token at every position,
@@ -55,8 +55,7 @@ def test_tokens_and_logprobs_equal_transformers(
 
     model: Any = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
     worst, ties = 0.0, []
-    outputs = in_one_piece(default_model, prompts)
-    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for number, (prompt, output) in enumerate(zip(few, whole, strict=True)):
         assert len(output.token_ids) == len(output.logprobs) == NUM_TOKENS
         ids = torch.tensor([prompt + output.token_ids])
         with torch.inference_mode():

@@ -1,0 +1,136 @@
+"""tests/stages.py: what fails a stage, and which tests are in which."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.stages import MOST_AGAIN, ROOT, STAGES, Outcome, told
+
+RUN = """
+import pickle, sys
+from pathlib import Path
+from deployments.cli.serving.processes import adopt_orphans
+from tests import stages
+
+adopt_orphans()
+stages.ENDS_S = 1.0
+stage = stages.Stage("made", "Made", "not serve", pair=sys.argv[2] == "pair")
+outcome = stages.run(stage, Path(sys.argv[1]), Path(sys.argv[1], "cache"))
+Path(sys.argv[1], "outcome").write_bytes(pickle.dumps(outcome))
+"""
+
+
+def outcome_of(folder: Path, code: str, pair: bool = False) -> tuple[Outcome, str]:
+    """Of a stage that has this file of tests, and what was printed. In a process of its own, which
+    may adopt and end what the tests leave behind."""
+    import pickle
+
+    (folder / "test_made.py").write_text("import os, pathlib, signal, subprocess, sys\n" + code)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n long\n serve\n")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder), "pair" if pair else "one"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = pickle.loads((folder / "outcome").read_bytes())
+    assert isinstance(outcome, Outcome)
+    return outcome, done.stdout
+
+
+FINE = "def test_fine(): pass\n"
+ONCE = (  # fails the first time
+    "def test_once():\n"
+    "    path = pathlib.Path(__file__).with_name('been')\n"
+    "    there, _ = path.exists(), path.touch()\n"
+    "    assert there\n"
+)
+NEVER = "def test_never(): assert False\n"
+
+
+def test_a_test_that_passes_alone_is_told_of(tmp_path: Path) -> None:
+    """A clock that a neighbour held up fails a change; or nobody hears that it did."""
+    outcome, printed = outcome_of(tmp_path, FINE + ONCE, pair=True)
+    assert outcome.good and outcome.again == ["test_made.py::test_once"]
+    assert outcome.counts == {"passed": 2, "failed": 0, "skipped": 0}
+    assert "1 failed, 1 passed" in printed and "Once more, alone: 1 of 'Made'" in printed
+    assert "  failed at first, passed alone: test_made.py::test_once" in told([outcome])
+    assert told([outcome])[-1].startswith("2 passed in ")
+
+
+def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path) -> None:
+    """A second run that hides the first."""
+    outcome, _ = outcome_of(tmp_path, FINE + ONCE + NEVER)
+    assert not outcome.good and outcome.failed == ["test_made.py::test_never"]
+    assert outcome.again == ["test_made.py::test_once"] and not outcome.broken
+    assert told([outcome])[-1].startswith("1 failed, 2 passed in ")
+
+
+def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
+    """A broken change runs for twice as long before it is told."""
+    many = "".join(f"def test_{number}(): assert False\n" for number in range(MOST_AGAIN + 1))
+    outcome, printed = outcome_of(tmp_path, many)
+    assert len(outcome.failed) == MOST_AGAIN + 1 and "Once more" not in printed
+
+
+@pytest.mark.parametrize(
+    ("code", "pair", "why"),
+    [
+        ("import nothing_of_this_name\n", False, "exit code 2"),
+        ("x = 1\n", False, "no test was collected"),
+        ("def test_end(): os.kill(os.getpid(), signal.SIGSEGV)\n", False, "ended by SIGSEGV"),
+        (FINE + "def test_end(): os._exit(0)\n", True, "died in test_made.py::test_end"),
+        (FINE + "def test_end(): os._exit(0)\n", False, "no report"),
+    ],
+    ids=["import", "empty", "signal", "worker", "exit"],
+)
+def test_what_is_not_a_failed_test_fails_the_stage(
+    tmp_path: Path, code: str, pair: bool, why: str
+) -> None:
+    """A stage that crashed, or ran nothing, counts as one in which all is well; or as one whose
+    tests passed when they ran alone."""
+    outcome, printed = outcome_of(tmp_path, code, pair)
+    assert not outcome.good and why in outcome.broken[0] and not outcome.again
+    assert "Once more" not in printed
+
+
+def test_what_is_left_behind_fails_the_stage(tmp_path: Path) -> None:
+    """Engines and haproxies of tests, on the cores of all tests after them."""
+    code = (
+        "def test_leaves():\n"
+        "    left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    pathlib.Path(__file__).with_name('left').write_text(str(left.pid))\n"
+    )
+    outcome, _ = outcome_of(tmp_path, code)
+    pid = int((tmp_path / "left").read_text())
+    try:
+        assert not outcome.good and outcome.broken[0].startswith(f"left behind: {pid} ")
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_each_test_is_in_one_stage() -> None:
+    """A test that no stage has proves nothing; one that two have is waited for twice."""
+    stages = [stage for part in STAGES.values() for stage in part]
+    names = ("triton", "serve", "timed", "slow", "smoke")
+    for values in product((False, True), repeat=len(names)):
+        marks = dict(zip(names, values, strict=True))
+        if marks["smoke"] and (not marks["serve"] or marks["triton"]):
+            continue
+        found = [stage.name for stage in stages if eval(stage.where, {}, marks)]
+        assert len(found) == 1, (marks, found)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text("utf-8")
+        if "mark.triton" in text and path.name != Path(__file__).name:
+            assert path.parent == ROOT / "tests" / "kernels", path
+    assert [stage.paths for stage in stages if stage.paths] == [("tests/kernels",)]
