@@ -33,7 +33,7 @@ class Attention:
     def activations(self) -> int:
         return self.qkv.spec.out_features + 2 * self.out.spec.in_features
 
-    def __call__(
+    def forward(
         self,
         x: Tensor,
         kv: tuple[Tensor, Tensor],
@@ -46,7 +46,7 @@ class Attention:
         there is one."""
         k_cache, v_cache = kv
         q = self.kernels.rope_kv_write(
-            self.qkv(x, meta.lora, norm=norm),
+            self.qkv.forward(x, meta.lora, norm=norm),
             self.cos_sin,
             self.q_norm,
             self.k_norm,
@@ -57,4 +57,4 @@ class Attention:
             meta,
         )
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta)
-        return self.out(attended, meta.lora, residual=residual)
+        return self.out.forward(attended, meta.lora, residual=residual)

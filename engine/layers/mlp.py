@@ -35,7 +35,7 @@ class Mlp:
     def activations(self) -> int:
         return self.up.spec.out_features + self.down.spec.in_features
 
-    def __call__(
+    def forward(
         self,
         x: Tensor,
         kv: tuple[Tensor, Tensor],
@@ -47,7 +47,7 @@ class Mlp:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
         if self.gated:
-            inner = self.up(x, meta.lora, norm=norm, gate=self.act)
+            inner = self.up.forward(x, meta.lora, norm=norm, gate=self.act)
         else:
-            inner = ACTIVATIONS[self.act](self.up(x, meta.lora, norm=norm))
-        return self.down(inner, meta.lora, residual=residual)
+            inner = ACTIVATIONS[self.act](self.up.forward(x, meta.lora, norm=norm))
+        return self.down.forward(inner, meta.lora, residual=residual)

@@ -36,7 +36,7 @@ class Block(Protocol):
         """Elements a token that are alive at once inside, beside the residual and its norm."""
         ...
 
-    def __call__(
+    def forward(
         self,
         x: Tensor,
         kv: KV,
@@ -58,11 +58,11 @@ class Sublayer:
         self.before = before
         self.after = after
 
-    def __call__(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         """residual [n, hidden] is written over."""
         if self.after is None:
-            return self.block(residual, kv, meta, norm=self.before, residual=residual)
-        return residual.add_(self.after(self.block(residual, kv, meta, norm=self.before)))
+            return self.block.forward(residual, kv, meta, norm=self.before, residual=residual)
+        return residual.add_(self.after(self.block.forward(residual, kv, meta, norm=self.before)))
 
     @property
     def norms(self) -> Iterator[Norm]:
@@ -94,9 +94,9 @@ class DecoderLayer:
             for linear in each.block.linears:
                 yield from linear.parameters
 
-    def __call__(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
-        return self.mlp(self.attention(residual, kv, meta), kv, meta)
+        return self.mlp.forward(self.attention.forward(residual, kv, meta), kv, meta)
 
 
 class Decoder:
@@ -154,13 +154,13 @@ class Decoder:
     def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[KV]) -> Tensor:
         residual = embedding(token_ids, self.lookup).to(self.build.activation_dtype)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            residual = layer(residual, layer_kv, meta)
+            residual = layer.forward(residual, layer_kv, meta)
         return self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.head is None:
             return self._tied.apply(self._tied_head, hidden)
-        return self.build.group.all_gather_columns(self.head(hidden))
+        return self.build.group.all_gather_columns(self.head.forward(hidden))
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
         alike: dict[tuple[int, int, bool], list[Linear]] = {}
