@@ -3,9 +3,9 @@
 A caller names what stands before and behind the product (norm, gate, residual, adapters), and here
 is decided what rides along with it. What does not fit is launched apart, with the same result.
 
-The method is `forward` and not `__call__`, here and in the blocks: for `__call__` Python makes a tuple
-and a dict of the arguments each time, which with nine calls a layer was half of what an eager layer
-cost beside its kernels.
+The method is `forward` and not `__call__`, here and in the blocks: for `__call__` Python makes a
+tuple and a dict of the arguments each time, which with nine calls a layer was half of what an eager
+layer cost beside its kernels.
 """
 
 from collections.abc import Sequence
