@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from engine.messages import Delta, EngineStats
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer

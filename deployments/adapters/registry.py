@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from deployments.adapters.book import AdapterRecord, Book, LocalBook, newer
 from deployments.adapters.paths import Found, allowed_path, scan, still_allowed, without_paths
+from deployments.adapters.record_store import AdapterRecord, Book, LocalBook, newer
 from engine.errors import AdapterError, MantaError, Overloaded
 from engine.lora.peft_config import check_name
 from engine.lora.tiers.names import not_found

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.generation.fields import check_names, take_str
 from deployments.api.http_exchange import Exchange

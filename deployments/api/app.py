@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api import adapters
 from deployments.api.auth import authenticate
 from deployments.api.cors import answer_preflight, is_preflight, tell_origin

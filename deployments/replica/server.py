@@ -23,7 +23,7 @@ from deployments.transport.channel import (
     Recalled,
     ReplicaEnd,
 )
-from deployments.transport.strangers import Strangers
+from deployments.transport.unauthenticated import Strangers
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (

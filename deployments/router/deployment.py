@@ -18,7 +18,7 @@ import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.adapters.book import RayBook
+from deployments.adapters.record_store import RayBook
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions

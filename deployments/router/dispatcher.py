@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from deployments.adapters.book import Book
+from deployments.adapters.record_store import Book
 from deployments.adapters.registry import Adapters, AdapterSettings
 from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, Past
 from deployments.checkpoints.resolve import Identity
@@ -27,14 +27,14 @@ from deployments.router.adapters.calls import AdapterCalls
 from deployments.router.adapters.stale import StaleAdapters
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.admission.request_queue import Gate, GateLimits
-from deployments.router.asking import Asking
-from deployments.router.deltas import Deltas
+from deployments.router.delta_delivery import Deltas
 from deployments.router.failover.displaced import Displaced
 from deployments.router.failover.losses import Losses
 from deployments.router.failover.recall import recall
 from deployments.router.inflight import Choice, Entry
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
+from deployments.router.replica_calls import Asking
 from deployments.router.replica_client import Endpoint, Link
 from deployments.router.replica_clients import Links
 from deployments.router.request_trace import Stories, log_story

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from deployments.adapters.registry import Adapters, AdapterSettings
 from deployments.backend import BackendState, GenerationRequest, ModelCard, Past, Timing
 from engine.batch import TokenLogprobs

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from deployments.adapters.book import Book, LocalBook
+from deployments.adapters.record_store import Book, LocalBook
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import Relay

@@ -14,8 +14,8 @@ from zlib import crc32
 import pytest
 
 from deployments import store as shared
-from deployments.adapters.book import LocalBook, RayBook
 from deployments.adapters.paths import allowed_path, scan, without_paths
+from deployments.adapters.record_store import LocalBook, RayBook
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest
 from deployments.router.dispatcher import Dispatcher
@@ -461,7 +461,7 @@ def test_the_book_is_shared(monkeypatch):
 
     for name, fake in (("put", put), ("get", get), ("list", keys), ("del", store.pop)):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
-    from deployments.adapters.book import AdapterRecord
+    from deployments.adapters.record_store import AdapterRecord
 
     for book, other in ((RayBook("x"), RayBook("x")), (local := LocalBook(), local)):
         mark, records = other.changed(b"")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.failover.displaced import Displaced

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deployments.adapters.book import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.api.generation.constraints import refuse_constraints
 from deployments.api.generation.fields import (

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from random import Random
 
-from deployments.adapters.book import AdapterRecord
-from deployments.router.asking import Asking
+from deployments.adapters.record_store import AdapterRecord
+from deployments.router.replica_calls import Asking
 from deployments.router.replica_client import Link
 from deployments.routing.decision import Work
 from deployments.routing.fleet import Fleet

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from deployments.backend import Past
-from deployments.router.asking import Asking
+from deployments.router.replica_calls import Asking
 from deployments.router.replica_client import Link
 from deployments.transport.channel import Recall, Recalled
 
