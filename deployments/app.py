@@ -96,7 +96,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
     logs: dict[str, Any] = {}
     if config.log.format == "json":
         logs["logging_config"] = {"encoding": "JSON"}
-    for name, pool in pools(config, Machine.here()).items():
+    for name, pool in pools(config, NodeCapacity.here()).items():
         settings = ReplicaSettings(
             engine=config.engine_options(pool),
             stall_seconds=config.limits.stall_seconds,
@@ -191,7 +191,7 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class NodeCapacity:
     """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
     other nodes, as far as one can know."""
 
@@ -200,7 +200,7 @@ class Machine:
     alone: bool = False
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "NodeCapacity":
         """Of the cluster's nodes if Ray is started, else of this machine."""
         nodes = (
             [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
@@ -220,7 +220,7 @@ def deployment_name(pool: str) -> str:
     return f"engine-{pool}"
 
 
-def pools(config: MantaConfig, machine: Machine) -> dict[str, PoolConfig]:
+def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     """The pools with nothing left open. Pure.
 
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
@@ -280,7 +280,7 @@ def serve_config(
     outside the arguments, and whatever changes there or in the policy restarts every replica.
     """
     config = as_config(config)
-    machine = Machine.here()
+    machine = NodeCapacity.here()
     resolved = pools(config, machine)
     open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
     if "cpu" in resolved and open_cores and not machine.alone:

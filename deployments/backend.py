@@ -54,7 +54,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class RecalledChoice:
     """What a replica knows of a choice that it had, or has. weights: of models.Identity."""
 
     stream: str
@@ -151,8 +151,8 @@ class Backend(Protocol):
         ...
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[Past]], bool]
-    ) -> list[Past]:
+        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+    ) -> list[RecalledChoice]:
         """What replicas know of requests with these `stream` names: all that was heard when it was
         enough, or when nobody is left to ask."""
         ...

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.api.errors import ApiError
 from deployments.api.generation.fields import CHAT, COMPLETION, check_names
-from deployments.resuming import Resuming
+from deployments.resuming import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 
 Messages = Sequence[Mapping[str, Any]]
@@ -114,7 +114,7 @@ class Client(_Connected):
     def generate(self, prompt: Prompt, **fields: Any) -> Completion:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
-        again = _Again()
+        again = _RouterRetry()
         while True:
             try:
                 return _completion(self._method("generate").remote(body).result())
@@ -125,7 +125,7 @@ class Client(_Connected):
         """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
         request."""
         body = _body(self.model, prompt, fields)
-        again = _Again()
+        again = _RouterRetry()
         while True:
             responses: Any = self._method("stream", stream=True).remote(body, again.last)
             try:
@@ -161,7 +161,7 @@ class AsyncClient(_Connected):
     async def generate(self, prompt: Prompt, **fields: Any) -> Completion:
         """Continue a text, token ids or a chat. Raises the errors of `engine.errors`."""
         body = _body(self.model, prompt, fields)
-        again = _Again()
+        again = _RouterRetry()
         while True:
             try:
                 return _completion(await self._method("generate").remote(body))
@@ -172,7 +172,7 @@ class AsyncClient(_Connected):
         """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
         request."""
         body = _body(self.model, prompt, fields)
-        again = _Again()
+        again = _RouterRetry()
         while True:
             responses: Any = self._method("stream", stream=True).remote(body, again.last)
             try:
@@ -189,13 +189,13 @@ class AsyncClient(_Connected):
             await asyncio.sleep(pause)
 
 
-class _Again:
+class _RouterRetry:
     """Whether a call whose router is gone is made again. last: the last event that has come of a
     stream, for another router to go on after it."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._resuming = Resuming()
+        self._resuming = ResumableStream()
 
     def take(self, item: dict[str, Any]) -> bool:
         """Whether it is the end. Takes the event's id out, which is nothing for who reads."""

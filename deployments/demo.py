@@ -21,7 +21,7 @@ def main() -> int:
         print(f"\nYou: {QUESTION}\n{config.name()}: ", end="", flush=True)
         body = {"model": config.name(), "max_tokens": 64, "temperature": 0}
         messages = [{"role": "user", "content": QUESTION}]
-        first = chat.answer(chat.Server(url), body, messages).first_token
+        first = chat.answer(chat.ChatServer(url), body, messages).first_token
         print(f"\nFirst token {first - started:.1f} s after the start.", file=sys.stderr)
         return "--once" not in sys.argv[1:]
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from typing import Any
 
-from deployments.resuming import PATIENCE, Resuming
+from deployments.resuming import PATIENCE, ResumableStream
 
 _NOWHERE = b'"code":"not_found"'  # a model that is not there has another code
 
@@ -64,8 +64,8 @@ class ResumingTransport:
     def handle_request(self, request: Any) -> Any:
         if not _is_completion(request):
             return self._inner.handle_request(request)
-        stream = _stream_class(_library(type(request)), "SyncByteStream", _Stream)(
-            self._inner, request, request.read(), Resuming(self._patience)
+        stream = _stream_class(_library(type(request)), "SyncByteStream", _ResumingStream)(
+            self._inner, request, request.read(), ResumableStream(self._patience)
         )
         while True:
             try:
@@ -106,8 +106,8 @@ class AsyncResumingTransport:
     async def handle_async_request(self, request: Any) -> Any:
         if not _is_completion(request):
             return await self._inner.handle_async_request(request)
-        stream = _stream_class(_library(type(request)), "AsyncByteStream", _AsyncStream)(
-            self._inner, request, await request.aread(), Resuming(self._patience)
+        stream = _stream_class(_library(type(request)), "AsyncByteStream", _AsyncResumingStream)(
+            self._inner, request, await request.aread(), ResumableStream(self._patience)
         )
         while True:
             try:
@@ -133,7 +133,7 @@ class AsyncResumingTransport:
 class _Parts:
     """A request and the answer's parts, whoever brings them."""
 
-    def __init__(self, inner: Any, request: Any, body: bytes, resuming: Resuming) -> None:
+    def __init__(self, inner: Any, request: Any, body: bytes, resuming: ResumableStream) -> None:
         self._inner, self._request, self._body = inner, request, body
         self._resuming = resuming
         self._response: Any = None
@@ -191,7 +191,7 @@ class _Parts:
         return kind.startswith("application/json")
 
 
-class _Stream(_Parts):
+class _ResumingStream(_Parts):
     def __iter__(self) -> Iterator[bytes]:
         resuming = self._resuming
         while True:
@@ -226,7 +226,7 @@ class _Stream(_Parts):
         self._response.close()
 
 
-class _AsyncStream(_Parts):
+class _AsyncResumingStream(_Parts):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         resuming = self._resuming
         while True:

@@ -1,4 +1,4 @@
-"""Resuming: a client's side of a stream that goes on after a break; standard library alone.
+"""ResumableStream: a client's side of a stream that goes on after a break; standard library alone.
 
 Knows nothing of connections: whoever has them feeds what comes, and asks what to send after a break
 and how long to wait before.
@@ -18,7 +18,7 @@ _LONGEST_TOLD = 5.0  # of what a server says itself
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
 
 
-class Resuming:
+class ResumableStream:
     """One streamed answer in all its parts. patience: seconds without news until it is given up.
 
     finished: the stream has come to its end, by [DONE] or by an error that the server has told.

@@ -154,12 +154,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     adapter_loads: int = 0  # host to device, since start
     out_of_memory: int = 0  # steps that the device had no memory for, since start
     rows: int = 0  # requests that can run at once; 0: not told
-    routers: int = 0  # that share the replica; the relay knows
+    routers: int = 0  # that share the replica; put in by the replica
     reserved_blocks: int = 0  # at their full length, of all that run; shared ones of each
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
-    """links: of prompts that other routers have sent to this replica; put in by its relay.
+    """prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
     ticket: the newest of an order that the engine had carried out when it made this frame.
     taken: ids of requests that `stats` is the first to count; those that it refused, too. Who has
         sent one counts it on top of the figures until its id is here.
@@ -167,7 +167,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
     stats: EngineStats
     deltas: list[Delta]
-    links: bytes = b""
+    prefix_hashes: bytes = b""
     ticket: int = 0
     taken: list[int] = []
 
@@ -200,16 +200,16 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
     """The engine could not start or cannot go on: "code: message with the way out".
 
-    Put in by the relay: trial, the suspect that it was trying, if that is of the router that is
-    told; None if it was trying nobody. deaths: what that one was suspected of, replicas. doubt:
-    others that ran beside it were at these deaths, too; they are in `trial` as well, and `deaths`
-    is empty.
+    Put in by the replica, for the router that is told: suspects, ids of that router's requests that
+    the engine may have died of, when it ran one on probation; None if it ran none on probation.
+    deaths: replicas whose deaths the request on probation was suspected of. doubt: other requests
+    were at all these deaths and ran beside it; they are suspects too, and `deaths` is empty.
     """
 
     code: str
     message: str
     param: str | None = None
-    trial: list[int] | None = None
+    suspects: list[int] | None = None
     deaths: list[str] = []
     doubt: bool = False
 

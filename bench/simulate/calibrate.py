@@ -17,7 +17,7 @@ from bench.report import result_file
 from bench.simulate.cluster import run
 from bench.simulate.policies import RoundRobin
 from bench.simulate.replica import Job, Speed
-from deployments.routing.step_cost import STRETCH, Cost, StepModel
+from deployments.routing.step_cost import STRETCH, StepCost, StepCostModel
 from engine.messages import EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
 
@@ -72,7 +72,7 @@ class Stretch:
     prompts: int
     seconds: float
 
-    def predicted(self, cost: Cost) -> float:
+    def predicted(self, cost: StepCost) -> float:
         base, sequence, token = cost
         return self.steps * base + self.outputs * sequence + self.prompts * token
 
@@ -168,14 +168,14 @@ def compare(
     return rows, lines
 
 
-def fit(observed: Observed) -> Cost:
-    model = StepModel(Cost.mean([]), fade=1.0)
+def fit(observed: Observed) -> StepCost:
+    model = StepCostModel(StepCost.mean([]), fade=1.0)
     for one in intervals(observed) * _PASSES:
         model.observe(one.steps, one.outputs, one.prompts, one.seconds)
     return model.cost
 
 
-def simulate(real: Observed, cost: Cost) -> list[Job]:
+def simulate(real: Observed, cost: StepCost) -> list[Job]:
     """The same requests at one SimReplica."""
     speed = Speed("", *cost, real.kv_tokens, real.rows, real.step_tokens, ahead=real.ahead)
     work = [Job(job.arrival, job.prompt, job.output) for job in real.jobs]

@@ -11,9 +11,9 @@ from random import Random
 
 from bench.simulate.routing import Row
 from bench.simulate.speeds import GPU
-from deployments.routing.decision import Work
+from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
-from deployments.routing.prefix_index import PrefixIndex, chain, pack, unpack
+from deployments.routing.prefix_index import PrefixIndex, hash_prefix, pack_hashes, unpack_hashes
 from deployments.routing.route import route
 from engine.messages import EngineStats
 
@@ -25,16 +25,22 @@ _PAIRS = 50_000
 def all_rows() -> list[Row]:
     dice = Random(1)
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
-    links = chain(tokens)
-    told = len(pack(links))
+    prefix_hashes = hash_prefix(tokens)
+    told = len(pack_hashes(prefix_hashes))
     # A replica that only computes prompts, each of them new: most of them, and nothing to share.
     a_second = told / (PROMPT * GPU.token)
     rows = [decision(count) for count in _GOALS]
     rows += [
-        _alone("prefix/names_of_a_prompt", best(lambda: chain(tokens)), "us"),
-        _alone("prefix/record_a_name", best(lambda: _recorded(links)) / len(links), "us"),
+        _alone("prefix/names_of_a_prompt", best(lambda: hash_prefix(tokens)), "us"),
         _alone(
-            "prefix/pack_and_unpack_a_name", best(lambda: unpack(pack(links))) / len(links), "us"
+            "prefix/record_a_name",
+            best(lambda: _recorded(prefix_hashes)) / len(prefix_hashes),
+            "us",
+        ),
+        _alone(
+            "prefix/pack_and_unpack_a_name",
+            best(lambda: unpack_hashes(pack_hashes(prefix_hashes))) / len(prefix_hashes),
+            "us",
         ),
         _alone("prefix/told_of_a_prompt", told, "bytes", "to each other router"),
         _alone(
@@ -53,9 +59,9 @@ def all_rows() -> list[Row]:
 def decision(count: int) -> Row:
     """One decision among so many replicas; the goal beside it."""
     dice, made = Random(1), _fleet(count)
-    work = Work(2100, 200, links=[dice.randbytes(8) for _ in range(32)])
+    work = RoutingRequest(2100, 200, prefix_hashes=[dice.randbytes(8) for _ in range(32)])
     for row in range(count):
-        made.index.add(work.links[: row % 9], row)
+        made.index.add(work.prefix_hashes[: row % 9], row)
     took, goal = best(lambda: route(work, made, dice, 0.0)), _GOALS[count]
     return Row(f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal")
 
@@ -86,8 +92,8 @@ def _fleet(count: int) -> Fleet:
     return made
 
 
-def _recorded(links: list[bytes]) -> None:
-    PrefixIndex().add(links, 1)
+def _recorded(prefix_hashes: list[bytes]) -> None:
+    PrefixIndex().add(prefix_hashes, 1)
 
 
 def _memory(count: int) -> float:

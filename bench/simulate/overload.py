@@ -17,7 +17,7 @@ from bench.simulate.engine import SimEngine
 from bench.simulate.replica import Speed
 from bench.simulate.routing import Row
 from deployments.backend import GenerationRequest, ModelCard
-from deployments.replica.server import Relay
+from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
@@ -98,7 +98,7 @@ class _Service:
 
     def __init__(self, speeds: Sequence[Speed], routers: int, queue_seconds: float) -> None:
         self.engines: list[SimEngine] = []
-        self.relays: list[Relay] = []
+        self.replica_servers: list[ReplicaServer] = []
         self._speeds = speeds
         limits = DispatchLimits(admission=AdmissionLimits(queue_seconds=queue_seconds))
         card = ModelCard("m", 32768, 1000, (2,), 0)
@@ -115,13 +115,13 @@ class _Service:
                 self.engines.append(SimEngine(speed, *callbacks))
                 return self.engines[-1]
 
-            relay = Relay(ChannelLimits(), StallLimits(), make)
-            ready = await relay.start(EngineConfig(model="simulated"), "memory")
-            self.relays.append(relay)
+            replica_server = ReplicaServer(ChannelLimits(), StallLimits(), make)
+            ready = await replica_server.start(EngineConfig(model="simulated"), "memory")
+            self.replica_servers.append(replica_server)
             told[f"{speed.pool}/{number}"] = {
                 "host": "memory",
-                "port": relay.port,
-                "secret": relay.secret.hex(),
+                "port": replica_server.port,
+                "secret": replica_server.secret.hex(),
                 "max_model_len": ready.max_model_len,
                 "vocab_size": ready.vocab_size,
                 "eos_token_ids": ready.eos_token_ids,
@@ -135,8 +135,8 @@ class _Service:
     async def stop(self) -> None:
         for router in self.routers:
             router.close()
-        for relay in self.relays:
-            await relay.stop()
+        for replica_server in self.replica_servers:
+            await replica_server.stop()
 
 
 async def _ask(router: Dispatcher, prompt: int, output: int, asked: Asked) -> None:
@@ -144,11 +144,11 @@ async def _ask(router: Dispatcher, prompt: int, output: int, asked: Asked) -> No
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     try:
         router.admit("")
-        entry = router.generate(GenerationRequest("q", "m", [5] * prompt, params, seed=1))
-        while items := await entry.next():
+        inflight = router.generate(GenerationRequest("q", "m", [5] * prompt, params, seed=1))
+        while items := await inflight.next():
             if asked.first < 0:
                 asked.first = loop.time()
-                asked.sent = entry.placed
+                asked.sent = inflight.placed
             if items[-1][1].finish:
                 asked.end = loop.time()
     except Overloaded as refusal:

@@ -9,8 +9,8 @@ from random import Random
 
 from bench.simulate.replica import Job, SimReplica
 from deployments.routing.fleet import Fleet
-from deployments.routing.prefix_index import ECHOED, STRIDE
-from deployments.routing.route import Work, route
+from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE
+from deployments.routing.route import RoutingRequest, route
 
 _NEWS = 0.05  # seconds: a router without tokens in a step hears of a replica this often
 _FRAME_GAP = 0.02  # seconds: closer frames are taken as one, to keep the simulation quick
@@ -96,10 +96,10 @@ class PrefixTree(TwoChoices):
     def pick(self, job: Job) -> int:
         index = self._pick(job)
         bit = 1 << index
-        for link in job.links:
-            known = self.tree.get(link, 0)
+        for prefix_hash in job.prefix_hashes:
+            known = self.tree.get(prefix_hash, 0)
             if not known & bit:
-                self.tree[link] = known | bit
+                self.tree[prefix_hash] = known | bit
                 self.sizes[index] += 1
         return index
 
@@ -109,8 +109,8 @@ class PrefixTree(TwoChoices):
             if most - least > self.uneven[0] and most > self.uneven[1] * least:
                 return self.in_flight.index(least)
         holders, depth = 0, 0
-        for link in job.links:
-            now = self.tree.get(link, 0) & (holders or -1)
+        for prefix_hash in job.prefix_hashes:
+            now = self.tree.get(prefix_hash, 0) & (holders or -1)
             if not now:
                 break
             holders, depth = now, depth + 1
@@ -154,7 +154,7 @@ class Manta:
 
     def choose(self, job: Job, now: float) -> int:
         fleet = self.fleets[job.router]
-        work = Work(job.prompt, 256, 1, job.links, job.adapter)
+        work = RoutingRequest(job.prompt, 256, 1, job.prefix_hashes, job.adapter)
         decision = route(work, fleet, self.dice, now)
         assert decision is not None
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
@@ -162,8 +162,8 @@ class Manta:
         fleet.send(fleet.replicas[decision.replica], [job.number], decision, work, now)
         if self.echo:
             for router, news in enumerate(self.news):
-                if router != job.router and job.links:
-                    news[index].append(job.links[:ECHOED])
+                if router != job.router and job.prefix_hashes:
+                    news[index].append(job.prefix_hashes[:FORWARDED_HASHES])
         job.expected = decision.seconds
         return index
 
@@ -181,8 +181,8 @@ class Manta:
                 self.told[router][replica.index] = now
                 news = self.news[router][replica.index]
                 if news:
-                    for links in news:
-                        fleet.hear(state, links)
+                    for prefix_hashes in news:
+                        fleet.add_prefix(state, prefix_hashes)
                     news.clear()
 
     def first(self, job: Job, now: float) -> None:

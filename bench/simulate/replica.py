@@ -48,13 +48,13 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request. links: chain of the prompt; full_links: with its output. Times in seconds."""
+    """A request. prefix_hashes: of the prompt; full_prefix_hashes: with its output. Seconds."""
 
     arrival: float
     prompt: int
     output: int
-    links: list[bytes] = field(default_factory=list)
-    full_links: list[bytes] = field(default_factory=list)
+    prefix_hashes: list[bytes] = field(default_factory=list)
+    full_prefix_hashes: list[bytes] = field(default_factory=list)
     adapter: str = ""
     router: int = 0
     replica: int = -1
@@ -192,7 +192,7 @@ class SimReplica:
             if job.adapter:
                 self.using[job.adapter] -= 1
                 self.wanted[job.adapter] -= 1
-            self._keep(job.full_links or job.links)
+            self._keep(job.full_prefix_hashes or job.prefix_hashes)
         return ended
 
     def stats(self) -> EngineStats:
@@ -243,16 +243,16 @@ class SimReplica:
             self.tokens += job.prompt + job.output
             self.of_router[job.router] += 1
             held = 0
-            for link in job.links:
-                if link not in self.cache:
+            for prefix_hash in job.prefix_hashes:
+                if prefix_hash not in self.cache:
                     break
-                self.cache.move_to_end(link)
+                self.cache.move_to_end(prefix_hash)
                 held += 1
             job.cached = held * STRIDE
             self.queries += job.prompt
             self.hits += job.cached
             job.left = job.prompt - job.cached
-            self._keep(job.links)
+            self._keep(job.prefix_hashes)
             self.filling.append(job)
             length = min(job.left, budget)
             chunk.append((job, length))
@@ -291,11 +291,13 @@ class SimReplica:
         assert self.popularity is not None
         return self.wanted.get(adapter, 0) > 0, self.popularity[adapter]
 
-    def _keep(self, links: list[bytes]) -> None:
+    def _keep(self, prefix_hashes: list[bytes]) -> None:
         cache = self.cache
-        for link in reversed(links):  # the head of a prefix is worth more than its tail
-            cache[link] = None
-            cache.move_to_end(link)
+        for prefix_hash in reversed(
+            prefix_hashes
+        ):  # the head of a prefix is worth more than its tail
+            cache[prefix_hash] = None
+            cache.move_to_end(prefix_hash)
         room = max(0, self.speed.kv_tokens - self.tokens) // STRIDE + 16
         while len(cache) > room:
             cache.popitem(last=False)

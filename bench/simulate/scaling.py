@@ -14,13 +14,22 @@ from typing import Any
 
 from bench.simulate.pictures import Line, Panel, svg
 from bench.simulate.routing import SEED, Row
-from deployments.scaling.decide import Demand, Memory, Pool, Promise, Seen, decide
+from deployments.scaling.decide import (
+    Demand,
+    PoolModel,
+    PoolState,
+    ScalingHistory,
+    ServiceObjective,
+    decide,
+)
 
-GPU = Pool(
+GPU = PoolModel(
     prompt_rate=35_600, output_rate=18_000, start_seconds=45, price=1.0, minimum=0, maximum=80
 )
-CPU = Pool(prompt_rate=900, output_rate=250, start_seconds=10, price=0.04, minimum=0, maximum=20)
-PROMISE = Promise()
+CPU = PoolModel(
+    prompt_rate=900, output_rate=250, start_seconds=10, price=0.04, minimum=0, maximum=20
+)
+PROMISE = ServiceObjective()
 FIRST = 0.25  # seconds to the first token with no queue
 PROMPT, OUTPUT = 500, 200  # tokens of a request, computed ones
 _POINTS = 240  # of a line in a picture
@@ -102,7 +111,7 @@ class Policy:
     name = ""
 
     def target(
-        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+        self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float
     ) -> tuple[dict[str, int], str]:
         raise NotImplementedError
 
@@ -111,10 +120,10 @@ class Manta(Policy):
     name = "manta"
 
     def __init__(self) -> None:
-        self.memory = Memory()
+        self.memory = ScalingHistory()
 
     def target(
-        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+        self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float
     ) -> tuple[dict[str, int], str]:
         plan = decide({"gpu": GPU, "cpu": CPU}, seen, demand, self.memory, PROMISE)
         self.memory = plan.memory
@@ -137,7 +146,7 @@ class ServeDefault(Policy):
         self.since: tuple[int, float] = (0, 0.0)  # direction, and since when
 
     def target(
-        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+        self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float
     ) -> tuple[dict[str, int], str]:
         self.past.append(in_flight)
         mean = sum(self.past) / len(self.past)
@@ -163,7 +172,7 @@ class Clairvoyant(Policy):
         self.shape = shape
 
     def target(
-        self, demand: Demand, seen: Mapping[str, Seen], in_flight: float
+        self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float
     ) -> tuple[dict[str, int], str]:
         coming = max(self.shape(demand.now + ahead) for ahead in range(0, 47, 2))
         cpus = coming * GPU.work(1, 1) and coming / 0.97 * _CPU_SHARE
@@ -222,7 +231,8 @@ def simulate(case: str, policy: Policy) -> Run:
         waiting = sum(requests for _, _, requests in queue)
         in_flight = waiting + count * LATENCY
         seen = {
-            name: Seen(ready[name], len(starting[name]), min(1.0, 0.75 * busy)) for name in pools
+            name: PoolState(ready[name], len(starting[name]), min(1.0, 0.75 * busy))
+            for name in pools
         }
         arrived.append(count)
         rate = sum(arrived) / len(arrived)

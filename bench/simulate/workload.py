@@ -41,7 +41,7 @@ def jobs(mix: Mix, rate: float, seconds: float, routers: int, seed: int) -> list
 
 
 def _jobs(mix: Mix, rate: float, seconds: float, routers: int, dice: Random) -> Iterator[Job]:
-    new = iter(_links(dice))
+    new = iter(_random_hashes(dice))
     prefixes = [_take(new, _length(dice, mix.prefix) // STRIDE) for _ in range(mix.groups)]
     group_sums = _zipf(mix.groups, 1.0)
     adapter_sums = _zipf(mix.adapters, mix.zipf) if mix.adapters else []
@@ -72,7 +72,7 @@ def _jobs(mix: Mix, rate: float, seconds: float, routers: int, dice: Random) -> 
             head = prefixes[bisect(group_sums, dice.random() * group_sums[-1])]
             tail = _length(dice, mix.tail)
             if adapter:
-                head = [_rooted(link, adapter) for link in head]
+                head = [_rooted(prefix_hash, adapter) for prefix_hash in head]
         yield _job(now, head, tail, _length(dice, mix.output), routers, adapter, new, dice)
 
 
@@ -92,7 +92,7 @@ def _conversation(
         job = _job(now, head, tail, output, routers, adapter, new, dice)
         if now < seconds:
             yield job
-        head = job.full_links
+        head = job.full_prefix_hashes
         now += output * 0.015 + dice.uniform(0.5, 1.5) * mix.think
 
 
@@ -107,9 +107,9 @@ def _job(
     dice: Random,
 ) -> Job:
     prompt = len(head) * STRIDE + max(1, tail)
-    links = head + _take(new, (prompt - 1) // STRIDE - len(head))
-    full = links + _take(new, (prompt + output) // STRIDE - len(links))
-    return Job(now, prompt, output, links, full, adapter, dice.randrange(routers))
+    prefix_hashes = head + _take(new, (prompt - 1) // STRIDE - len(head))
+    full = prefix_hashes + _take(new, (prompt + output) // STRIDE - len(prefix_hashes))
+    return Job(now, prompt, output, prefix_hashes, full, adapter, dice.randrange(routers))
 
 
 def ideal_hits(work: list[Job]) -> int:
@@ -117,11 +117,11 @@ def ideal_hits(work: list[Job]) -> int:
     seen: set[bytes] = set()
     hits = 0
     for job in work:
-        for link in job.links:
-            if link not in seen:
+        for prefix_hash in job.prefix_hashes:
+            if prefix_hash not in seen:
                 break
             hits += STRIDE
-        seen.update(job.full_links)
+        seen.update(job.full_prefix_hashes)
     return hits
 
 
@@ -129,7 +129,7 @@ def _length(dice: Random, median: int) -> int:
     return max(4, min(int(median * math.exp(dice.gauss(0, 0.7))), 8192))
 
 
-def _links(dice: Random) -> Iterator[bytes]:
+def _random_hashes(dice: Random) -> Iterator[bytes]:
     while True:
         yield dice.getrandbits(64).to_bytes(8, "little")
 
@@ -138,10 +138,10 @@ def _take(new: Iterator[bytes], count: int) -> list[bytes]:
     return [next(new) for _ in range(count)]
 
 
-def _rooted(link: bytes, adapter: str) -> bytes:
+def _rooted(prefix_hash: bytes, adapter: str) -> bytes:
     """The same text under another adapter is another prefix."""
     mark = int.from_bytes(adapter.encode()[:8], "little") * 0x9E3779B97F4A7C15 % 2**64
-    return (int.from_bytes(link, "little") ^ mark).to_bytes(8, "little")
+    return (int.from_bytes(prefix_hash, "little") ^ mark).to_bytes(8, "little")
 
 
 def _zipf(count: int, s: float) -> list[float]:

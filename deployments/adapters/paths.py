@@ -69,7 +69,7 @@ def allowed_path(given: str, roots: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AdapterFolder:
     """An adapter's folder, and a stamp that changes when its files do."""
 
     path: str
@@ -87,11 +87,11 @@ def still_allowed(path: str, roots: Sequence[str]) -> str:
     raise _not_allowed("a link leads out of the allowed roots, or they are others now")
 
 
-def scan(folder: str) -> dict[str, Found]:
+def scan(folder: str) -> dict[str, AdapterFolder]:
     """The adapters in a watched folder, by name: its subfolders that have a configuration and are
     no links out of it. Reads none of their files. Raises OSError if the folder cannot be read.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, AdapterFolder] = {}
     root = os.path.realpath(folder)
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries)
@@ -104,10 +104,10 @@ def scan(folder: str) -> dict[str, Found]:
         if not os.path.lexists(os.path.join(real, CONFIG_FILE)):
             continue
         try:
-            found[name] = Found(real, stamp(Path(real)))
+            found[name] = AdapterFolder(real, stamp(Path(real)))
         except AdapterError:
             # Listed all the same: who asks for it learns what is wrong with it.
-            found[name] = Found(real, "broken")
+            found[name] = AdapterFolder(real, "broken")
     return found
 
 

@@ -43,7 +43,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name}@{self.revision}"
 
 
-class Book(Protocol):
+class AdapterRecordStore(Protocol):
     """Blocking; called from threads. Raises OSError if the store cannot be had."""
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
@@ -58,7 +58,7 @@ class Book(Protocol):
     def delete(self, name: str) -> None: ...
 
 
-class LocalBook:
+class LocalRecordStore:
     """Of a router that has no others."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class LocalBook:
         self._mark += 1
 
 
-class RayBook:
+class RayRecordStore:
     """In Ray's own key-value store, which lives as long as the cluster: replicas and routers come
     and go, and so may Serve's controller."""
 

@@ -19,8 +19,19 @@ from typing import Protocol
 
 import msgspec
 
-from deployments.adapters.paths import Found, allowed_path, scan, still_allowed, without_paths
-from deployments.adapters.record_store import AdapterRecord, Book, LocalBook, newer
+from deployments.adapters.paths import (
+    AdapterFolder,
+    allowed_path,
+    scan,
+    still_allowed,
+    without_paths,
+)
+from deployments.adapters.record_store import (
+    AdapterRecord,
+    AdapterRecordStore,
+    LocalRecordStore,
+    newer,
+)
 from engine.errors import AdapterError, MantaError, Overloaded
 from engine.lora.peft_config import check_name
 from engine.lora.tiers.names import not_found
@@ -43,7 +54,7 @@ class AdapterSettings:
     watch: str | None = None
 
 
-class Replicas(Protocol):
+class AdapterReplicas(Protocol):
     """What is asked of the replicas; see `AdapterCalls`."""
 
     async def load(self, record: AdapterRecord) -> AdapterInfo: ...
@@ -51,24 +62,26 @@ class Replicas(Protocol):
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None: ...
 
 
-class Adapters:
+class AdapterRegistry:
     """All methods belong to the event loop. on_change(): `records` are others now."""
 
     def __init__(
         self,
         settings: AdapterSettings,
-        replicas: Replicas,
+        replicas: AdapterReplicas,
         on_change: Callable[[], None],
-        book: Book | None = None,
+        record_store: AdapterRecordStore | None = None,
     ) -> None:
         self._settings = settings
         self._replicas = replicas
         self._on_change = on_change
-        self._book = book or LocalBook()
+        self._record_store = record_store or LocalRecordStore()
         self._mark = b""
         self._written: dict[str, AdapterRecord] = {}  # in the book
-        self._folder: dict[str, Found] = {}
-        self._scanned: dict[str, Found] = {}  # the last time, perhaps in the middle of a copy
+        self._folder: dict[str, AdapterFolder] = {}
+        self._scanned: dict[
+            str, AdapterFolder
+        ] = {}  # the last time, perhaps in the middle of a copy
         self._lock = asyncio.Lock()  # of what is read from the book and written to it
         self._looked = 0.0
         self._admin = asyncio.Lock()  # one change by hand after the other
@@ -256,7 +269,7 @@ class Adapters:
                 await self._replicas.announce(told, gone=True)
 
     async def _read(self) -> None:
-        changed = await asyncio.to_thread(self._book.changed, self._mark)
+        changed = await asyncio.to_thread(self._record_store.changed, self._mark)
         if changed is not None:
             self._mark, self._written = changed
             self._rebuild()
@@ -264,13 +277,13 @@ class Adapters:
     async def _write(self, record: AdapterRecord, *, fresh: bool = False) -> None:
         """fresh: only if nobody has written the name meanwhile."""
         with _told():
-            if await asyncio.to_thread(self._book.put, record, fresh):
+            if await asyncio.to_thread(self._record_store.put, record, fresh):
                 self._written[record.name] = record
                 self._rebuild()
 
     async def _delete(self, name: str) -> None:
         with _told():
-            await asyncio.to_thread(self._book.delete, name)
+            await asyncio.to_thread(self._record_store.delete, name)
             self._written.pop(name, None)
             self._rebuild()
 

@@ -7,7 +7,7 @@ import msgspec
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.generation.fields import check_names, take_str
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 from engine.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _MAX_NAME = 256  # bytes; what is a name is checked further down
 _MAX_PATH = 4096
 
 
-async def adapters(api: "Api", exchange: Exchange) -> None:
+async def adapters(api: "Api", exchange: HttpExchange) -> None:
     """GET: all. POST: add one, or read it again."""
     directory = api.backend.adapters
     if exchange.method != "POST":
@@ -45,7 +45,7 @@ async def adapters(api: "Api", exchange: Exchange) -> None:
     await exchange.answer(200, msgspec.json.encode(_shown(record)))
 
 
-async def one_adapter(api: "Api", exchange: Exchange) -> None:
+async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
     """GET: one. DELETE: take it away."""
     directory = api.backend.adapters
     name = exchange.path[len(PATH) + 1 :]

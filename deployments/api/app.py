@@ -30,33 +30,33 @@ from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
 from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
-    Call,
+    OpenAIRequest,
     chat_call,
     check_context,
     completion_call,
     find_model,
     in_thread,
 )
-from deployments.api.generation.openai_response import Answer
+from deployments.api.generation.openai_response import OpenAIResponse
 from deployments.api.generation.replay import recall
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of, salt_of
 from deployments.api.http_exchange import (
-    ClientGone,
-    Exchange,
+    ClientDisconnected,
+    HttpExchange,
     Message,
     Receive,
     Scope,
     Send,
-    UntilGone,
+    UntilDisconnect,
 )
 from deployments.api.json_body import parse_json
 from deployments.api.options import ApiOptions
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.tokenize_routes import detokenize, tokenize
-from deployments.backend import DRAINING, Backend, ModelCard, Past
+from deployments.backend import DRAINING, Backend, ModelCard, RecalledChoice
 from engine.errors import MantaError, short_traceback
 
-Handler = Callable[["Api", Exchange], Awaitable[None]]
+Handler = Callable[["Api", HttpExchange], Awaitable[None]]
 
 log = logging.getLogger("manta.api")
 
@@ -89,7 +89,7 @@ class Api:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
-        exchange = Exchange(scope, receive, send, tell_id=self.options.tell_request_id)
+        exchange = HttpExchange(scope, receive, send, tell_id=self.options.tell_request_id)
         route, status = "other", 499
         origins = self.options.cors_origins
         tell_origin(exchange, origins)
@@ -107,7 +107,7 @@ class Api:
                 route, handler = _find(exchange)
                 await handler(self, exchange)
                 status = 200
-            except ClientGone:
+            except ClientDisconnected:
                 raise
             except ApiError as error:
                 status = error.status
@@ -122,13 +122,13 @@ class Api:
                 if exchange.started:
                     raise  # the server closes the connection: a broken answer, not a short one
                 await exchange.fail(internal())
-        except ClientGone:
+        except ClientDisconnected:
             status = 499
         finally:
             if self.options.observe is not None:
                 self.options.observe(route, status, time.monotonic() - began)
 
-    async def read(self, exchange: Exchange) -> dict[str, Any]:
+    async def read(self, exchange: HttpExchange) -> dict[str, Any]:
         """The body as a JSON object; large ones are unpacked and parsed off the event loop."""
         limit = self.options.max_body_bytes
         data = await exchange.body(limit, self.options.body_timeout_s)
@@ -142,7 +142,7 @@ class Api:
 
         return take_object(await in_thread(parse, len(data)))
 
-    async def generate(self, exchange: Exchange, *, chat: bool) -> None:
+    async def generate(self, exchange: HttpExchange, *, chat: bool) -> None:
         if self.in_flight >= self.options.max_in_flight:
             raise ApiError(
                 503,
@@ -189,16 +189,16 @@ class Api:
             raise MantaError(message, code="deadline_exceeded") from None
 
     async def _answer(
-        self, exchange: Exchange, call: Call, chat: bool, ids: EventIds | None
+        self, exchange: HttpExchange, call: OpenAIRequest, chat: bool, ids: EventIds | None
     ) -> None:
-        past: list[Past | None] = []
+        past: list[RecalledChoice | None] = []
         if ids is not None:
             ids.bind(call)
             if ids.resumed:
                 past = await recall(call, ids, self.backend)
-        answer = Answer(call, chat=chat, ids=ids, past=past)
+        answer = OpenAIResponse(call, chat=chat, ids=ids, past=past)
         generation = start(call, self.backend, exchange.request_id)
-        async with UntilGone(exchange.receive, generation.abort):
+        async with UntilDisconnect(exchange.receive, generation.abort):
             if call.stream:
                 await answer.stream(generation, exchange, self.options.keepalive_s)
                 return
@@ -214,11 +214,11 @@ class Api:
         return await find_model(body.get("model"), self.backend)
 
 
-async def _chat(api: Api, exchange: Exchange) -> None:
+async def _chat(api: Api, exchange: HttpExchange) -> None:
     await api.generate(exchange, chat=True)
 
 
-async def _completions(api: Api, exchange: Exchange) -> None:
+async def _completions(api: Api, exchange: HttpExchange) -> None:
     await api.generate(exchange, chat=False)
 
 
@@ -234,38 +234,38 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-async def _models(api: Api, exchange: Exchange) -> None:
+async def _models(api: Api, exchange: HttpExchange) -> None:
     await api.backend.adapters.refresh()
     cards = [_model(card) for card in api.backend.models().values()]
     await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
 
 
-async def _one_model(api: Api, exchange: Exchange) -> None:
+async def _one_model(api: Api, exchange: HttpExchange) -> None:
     card = await find_model(exchange.path[len(_MODELS) :], api.backend)
     await exchange.answer(200, msgspec.json.encode(_model(card)))
 
 
-async def _tokenize(api: Api, exchange: Exchange) -> None:
+async def _tokenize(api: Api, exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     card = await api.model_of(body)
     await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
 
 
-async def _detokenize(api: Api, exchange: Exchange) -> None:
+async def _detokenize(api: Api, exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     card = await api.model_of(body)
     await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
 
 
-async def _request(api: Api, exchange: Exchange) -> None:
+async def _request(api: Api, exchange: HttpExchange) -> None:
     await explain_request(exchange, api.options)
 
 
-async def _health(api: Api, exchange: Exchange) -> None:
+async def _health(api: Api, exchange: HttpExchange) -> None:
     await exchange.answer(200, b'{"status":"ok"}')
 
 
-async def _ready(api: Api, exchange: Exchange) -> None:
+async def _ready(api: Api, exchange: HttpExchange) -> None:
     if not api.backend.ready():
         code, message = "not_ready", "no engine replica can take requests yet"
         if api.backend.state().draining:
@@ -274,7 +274,7 @@ async def _ready(api: Api, exchange: Exchange) -> None:
     await exchange.answer(200, b'{"status":"ready"}')
 
 
-async def _version(api: Api, exchange: Exchange) -> None:
+async def _version(api: Api, exchange: HttpExchange) -> None:
     await exchange.answer(200, msgspec.json.encode({"version": _installed()}))
 
 
@@ -286,7 +286,7 @@ def _installed() -> str:
         return "unknown"
 
 
-async def _metrics(api: Api, exchange: Exchange) -> None:
+async def _metrics(api: Api, exchange: HttpExchange) -> None:
     text = await api.options.metrics() if api.options.metrics is not None else ""
     await exchange.answer(200, text.encode(), _PLAIN)
 
@@ -307,7 +307,7 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
 }
 
 
-def _find(exchange: Exchange) -> tuple[str, Handler]:
+def _find(exchange: HttpExchange) -> tuple[str, Handler]:
     """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
 
     Raises ApiError 404, 405.
@@ -367,7 +367,7 @@ async def _refuse_websocket(scope: Scope, send: Send) -> None:
     async def as_http(message: Message) -> None:
         await send({**message, "type": f"websocket.{message['type']}"})
 
-    exchange = Exchange({**scope, "method": "GET"}, _nothing, as_http)
+    exchange = HttpExchange({**scope, "method": "GET"}, _nothing, as_http)
     await exchange.fail(ApiError(400, "websocket_not_supported", "no route takes WebSockets"))
 
 

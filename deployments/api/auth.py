@@ -5,11 +5,11 @@ import hmac
 
 from deployments.api.caller import ANYONE, LEAST_PRIORITY, Caller
 from deployments.api.errors import AUTHENTICATION, PERMISSION, ApiError
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
 
-def authenticate(exchange: Exchange, options: ApiOptions, *, admin: bool) -> Caller:
+def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
     """Who asks: exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys'
     digests, if there are keys for this kind of route.
 

@@ -7,7 +7,7 @@ asks first (the preflight) and gets no leave.
 import re
 
 from deployments.api.errors import PERMISSION, ApiError, shown
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 
 ANY = "*"
 _MAX_AGE = 3600  # seconds for which a browser need not ask again
@@ -16,7 +16,7 @@ _READABLE = "x-request-id, x-ignored-fields, retry-after, x-should-retry"  # of 
 _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 
-def tell_origin(exchange: Exchange, origins: frozenset[str]) -> None:
+def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """Put into the answer, whatever it will be, whether the page that asked may read it."""
     if not origins:
         return
@@ -29,7 +29,7 @@ def tell_origin(exchange: Exchange, origins: frozenset[str]) -> None:
         ]
 
 
-def is_preflight(exchange: Exchange) -> bool:
+def is_preflight(exchange: HttpExchange) -> bool:
     return bool(
         exchange.method == "OPTIONS"
         and exchange.values(b"origin")
@@ -37,7 +37,7 @@ def is_preflight(exchange: Exchange) -> bool:
     )
 
 
-async def answer_preflight(exchange: Exchange, origins: frozenset[str]) -> None:
+async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> None:
     """The same for all paths: it gives nothing away, and browsers send no key with it.
 
     Raises ApiError 403 origin_not_allowed.
@@ -61,7 +61,7 @@ async def answer_preflight(exchange: Exchange, origins: frozenset[str]) -> None:
     await exchange.answer(200, b"", headers=headers)
 
 
-def _allowed(exchange: Exchange, origins: frozenset[str]) -> bytes | None:
+def _allowed(exchange: HttpExchange, origins: frozenset[str]) -> bytes | None:
     """The origin that asked, if it may."""
     given = exchange.values(b"origin")
     if len(given) != 1:

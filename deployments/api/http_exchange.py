@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request and its answer over raw ASGI; UntilGone: watching the client."""
+"""HttpExchange: one HTTP request and its answer over raw ASGI. UntilDisconnect: the client left."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody is left to answer. Ends a request quietly."""
 
 
@@ -44,7 +44,7 @@ def request_id(given: Sequence[bytes] = ()) -> str:
     return _UNSAFE_ID.sub("", text)[:MAX_REQUEST_ID] or f"req-{secrets.token_hex(12)}"
 
 
-class Exchange:
+class HttpExchange:
     """Reads the request, writes the answer.
 
     Every answer carries x-request-id unless tell_id is False, and x-ignored-fields if `ignored` is
@@ -112,7 +112,7 @@ class Exchange:
         """The whole JSON body, as it was sent: `encoding` is how it is compressed. limit: bytes;
         timeout_s: seconds until its last byte.
 
-        Raises ApiError 408, 413, 415 and 400 (cut short), ClientGone.
+        Raises ApiError 408, 413, 415 and 400 (cut short), ClientDisconnected.
         """
         self._check_media_type()
         lengths = self.values(b"content-length")
@@ -129,7 +129,7 @@ class Exchange:
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size > limit:
@@ -183,7 +183,7 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
     ) -> None:
-        """A whole answer at once. Raises ClientGone."""
+        """A whole answer at once. Raises ClientDisconnected."""
         fields = self._fields(content_type, headers)
         fields.append((b"content-length", b"%d" % len(body)))
         await self._out({"type": "http.response.start", "status": status, "headers": fields})
@@ -193,7 +193,7 @@ class Exchange:
         await self._out({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """The error's answer. Raises ClientGone.
+        """The error's answer. Raises ClientDisconnected.
 
         Before a connection is closed, what the client still sends is read for a moment: closing
         with unread data resets the connection, and the client may never see the answer.
@@ -219,20 +219,20 @@ class Exchange:
         await self.write(b"", more=False)
 
     async def start(self, content_type: bytes, headers: Headers = ()) -> None:
-        """Begin a streamed answer with status 200. Raises ClientGone."""
+        """Begin a streamed answer with status 200. Raises ClientDisconnected."""
         fields = self._fields(content_type, headers)
         await self._out({"type": "http.response.start", "status": 200, "headers": fields})
         self.started = True
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Raises ClientGone."""
+        """Raises ClientDisconnected."""
         await self._out({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _out(self, message: Message) -> None:
         try:
             await self._send(message)
         except OSError:
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     def _fields(self, content_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
         fields = [(b"content-type", content_type), *self.always]
@@ -244,13 +244,13 @@ class Exchange:
         return fields
 
 
-class UntilGone:
+class UntilDisconnect:
     """Run a block until the client disconnects.
 
-    One task waits on `receive`; when the client goes it calls `abort` at once and cancels the
-    block, which then raises ClientGone. Whatever way the block ends, `abort` has been called when
-    it is left (it is idempotent). Legal only once the body has been read, because `receive` has one
-    reader.
+    One task waits on `receive`. When the client leaves, that task calls `abort` at once and cancels
+    the block, which then raises ClientDisconnected. Whatever way the block ends, `abort` has been
+    called when it is left (`abort` is idempotent). Legal only once the body has been read, because
+    `receive` has one reader.
     """
 
     def __init__(self, receive: Receive, abort: Callable[[], None]) -> None:
@@ -284,7 +284,7 @@ class UntilGone:
             # As asyncio.timeout does: someone else's cancellation goes on as one. Ours may have
             # been swallowed, or overtaken by what the abort made the block raise.
             if self._owner.uncancel() == 0 or kind is not asyncio.CancelledError:
-                raise ClientGone from None
+                raise ClientDisconnected from None
 
 
 def _path(scope: Scope) -> str:

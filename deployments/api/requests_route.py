@@ -3,13 +3,13 @@
 import msgspec
 
 from deployments.api.errors import NOT_FOUND, ApiError
-from deployments.api.http_exchange import Exchange, request_id
+from deployments.api.http_exchange import HttpExchange, request_id
 from deployments.api.options import ApiOptions
 
 REQUESTS = "/v1/requests/"
 
 
-async def explain_request(exchange: Exchange, options: ApiOptions) -> None:
+async def explain_request(exchange: HttpExchange, options: ApiOptions) -> None:
     """Answer. Raises ApiError 404: never accepted here, forgotten, or another key's."""
     id = exchange.path[len(REQUESTS) :]
     found = []

@@ -9,7 +9,7 @@ from deployments.api.generation.constraints import refuse_constraints
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 from deployments.api.options import ApiOptions
 from deployments.backend import Backend, ModelCard
 from engine.text.tokenizer import TooManyTokens
@@ -34,7 +34,7 @@ _DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 
 
 async def tokenize(
-    exchange: Exchange,
+    exchange: HttpExchange,
     body: dict[str, Any],
     card: ModelCard,
     backend: Backend,
@@ -83,7 +83,7 @@ async def tokenize(
 
 
 async def detokenize(
-    exchange: Exchange,
+    exchange: HttpExchange,
     body: dict[str, Any],
     card: ModelCard,
     backend: Backend,

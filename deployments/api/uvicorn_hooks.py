@@ -1,7 +1,7 @@
 """What Serve's HTTP servers answer before, or instead of, the application: here too it is the error
 object, and request ids are clean.
 
-    bytes -> Protocol (uvicorn's parser) -> Edge -> Serve's own layers -> Api
+    bytes -> Protocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
 
 Serve calls `install` in every process that is about to open an HTTP port, its proxy or a router, if
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. HAProxy's own are in haproxy/refusals.py.
@@ -57,11 +57,11 @@ _INVALID_HTTP = {
 def install() -> list[Middleware]:
     """Serve's hook. uvicorn looks its parser up by name in HTTP_PROTOCOLS, and Serve leaves the
     name at "auto"."""
-    HTTP_PROTOCOLS["auto"] = f"{__name__}:Protocol"
-    return [Middleware(Edge)]
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:HttpProtocol"
+    return [Middleware(EdgeMiddleware)]
 
 
-class Edge:
+class EdgeMiddleware:
     """Around all of Serve's layers: one clean x-request-id goes in, and what they refuse in plain
     text comes out as the error object. Serve's own routes (/-/...) stay as they are."""
 
@@ -78,7 +78,7 @@ class Edge:
             # Serve would echo the first, whatever it is, and decodes it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]
-        answer = _Answer(send)
+        answer = _RefusalFilter(send)
         try:
             await self._app(scope, receive, answer)
         except Exception as error:
@@ -88,7 +88,7 @@ class Edge:
             await answer.refuse(internal(), known.encode())
 
 
-class _Answer:
+class _RefusalFilter:
     """Sends what the application sends, but for refusals in plain text."""
 
     def __init__(self, send: Send) -> None:
@@ -215,7 +215,7 @@ class JsonRefusals:
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-class Patience:
+class ConnectionTimeouts:
     """Mixed in too: how long a connection may keep us waiting, which uvicorn leaves open. A head
     that does not come is refused; a reader that does not take its answer is cut off, and the
     application sees it go. Neither costs a thing for each chunk."""
@@ -290,5 +290,5 @@ class Patience:
         super().connection_lost(error)  # type: ignore[misc]
 
 
-class Protocol(Patience, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class HttpProtocol(ConnectionTimeouts, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """What uvicorn makes for each connection."""

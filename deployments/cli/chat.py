@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.environment import api_key
-from deployments.resuming import Resuming
+from deployments.resuming import ResumableStream
 from engine.errors import ConfigError, MantaError
 
 _CONNECT = 5.0  # seconds
@@ -23,7 +23,7 @@ _TIMEOUT = 600.0  # seconds between two chunks: a long prompt on a CPU takes its
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ChatOptions:
     """Of every request of the conversation; None = the server's choice."""
 
     model: str | None = None
@@ -46,7 +46,7 @@ class ServerError(MantaError):
         self.headers = headers or {}
 
 
-class Server:
+class ChatServer:
     """An OpenAI-compatible server. url may end in /v1 or not."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -92,7 +92,7 @@ class Server:
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
         """Pieces of the answer's text as they come; one that breaks off goes on. Raises
         ServerError."""
-        resuming = Resuming()
+        resuming = ResumableStream()
         body = {**body, "stream": True}
         response = self.request("POST", "/chat/completions", body, headers=resuming.headers)
         while True:
@@ -111,7 +111,7 @@ class Server:
             response = self._go_on(body, resuming, broke)
 
     def _go_on(
-        self, body: dict[str, Any], resuming: Resuming, broke: ServerError
+        self, body: dict[str, Any], resuming: ResumableStream, broke: ServerError
     ) -> http.client.HTTPResponse:
         """Behind what has come. Raises ServerError."""
         pause = resuming.pause()
@@ -174,9 +174,9 @@ class Server:
         return response
 
 
-def run(url: str, once: str | None, options: Options, key_file: Path | None) -> int:
+def run(url: str, once: str | None, options: ChatOptions, key_file: Path | None) -> int:
     """Returns the exit code. Raises MantaError when the server cannot be talked to."""
-    server = Server(url, read_key(key_file))
+    server = ChatServer(url, read_key(key_file))
     body: dict[str, Any] = {
         "model": options.model or server.first_model(),
         "max_tokens": options.max_tokens,
@@ -191,14 +191,14 @@ def run(url: str, once: str | None, options: Options, key_file: Path | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """text: all of it. first_token: time.monotonic() when it began, or ended if it was empty."""
 
     text: str
     first_token: float
 
 
-def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> Answer:
+def answer(server: ChatServer, body: dict[str, Any], messages: list[dict[str, str]]) -> ChatAnswer:
     """Print one answer as it comes."""
     parts: list[str] = []
     first = 0.0
@@ -209,10 +209,10 @@ def answer(server: Server, body: dict[str, Any], messages: list[dict[str, str]])
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    return Answer("".join(parts), first or time.monotonic())
+    return ChatAnswer("".join(parts), first or time.monotonic())
 
 
-def _converse(server: Server, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
+def _converse(server: ChatServer, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() its line editing)

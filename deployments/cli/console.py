@@ -58,7 +58,7 @@ def _lines() -> Report:
     return report
 
 
-class Status:
+class StatusLine:
     """What is going on, and for how long: a spinner on a terminal, elsewhere a line per change."""
 
     def __init__(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Status:
         self._started = time.monotonic()
         self._live: RichStatus | None = None
 
-    def __enter__(self) -> "Status":
+    def __enter__(self) -> "StatusLine":
         if err.is_terminal:
             self._live = err.status(escape(self._text))
             self._live.start()

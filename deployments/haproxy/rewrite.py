@@ -32,7 +32,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     """
     # Two sockets each, and HAProxy reckons with a pipe for every fourth.
     connections = max(1, min(settings.connections, (open_files - _SPARE_FILES) * 2 // 5))
-    file = _File(text)
+    file = _HaproxyFile(text)
     main = file.section("global")
     main.change(
         r"stats socket (\S+) mode 666 (level admin expose-fd listeners)",
@@ -58,7 +58,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     return file.text()
 
 
-def _defaults(section: "_Section", settings: EdgeSettings, folder: Path) -> None:
+def _defaults(section: "_HaproxySection", settings: EdgeSettings, folder: Path) -> None:
     section.absent("timeout http-request")
     # Of a head; HAProxy begins to count at its first byte, and on a new connection at once.
     section.add(f"timeout http-request {settings.request_seconds}s")
@@ -69,7 +69,9 @@ def _defaults(section: "_Section", settings: EdgeSettings, folder: Path) -> None
         section.add(f"errorfile {status} {file}")
 
 
-def _frontend(section: "_Section", settings: EdgeSettings, folder: Path, connections: int) -> None:
+def _frontend(
+    section: "_HaproxySection", settings: EdgeSettings, folder: Path, connections: int
+) -> None:
     def answer(error: ApiError, name: str, condition: str) -> str:
         returned = refusals.returned(error, folder / f"{name}.json")
         return f"http-request {returned} if {condition}"
@@ -113,17 +115,17 @@ def _frontend(section: "_Section", settings: EdgeSettings, folder: Path, connect
     section.change(r"bind \S+:\d+", "\n    ".join([bind, *rules]))
 
 
-class _File:
+class _HaproxyFile:
     def __init__(self, text: str) -> None:
-        self._sections: list[_Section] = []
+        self._sections: list[_HaproxySection] = []
         lines: list[str] = []
         for line in text.splitlines():
             if line[:1] not in ("", " ", "\t", "#"):
                 lines = []
-                self._sections.append(_Section(line.strip(), lines))
+                self._sections.append(_HaproxySection(line.strip(), lines))
             lines.append(line)
 
-    def section(self, title: str) -> "_Section":
+    def section(self, title: str) -> "_HaproxySection":
         found = [section for section in self._sections if section.title == title]
         if len(found) != 1:
             raise _changed(f"{len(found)} sections {title!r}")
@@ -139,7 +141,7 @@ class _File:
         return "\n".join(section.text() for section in self._sections) + "\n"
 
 
-class _Section:
+class _HaproxySection:
     """title: its first line. lines: that one and the others, as they stand in the file."""
 
     def __init__(self, title: str, lines: list[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from deployments.observe.metrics import PREFIX, REPLICA_METRICS, Family, render
+from deployments.observe.metrics import PREFIX, REPLICA_METRICS, MetricFamily, render
 from engine.messages import EngineStats
 
 T = TypeVar("T")
@@ -22,15 +22,15 @@ T = TypeVar("T")
 _AGE = "engine_steps_total"  # of two readings of a replica, the one with more steps is newer
 
 
-class Told(msgspec.Struct, array_like=True):
+class RouterReport(msgspec.Struct, array_like=True):
     """What a router tells: its own figures, and by replica what it knows of each."""
 
     router: str
-    families: list[Family]
+    families: list[MetricFamily]
     replicas: dict[str, dict[str, float]]
 
 
-class Figures:
+class ApplicationMetrics:
     """Of one router. own: what it has counted. heard: the last stats of the replicas that it is
     connected to. others: asks the other routers to `tell`; those that do not answer are missing."""
 
@@ -38,7 +38,7 @@ class Figures:
         self,
         router: str,
         model: str,
-        own: Callable[[], Iterable[Family]],
+        own: Callable[[], Iterable[MetricFamily]],
         heard: Callable[[], Mapping[str, EngineStats]],
         others: Callable[[], Awaitable[list[bytes]]],
     ) -> None:
@@ -48,23 +48,23 @@ class Figures:
         self._heard = heard
         self._others = others
         self._replicas: dict[str, dict[str, float]] = {}
-        self.text = Shared(self._gather)
+        self.text = SingleFlight(self._gather)
 
     def tell(self) -> bytes:
         """For another router."""
         return msgspec.msgpack.encode(self._told())
 
-    def _told(self) -> Told:
+    def _told(self) -> RouterReport:
         heard = {name: _read(stats) for name, stats in self._heard().items()}
         # Of a replica that has left, nothing is kept.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
             for name, figures in heard.items()
         }
-        return Told(self._router, list(self._own()), self._replicas)
+        return RouterReport(self._router, list(self._own()), self._replicas)
 
     async def _gather(self) -> str:
-        answers = [msgspec.msgpack.decode(raw, type=Told) for raw in await self._others()]
+        answers = [msgspec.msgpack.decode(raw, type=RouterReport) for raw in await self._others()]
         own = self._told()  # after the others, so that it is the newest
         told = [own, *(one for one in answers if one.router != self._router)]
         replicas: dict[str, dict[str, float]] = {}
@@ -75,7 +75,7 @@ class Figures:
         return render([*_labelled(told), *_by_replica(replicas)], self._model)
 
 
-class Shared(Generic[T]):
+class SingleFlight(Generic[T]):
     """Calls of one function, one at a time: all who come while one runs share the next. So nobody
     gets what was begun before they asked, and any number of them cost two."""
 
@@ -110,12 +110,14 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _labelled(told: Iterable[Told]) -> Iterable[Family]:
+def _labelled(told: Iterable[RouterReport]) -> Iterable[MetricFamily]:
     """The routers' families, each once, with all samples; during an update one may have more."""
-    found: dict[str, Family] = {}
+    found: dict[str, MetricFamily] = {}
     for one in told:
         for family in one.families:
-            into = found.setdefault(family.name, Family(family.name, family.kind, family.help, []))
+            into = found.setdefault(
+                family.name, MetricFamily(family.name, family.kind, family.help, [])
+            )
             into.samples.extend(
                 (suffix, {"router": one.router, **labels}, value)
                 for suffix, labels, value in family.samples
@@ -123,11 +125,11 @@ def _labelled(told: Iterable[Told]) -> Iterable[Family]:
     return found.values()
 
 
-def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[Family]:
+def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricFamily]:
     for figure in REPLICA_METRICS:
         samples = [
             ("", {"replica": name}, figures[figure.name])
             for name, figures in sorted(replicas.items())
             if figure.name in figures
         ]
-        yield Family(PREFIX + figure.name, figure.kind, figure.help, samples)
+        yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)

@@ -14,16 +14,16 @@ def log_through_serve(level: str = "info") -> None:
     ours = logging.getLogger("manta")
     ours.setLevel(level.upper())
     ours.propagate = False
-    known = {handler.behind for handler in ours.handlers if isinstance(handler, _Past)}
+    known = {handler.behind for handler in ours.handlers if isinstance(handler, _BufferBypass)}
     for handler in logging.getLogger("ray.serve").handlers:
         if isinstance(handler, MemoryHandler):
             if handler not in known:
-                ours.addHandler(_Past(handler))
+                ours.addHandler(_BufferBypass(handler))
         elif handler not in ours.handlers:
             ours.addHandler(handler)
 
 
-class _Past(logging.Handler):
+class _BufferBypass(logging.Handler):
     """Past Serve's buffer, which is for a line a request and holds back the rare ones that matter;
     through its filters, which put in the application, the deployment and the replica."""
 

@@ -251,7 +251,7 @@ Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels, value
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A metric and its samples now. kind: "counter", "gauge" or "histogram"."""
 
     name: str
@@ -260,31 +260,31 @@ class Family:
     samples: list[Sample]
 
 
-def families(metrics: RouterMetrics, state: BackendState) -> Iterator[Family]:
+def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFamily]:
     """What a router has counted and what waits in it."""
     for metric in metrics.all():
-        yield Family(metric.name, metric.kind, metric.help, list(metric.samples()))
+        yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
     for name, help, value in (
         ("router_requests_in_flight", "Requests that have not ended.", state.in_flight),
         ("router_choices_queued", "Choices that wait for a replica to have room.", state.queued),
         ("router_tokens_queued", "Their prompts and expected outputs.", state.queued_tokens),
     ):
-        yield Family(PREFIX + name, "gauge", help, [("", {}, value)])
+        yield MetricFamily(PREFIX + name, "gauge", help, [("", {}, value)])
 
 
-def replica_families(stats: EngineStats) -> Iterator[Family]:
+def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
     """What a replica tells of itself."""
     for figure in REPLICA_METRICS:
         samples: list[Sample] = [("", {}, figure.read(stats))]
-        yield Family(PREFIX + figure.name, figure.kind, figure.help, samples)
+        yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)
 
 
-def render(families: Iterable[Family], model: str) -> str:
+def render(families: Iterable[MetricFamily], model: str) -> str:
     """The Prometheus text format, version 0.0.4."""
     return "".join(f"{line}\n" for family in families for line in _block(family, model))
 
 
-def _block(family: Family, model: str) -> Iterator[str]:
+def _block(family: MetricFamily, model: str) -> Iterator[str]:
     yield f"# HELP {family.name} {family.help}"
     yield f"# TYPE {family.name} {family.kind}"
     for suffix, labels, value in family.samples:

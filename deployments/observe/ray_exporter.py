@@ -23,7 +23,7 @@ from deployments.observe.metrics import (
     SCALING_MAXIMUM,
     SCALING_MINIMUM,
     SCALING_TARGET,
-    Family,
+    MetricFamily,
 )
 
 _PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that does not show
@@ -32,7 +32,7 @@ _PERIOD = 5.0  # seconds between exports: what a scraper sees, at a cost that do
 class ServeExport:
     """Copies `families()` to Ray until `stop`. For one event loop."""
 
-    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
+    def __init__(self, families: Callable[[], Iterable[MetricFamily]]) -> None:
         self._families = families
         self._metrics: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
         self._sent: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -61,7 +61,7 @@ class ServeExport:
 
 
 def _make(
-    family: Family, name: str, labels: tuple[str, ...]
+    family: MetricFamily, name: str, labels: tuple[str, ...]
 ) -> ray_metrics.Counter | ray_metrics.Gauge:
     keys = cast(Any, labels)
     if family.kind == "counter":  # Ray puts `_total` behind the name
@@ -83,17 +83,17 @@ class ScalingExport:
         self._app = app
         self._targets: dict[str, int] = {}
         self._target = _make(
-            Family(SCALING_TARGET, "gauge", SCALING_HELP[SCALING_TARGET], []),
+            MetricFamily(SCALING_TARGET, "gauge", SCALING_HELP[SCALING_TARGET], []),
             PREFIX + SCALING_TARGET,
             keys,
         )
         self._decisions = _make(
-            Family(SCALING_DECISIONS, "counter", SCALING_HELP[SCALING_DECISIONS], []),
+            MetricFamily(SCALING_DECISIONS, "counter", SCALING_HELP[SCALING_DECISIONS], []),
             PREFIX + SCALING_DECISIONS,
             (*keys, "direction", "reason"),
         )
         self._bounds = [
-            _make(Family(name, "gauge", SCALING_HELP[name], []), PREFIX + name, keys)
+            _make(MetricFamily(name, "gauge", SCALING_HELP[name], []), PREFIX + name, keys)
             for name in (SCALING_MINIMUM, SCALING_MAXIMUM, SCALING_CALM, SCALING_IDLE)
         ]
 

@@ -38,7 +38,7 @@ _CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the o
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Hardware:
     """A GPU of `memory` bytes, or a CPU machine with so much free."""
 
     name: str
@@ -48,16 +48,16 @@ class Device:
     bfloat16: bool = True
 
     @classmethod
-    def gpu(cls, name: str) -> "Device":
+    def gpu(cls, name: str) -> "Hardware":
         """One of GPUS."""
         return cls(name.upper(), "cuda", GPUS[name], bfloat16=name not in _WITHOUT_BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized."""
 
-    device: Device
+    device: Hardware
     dtype: str
     quantization: str
     parameters: int
@@ -106,8 +106,8 @@ class Plan:
 
 
 def plan(
-    model: ModelConfig, config: EngineConfig, device: Device, *, devices_per_node: int = 1
-) -> Plan:
+    model: ModelConfig, config: EngineConfig, device: Hardware, *, devices_per_node: int = 1
+) -> EnginePlan:
     """Raises ConfigError, with the bytes needed and the ways out, when the model does not fit; and
     for what the engine would refuse there."""
     import torch
@@ -132,7 +132,7 @@ def plan(
         raise ConfigError(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
-    return Plan(
+    return EnginePlan(
         device=device,
         dtype=str(resolved.dtype).removeprefix("torch."),
         quantization=config.quantization,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.config import yaml_lines
 from deployments.config.load import PoolConfig
-from deployments.plan.memory import GIB, GPUS, Device, Plan, plan
+from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, plan
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
@@ -39,11 +39,11 @@ class NodeType(BaseModel):
     memory_gib: float = Field(gt=0)
     hour: float = Field(gt=0)
 
-    def device(self) -> Device:
+    def device(self) -> Hardware:
         """What one replica of a GPU pool gets, or all replicas of a CPU pool."""
         if self.gpu is not None:
-            return Device.gpu(self.gpu)
-        return Device(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
+            return Hardware.gpu(self.gpu)
+        return Hardware(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
 
 
 class Prices(BaseModel):
@@ -83,13 +83,13 @@ class Prices(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class NodeOffer:
     """A pool on one node type. replicas: that fit on a node. replica_hour: of one of them on a full
     node. tokens_per_second: measured, of one; million_tokens: what so many of its output tokens
     cost then. None where nothing was measured."""
 
     node: NodeType
-    plan: Plan
+    plan: EnginePlan
     replicas: int
     tokens_per_second: float | None
 
@@ -115,7 +115,7 @@ def offers(
     config: EngineConfig,
     prices: Prices,
     speeds: Path = SPEEDS,
-) -> list[Offer]:
+) -> list[NodeOffer]:
     """The node types that can hold a pool ("gpu" or "cpu"), the cheapest replica first."""
     measured = _throughputs(model, speeds)
     found = []
@@ -129,11 +129,11 @@ def offers(
         replicas = _replicas(kind, pool, node, fits)
         if replicas:
             speed = measured.get((node.gpu or node.name, fits.dtype))
-            found.append(Offer(node, fits, replicas, speed))
+            found.append(NodeOffer(node, fits, replicas, speed))
     return sorted(found, key=lambda offer: (offer.replica_hour, offer.node.name))
 
 
-def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: Plan) -> int:
+def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
     """That Ray places on a node, by what each reserves."""
     if kind == "gpu":
         by_gpus = int(node.gpus / (pool.num_gpus or 1.0))

@@ -28,7 +28,7 @@ logger = logging.getLogger("manta.replica")
 FAILED_SECONDS = 5.0  # how long it is remembered that an adapter cannot be had
 
 
-class Engine(Protocol):
+class AdapterEngine(Protocol):
     """What is used of `engine.process.client.EngineClient`."""
 
     async def add_adapter(
@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class SubmittedRequest:
     """A request whose adapter is not known yet. path, version: of the adapter's record."""
 
     connection: ReplicaEnd
@@ -53,7 +53,7 @@ class Held:
         return self.request.id in self.connection.live
 
 
-Job = Held | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
+Job = SubmittedRequest | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
 
 
 class ReplicaAdapters:
@@ -61,7 +61,7 @@ class ReplicaAdapters:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AdapterEngine,
         submit: Callable[[EngineRequest], None],
         refuse: Callable[[ReplicaEnd, int, AdapterError], None],
     ) -> None:
@@ -74,19 +74,22 @@ class ReplicaAdapters:
         self._jobs: dict[str, deque[Job]] = {}  # of names that something is being done for
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, held: Held) -> None:
+    def submit(self, submitted: SubmittedRequest) -> None:
         """A request with an adapter: to the engine, when that knows it."""
-        name, _, revision = held.request.adapter.partition("@")
+        name, _, revision = submitted.request.adapter.partition("@")
         known = name not in self._jobs and self._known.get(name) == revision
-        if known and held.version >= self._newest.get(name, 0):
-            self._submit(held.request)
+        if known and submitted.version >= self._newest.get(name, 0):
+            self._submit(submitted.request)
         else:
-            self._do(name, held)
+            self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
         """These are not wanted any more. Returns those that the engine has."""
         waiting = {
-            job.request.id for jobs in self._jobs.values() for job in jobs if isinstance(job, Held)
+            job.request.id
+            for jobs in self._jobs.values()
+            for job in jobs
+            if isinstance(job, SubmittedRequest)
         }
         connection.live -= waiting.intersection(ids)
         return [id for id in ids if id in connection.live]
@@ -117,7 +120,7 @@ class ReplicaAdapters:
         try:
             while jobs:
                 job = jobs[0]
-                if isinstance(job, Held):
+                if isinstance(job, SubmittedRequest):
                     await self._start(name, job)
                 elif isinstance(job[1], AddAdapter):
                     await self._answer(*job, self._load(job[1]))
@@ -129,23 +132,23 @@ class ReplicaAdapters:
         finally:
             del self._jobs[name]
 
-    async def _start(self, name: str, held: Held) -> None:
-        revision = held.request.adapter.partition("@")[2]
+    async def _start(self, name: str, submitted: SubmittedRequest) -> None:
+        revision = submitted.request.adapter.partition("@")[2]
         try:
-            if held.version:  # 0: it goes on with what it began with
-                if held.version < self._newest.get(name, 0):
+            if submitted.version:  # 0: it goes on with what it began with
+                if submitted.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"
                     )
-                self._newest[name] = held.version
+                self._newest[name] = submitted.version
             if self._known.get(name) != revision:
-                await self._make_known(name, revision, held.path)
+                await self._make_known(name, revision, submitted.path)
         except AdapterError as error:
-            if held.wanted:
-                self._refuse(held.connection, held.request.id, error)
+            if submitted.wanted:
+                self._refuse(submitted.connection, submitted.request.id, error)
             return
-        if held.wanted:
-            self._submit(held.request)
+        if submitted.wanted:
+            self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
         """Raises AdapterError; at once, if the same has failed a moment ago."""

@@ -13,13 +13,13 @@ import msgspec
 import ray
 from ray._private.state import state
 
-from deployments.checkpoints.resolve import Identity
+from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.logs import log_through_serve
 from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
-from deployments.replica.server import Relay
+from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
-from deployments.scaling.policy import Rates
+from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits
 from engine.config import EngineConfig
 
@@ -57,23 +57,23 @@ class EngineReplica:
         log_through_serve(settings.engine.get("log_level", "info"))
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
-        identity = await asyncio.to_thread(Identity.of, config.model)
-        self._rates = Rates(time.monotonic())
-        self._relay = Relay(settings.channel, StallLimits(step=settings.stall_seconds))
+        identity = await asyncio.to_thread(ModelIdentity.of, config.model)
+        self._rates = CounterRates(time.monotonic())
+        self._server = ReplicaServer(settings.channel, StallLimits(step=settings.stall_seconds))
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
         host = _address(settings.loopback)
-        ready = await self._relay.start(config, host)
+        ready = await self._server.start(config, host)
         self._step_tokens = ready.step_tokens
         phases = ", ".join(f"{name} {took:.1f}" for name, took in ready.start_seconds.items())
-        logger.info("engine ready on %s:%d (seconds: %s)", host, self._relay.port, phases)
+        logger.info("engine ready on %s:%d (seconds: %s)", host, self._server.port, phases)
         logger.info("%s", ready.memory_table)
         self._notice = asyncio.create_task(self._await_notice())
-        self._export = ServeExport(lambda: replica_families(self._relay.stats))
+        self._export = ServeExport(lambda: replica_families(self._server.stats))
         self._metadata = {
             "host": host,
-            "port": self._relay.port,
-            "secret": self._relay.secret.hex(),
+            "port": self._server.port,
+            "secret": self._server.secret.hex(),
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
             "eos_token_ids": list(ready.eos_token_ids),
@@ -91,12 +91,12 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, int | float]:
         """Serve's hook, for autoscaling.py: the engine's load, tokens/s computed since the last
         call, and tokens/s that it was measured to be able to do."""
-        stats = self._relay.stats
+        stats = self._server.stats
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         rates = self._rates.update(
             time.monotonic(), prompt=stats.prompt_tokens, output=stats.output_tokens
         )
-        able = self._relay.steps.rates(min(stats.rows or _ROWS, _ROWS), self._step_tokens)
+        able = self._server.steps.rates(min(stats.rows or _ROWS, _ROWS), self._step_tokens)
         return {
             "running": stats.running,
             "waiting": stats.waiting,
@@ -114,40 +114,40 @@ class EngineReplica:
         node = cast(Any, ray).get_runtime_context().get_node_id()
         while node not in (deadlines := await asyncio.to_thread(_draining_nodes)):
             await asyncio.sleep(_NOTICE_SECONDS)
-        self._relay.refuse_new()
+        self._server.refuse_new()
         if not deadlines[node]:
             logger.warning("this node is to be drained: no new requests")
             return
         left = deadlines[node] / 1000 - time.time()
         logger.warning("this node is to be drained in %.0f s: no new requests", left)
         await asyncio.sleep(max(0.0, left - _BEFORE_DEADLINE))
-        self._relay.hand_over()
+        self._server.hand_over()
 
     def check_health(self) -> None:
         """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
         replica."""
-        self._relay.check_health()
+        self._server.check_health()
 
     async def stats(self) -> dict[str, Any]:
         """For people: `handle.stats.remote()`. tasks: of asyncio."""
-        relay = self._relay
+        server = self._server
         return {
-            **msgspec.structs.asdict(relay.stats),
+            **msgspec.structs.asdict(server.stats),
             "pid": os.getpid(),
             "tasks": len(asyncio.all_tasks()),
-            "engine_pid": relay.engine_pid,
-            "routers": relay.num_routers,
-            "in_flight": relay.in_flight,
+            "engine_pid": server.engine_pid,
+            "routers": server.num_routers,
+            "in_flight": server.in_flight,
         }
 
     async def __del__(self) -> None:
         """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
-        relay = getattr(self, "_relay", None)
-        if relay is not None:
-            await relay.drain(self._drain_seconds)
+        server = getattr(self, "_server", None)
+        if server is not None:
+            await server.drain(self._drain_seconds)
             self._notice.cancel()  # until now: its deadline may be the nearer one
             self._export.stop()
-            await relay.stop()
+            await server.stop()
 
 
 def _draining_nodes() -> Mapping[str, int]:

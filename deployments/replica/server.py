@@ -1,4 +1,5 @@
-"""Relay: what an engine replica does between its engine and the routers' channels. No Ray here."""
+"""ReplicaServer: passes requests and tokens between one engine and the routers' connections. No Ray
+here."""
 
 import asyncio
 import itertools
@@ -10,11 +11,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from deployments.replica.adapters import Held, ReplicaAdapters
+from deployments.replica.adapters import ReplicaAdapters, SubmittedRequest
 from deployments.replica.stream_memory import StreamMemory
-from deployments.replica.suspect_queue import Quarantine
-from deployments.replica.watchdog import StallLimits, Watch
-from deployments.routing.step_cost import Cost, StepModel
+from deployments.replica.suspect_queue import SuspectQueue
+from deployments.replica.watchdog import StallLimits, Watchdog
+from deployments.routing.step_cost import StepCost, StepCostModel
 from deployments.transport.channel import (
     AdapterVersion,
     ChannelLimits,
@@ -23,7 +24,7 @@ from deployments.transport.channel import (
     Recalled,
     ReplicaEnd,
 )
-from deployments.transport.unauthenticated import Strangers
+from deployments.transport.unauthenticated import UnauthenticatedConnections
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (
@@ -46,12 +47,12 @@ _ROUTER_BITS = 40  # engine id = connection's index above, the router's own numb
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
 _FAREWELL = 0.2  # seconds for the last frames to leave before the connections are cut
-_MAX_HEARD = 4096  # bytes of links in a frame: those of eight long prompts
+_MAX_PREFIX_BYTES = 4096  # bytes of links in a frame: those of eight long prompts
 
 T = TypeVar("T")
 
 
-class Engine(Protocol):
+class ReplicaEngine(Protocol):
     """What the relay uses of `engine.process.client.EngineClient`."""
 
     @property
@@ -81,10 +82,10 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]], Engine]
+MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]], ReplicaEngine]
 
 
-class Relay:
+class ReplicaServer:
     """Routers' connections on one side, the engine on the other.
 
     Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a
@@ -96,23 +97,23 @@ class Relay:
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
-        self.steps = StepModel(Cost.mean(()))  # what this engine's steps were seen to cost
+        self.steps = StepCostModel(StepCost.mean(()))  # what this engine's steps were seen to cost
         self.failed: Failed | None = None
         self.port = 0
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
-        self._quarantine = Quarantine(self._begin)
+        self._suspects = SuspectQueue(self._begin)
         self._memory = StreamMemory()
         self._server: asyncio.Server | None = None
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedConnections()
         self._routers: dict[int, ReplicaEnd] = {}
         self._indices = itertools.count(1)
         self._draining = False
         self._leaving = False
         self._stall = stall
-        self._watch = Watch(stall)
-        self._watch_timer: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog(stall)
+        self._watchdog_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self, config: EngineConfig, host: str) -> Ready:
@@ -125,14 +126,14 @@ class Relay:
         return ready
 
     async def stop(self) -> None:
-        if self._watch_timer is not None:
-            self._watch_timer.cancel()
+        if self._watchdog_timer is not None:
+            self._watchdog_timer.cancel()
         if self._server is not None:
             self._server.close()
-        for connection in [*self._strangers, *self._routers.values()]:
+        for connection in [*self._unauthenticated, *self._routers.values()]:
             connection.live.clear()  # the engine ends as a whole
             connection.close("the replica has stopped")
-        self._strangers.close()
+        self._unauthenticated.close()
         self._adapters.close()
         await self._engine.close()
 
@@ -157,7 +158,7 @@ class Relay:
                 self._tell(self._engine.abort, self._take_back(router, ids))
                 router.live.clear()
                 router.tell(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids])
-        self._quarantine.advance()
+        self._suspects.advance()
 
     def refuse_new(self) -> None:
         """Routers send nothing new from now on; what runs goes on."""
@@ -187,18 +188,18 @@ class Relay:
         """Once a tick: is the engine stuck?"""
         engine, stats = self._engine, self.stats
         busy = bool(stats.running or stats.waiting or self.in_flight)
-        wrong = self._watch.look(engine.pulses, engine.pulse, stats.step, busy=busy)
+        wrong = self._watchdog.look(engine.pulses, engine.pulse, stats.step, busy=busy)
         if wrong:
             self.on_death(EngineDead(wrong, code="engine_stalled"))
         if self.failed is None:
-            self._watch_timer = self._loop.call_later(self._stall.tick, self._look)
+            self._watchdog_timer = self._loop.call_later(self._stall.tick, self._look)
 
     # -- from the engine
 
     def on_frame(self, frame: StepFrame) -> None:
         self._share_out(frame)
-        if self._quarantine.suspect is not None:
-            self._quarantine.advance()
+        if self._suspects.suspect is not None:
+            self._suspects.advance()
 
     def _share_out(self, frame: StepFrame) -> None:
         """To each router what is its own."""
@@ -256,17 +257,17 @@ class Relay:
         if self._server is not None:
             self._server.close()
         # Whom the engine did not have it did not die of.
-        accused = self._quarantine.accused()
+        accused = self._suspects.accused()
         doubt = len(accused) > 1
-        deaths = self._quarantine.deaths if len(accused) == 1 else []
+        deaths = self._suspects.deaths if len(accused) == 1 else []
         for router in list(self._routers.values()):
             router.live.clear()
             ids = [one.request.id & _ROUTER_MASK for one in accused if one.connection is router]
-            trial = ids if accused else None
+            suspects = ids if accused else None
             router.send(
-                msgspec.structs.replace(self.failed, trial=trial, deaths=deaths, doubt=doubt)
+                msgspec.structs.replace(self.failed, suspects=suspects, deaths=deaths, doubt=doubt)
             )
-        self._quarantine.advance()
+        self._suspects.advance()
 
     # -- from the routers
 
@@ -274,7 +275,7 @@ class Relay:
         return ReplicaEnd(
             self.secret,
             self._limits,
-            on_made=self._strangers.add,
+            on_made=self._unauthenticated.add,
             on_open=self._opened,
             on_message=self._received,
             on_close=self._closed,
@@ -282,7 +283,7 @@ class Relay:
         )
 
     def _opened(self, connection: ReplicaEnd) -> None:
-        self._strangers.discard(connection)
+        self._unauthenticated.discard(connection)
         connection.index = next(self._indices)
         self._routers[connection.index] = connection
         logger.info("router %s is connected from %s", connection.router, connection.peer)
@@ -295,7 +296,7 @@ class Relay:
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
             self._tell(self._engine.abort, self._take_back(connection, ids))
-            self._quarantine.advance()
+            self._suspects.advance()
             return
         if isinstance(message, AddAdapter | AdapterVersion):
             self._adapters.order(connection, message)
@@ -321,32 +322,34 @@ class Relay:
         )
         for other in self._routers.values():
             # A prompt begins with what is shared; what is too much at once is left out.
-            if other is not connection and len(other.heard) < _MAX_HEARD:
-                other.heard += message.links[:_MAX_HEARD]
+            if other is not connection and len(other.prefix_hashes) < _MAX_PREFIX_BYTES:
+                other.prefix_hashes += message.prefix_hashes[:_MAX_PREFIX_BYTES]
         connection.live.add(id)
         if message.stream:
             self._memory.begin(request, message.stream)
-        held = Held(connection, request, message.adapter_path, message.adapter_version)
-        self._quarantine.submit(held, message.turn, message.deaths)
+        submitted = SubmittedRequest(
+            connection, request, message.adapter_path, message.adapter_version
+        )
+        self._suspects.submit(submitted, message.turn, message.deaths)
 
-    def _begin(self, held: Held) -> None:
-        if held.path:
-            self._adapters.submit(held)
+    def _begin(self, submitted: SubmittedRequest) -> None:
+        if submitted.path:
+            self._adapters.submit(submitted)
         else:
-            self._start(held.request)
+            self._start(submitted.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
         """These are not wanted any more. Returns those that the engine has."""
         for id in ids:
             self._memory.end(id, self._loop.time())
-        self._quarantine.take_back(connection, ids)
+        self._suspects.take_back(connection, ids)
         return self._adapters.take_back(connection, ids)
 
     def _start(self, request: EngineRequest) -> None:
         told = self._tell(self._engine.submit, request)
-        suspect = self._quarantine.suspect
+        suspect = self._suspects.suspect
         if told and suspect is not None and suspect.request is request:
-            self._quarantine.given = True
+            self._suspects.given = True
 
     def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
         connection.live.discard(id)
@@ -354,11 +357,11 @@ class Relay:
         text = f"{error.code}: {error.message}"
         delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
         connection.tell(self.stats, [delta])
-        self._quarantine.advance()
+        self._suspects.advance()
 
     def _closed(self, connection: ReplicaEnd, reason: str) -> None:
         if connection.index < 0:
-            self._strangers.refused(connection, reason)
+            self._unauthenticated.refused(connection, reason)
             return
         self._routers.pop(connection.index, None)
         logger.info(
@@ -369,7 +372,7 @@ class Relay:
         if connection.live and self.failed is None:
             self._tell(self._engine.abort, list(connection.live))
             connection.live.clear()
-            self._quarantine.advance()
+            self._suspects.advance()
 
     def _tell(self, call: Callable[[T], None], argument: T) -> bool:
         """Whether the engine was there to hear it."""

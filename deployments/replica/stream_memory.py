@@ -10,7 +10,7 @@ all; the oldest go first.
 from array import array
 from collections import OrderedDict
 
-from deployments.transport.channel import Record
+from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
 KEEP_SECONDS = 180.0  # longer than an edge, a router or a node takes to come back
@@ -68,10 +68,12 @@ class StreamMemory:
         self._tokens += len(kept.tokens) + _OF_EACH
         self._forget(now)
 
-    def find(self, streams: list[str], now: float) -> list[Record]:
+    def find(self, streams: list[str], now: float) -> list[StreamRecord]:
         self._forget(now)
         return [
-            Record(kept.stream, kept.choice, kept.tokens.tolist(), kept.finish, kept.stop_token)
+            StreamRecord(
+                kept.stream, kept.choice, kept.tokens.tolist(), kept.finish, kept.stop_token
+            )
             for stream in streams
             for kept in self._streams.get(stream, ())
         ]

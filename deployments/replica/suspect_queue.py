@@ -1,14 +1,14 @@
-"""Quarantine: the suspects at one replica, of all its routers, one after the other (poison.py). Who
-is no suspect does not wait for them."""
+"""SuspectQueue: runs the suspected poison requests of one replica, from all its routers, one at a
+time (router/failover/poison.py). Other requests do not wait for them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from deployments.replica.adapters import Held
+from deployments.replica.adapters import SubmittedRequest
 from deployments.transport.channel import ReplicaEnd, Turn
 
 
-class Quarantine:
+class SuspectQueue:
     """start(request) gives it to the engine.
 
     suspect: the one on trial. Its router has limited it to a few tokens, so its end is the trial's.
@@ -19,48 +19,54 @@ class Quarantine:
     been the cause all the same, slowly: who dies in its trial beside it is not convicted.
     """
 
-    def __init__(self, start: Callable[[Held], None]) -> None:
-        self.suspect: Held | None = None
+    def __init__(self, start: Callable[[SubmittedRequest], None]) -> None:
+        self.suspect: SubmittedRequest | None = None
         self.deaths: list[str] = []
         self.given = False
         self._start = start
-        self._suspects: list[tuple[Held, list[str]]] = []
-        self._passed: deque[tuple[Held, list[str]]] = deque()  # go on when no suspect is left
-        self._company: list[tuple[Held, list[str]]] = []  # running, of such deaths
+        self._suspects: list[tuple[SubmittedRequest, list[str]]] = []
+        self._passed: deque[tuple[SubmittedRequest, list[str]]] = (
+            deque()
+        )  # go on when no suspect is left
+        self._company: list[tuple[SubmittedRequest, list[str]]] = []  # running, of such deaths
 
-    def submit(self, held: Held, turn: Turn, deaths: list[str]) -> None:
+    def submit(self, submitted: SubmittedRequest, turn: Turn, deaths: list[str]) -> None:
         """Start it when it is its turn."""
         if turn == "alone":
-            self._suspects.append((held, deaths))
+            self._suspects.append((submitted, deaths))
             self.advance()
         elif turn == "after" and self.suspect is not None:
-            self._passed.append((held, deaths))
+            self._passed.append((submitted, deaths))
         else:
-            self._run(held, deaths)
+            self._run(submitted, deaths)
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
         """These are not wanted any more: who waits has never been here."""
-        waiting = {held.request.id for held, _ in (*self._suspects, *self._passed)}
+        waiting = {submitted.request.id for submitted, _ in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
             connection.live -= unwanted
             self._suspects = [one for one in self._suspects if one[0].wanted]
             self._passed = deque(one for one in self._passed if one[0].wanted)
 
-    def accused(self) -> list[Held]:
+    def accused(self) -> list[SubmittedRequest]:
         """Whom the engine that has just died may have died of: the suspect that it had, and who ran
         there and was at all deaths of which that is suspected. [] if it was trying nobody."""
         if self.suspect is None or not self.given:
             return []
         suspected = set(self.deaths)
-        beside = [held for held, deaths in self._company if held.wanted and suspected <= {*deaths}]
+        beside = [
+            submitted
+            for submitted, deaths in self._company
+            if submitted.wanted and suspected <= {*deaths}
+        ]
         return [self.suspect, *beside]
 
-    def _run(self, held: Held, deaths: list[str]) -> None:
+    def _run(self, submitted: SubmittedRequest, deaths: list[str]) -> None:
         if deaths:
             self._company = [one for one in self._company if one[0].wanted]
-            self._company.append((held, deaths))
-        self._start(held)
+            self._company.append((submitted, deaths))
+        self._start(submitted)
 
     def advance(self) -> None:
         """Something has ended: perhaps it is somebody's turn."""
@@ -71,12 +77,12 @@ class Quarantine:
             # In the engine's order: one that all others overtake there would hold up the rest.
             first = min(self._suspects, key=lambda one: one[0].request.urgency)
             self._suspects.remove(first)
-            held, deaths = first
-            if held.wanted:
-                self.suspect, self.deaths = held, deaths
-                self._start(held)
+            submitted, deaths = first
+            if submitted.wanted:
+                self.suspect, self.deaths = submitted, deaths
+                self._start(submitted)
                 return
         while self._passed:
-            held, deaths = self._passed.popleft()
-            if held.wanted:
-                self._run(held, deaths)
+            submitted, deaths = self._passed.popleft()
+            if submitted.wanted:
+                self._run(submitted, deaths)

@@ -1,5 +1,5 @@
-"""Watch: is the engine process stuck? Pure; no clock: it counts the relay's ticks, so that a relay
-which could not run itself does not take its own pause for the engine's.
+"""Watchdog: is the engine process stuck? Pure; no clock: it counts the replica's own ticks, so that
+a replica that could not run does not take its own pause for the engine's.
 
 Three kinds of stuck, from the quickest told to the slowest:
 
@@ -27,7 +27,7 @@ class StallLimits:
     hung: float = 8.0
 
 
-class Watch:
+class Watchdog:
     """Call `look` every `limits.tick` seconds."""
 
     def __init__(self, limits: StallLimits) -> None:

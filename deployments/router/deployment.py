@@ -18,18 +18,18 @@ import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.adapters.record_store import RayBook
+from deployments.adapters.record_store import RayRecordStore
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
-from deployments.checkpoints.resolve import Identity
-from deployments.observe.figures import Figures
+from deployments.checkpoints.resolve import ModelIdentity
+from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.ray_exporter import ServeExport
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.serve import discovery, handle_call
-from deployments.router.serve.peers import Peers
+from deployments.router.serve.peers import PeerRouters
 from deployments.store import event_secret, first_served
 from engine.model_config import ModelConfig
 from engine.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Router:
         self._engines = engines
         self._replicas: dict[str, discovery.Replicas] = {}
         self._unsubscribe: list[Callable[[], None]] = []
-        self._asking = asyncio.Semaphore(_ASKERS)
+        self._peer_calls = asyncio.Semaphore(_ASKERS)
 
     async def __serve_build_asgi_app__(self) -> handle_call.AsgiApp:
         """Serve's hook: runs once on the loop that will carry the requests."""
@@ -96,10 +96,10 @@ class Router:
             name,
             identity,
             settings.adapters,
-            RayBook(app),
+            RayRecordStore(app),
         )
         self._dispatcher = dispatcher
-        self._peers = Peers(context.deployment, app)
+        self._peers = PeerRouters(context.deployment, app)
         await dispatcher.adapters.start()
         loop = asyncio.get_running_loop()
         for engine in self._engines:
@@ -117,7 +117,7 @@ class Router:
                 discovery.subscribe(engine.app_name, engine.deployment_name, listener)
             )
         self._export = ServeExport(dispatcher.figures)
-        self._figures = Figures(
+        self._application_metrics = ApplicationMetrics(
             name,
             settings.model_name,
             dispatcher.figures,
@@ -137,7 +137,7 @@ class Router:
             cors_origins=frozenset(settings.cors_origins),
             keepalive_s=settings.keepalive_seconds,
             event_secret=secret,
-            metrics=self._figures.text,
+            metrics=self._application_metrics.text,
             explain=self._explain,
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )
@@ -152,7 +152,7 @@ class Router:
         gc.freeze()
         return self._http
 
-    def _load_model(self, app: str) -> tuple[ModelCard, Tokenizer, Identity]:
+    def _load_model(self, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
         folder = self._settings.find_model()
         name, now = self._settings.model_name, int(time.time())
         model = ModelConfig.from_folder(folder)
@@ -166,7 +166,7 @@ class Router:
             root=name,
             seed=self._settings.seed,
         )
-        return card, tokenizer, Identity.of(folder)
+        return card, tokenizer, ModelIdentity.of(folder)
 
     def _set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
         self._replicas[deployment] = replicas
@@ -239,7 +239,7 @@ class Router:
 
     async def figures(self) -> bytes:
         """For another router's /metrics; see figures.py."""
-        return self._figures.tell()
+        return self._application_metrics.tell()
 
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
         """What this router knows of a request, lately ended or in flight: one for each prompt; see
@@ -250,7 +250,7 @@ class Router:
         """The same of whichever router had it: this one, or the others are asked."""
         if found := self._dispatcher.explain(request_id, owner):
             return found
-        async with self._asking:
+        async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
         return [part for answer in answers for part in answer]
 

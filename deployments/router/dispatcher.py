@@ -1,11 +1,11 @@
 """Dispatcher: the router's `Backend`. It takes requests in; its parts serve them:
 
-    Gate        which requests are let in, and where they wait until a replica has room
-    Placement   to which replica a choice goes, and how it is taken off
-    Links       the connections to replicas; Fleet is what is known of these
-    Losses      what becomes of choices whose replica is lost
-    Displaced   where they wait while there is no replica to go to
-    Deltas      what a frame brings, to the requests that it is of
+    RequestQueue      admits requests and keeps them until a replica has room
+    Placement         sends choices to replicas and takes them off again
+    ReplicaClients    the connections to the replicas; Fleet is what routing knows of them
+    ReplicaLosses     decides what becomes of choices whose replica is lost
+    DisplacedChoices  keeps choices that lost their replica while no other can take them
+    DeltaDelivery     hands what a replica's frame brings to the requests
 
 No Ray and no HTTP here: replicas are given by `set_replicas`, requests come through `generate`.
 """
@@ -18,28 +18,28 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from deployments.adapters.record_store import Book
-from deployments.adapters.registry import Adapters, AdapterSettings
-from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, Past
-from deployments.checkpoints.resolve import Identity
-from deployments.observe.metrics import Family, RouterMetrics, families
+from deployments.adapters.record_store import AdapterRecordStore
+from deployments.adapters.registry import AdapterRegistry, AdapterSettings
+from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
+from deployments.checkpoints.resolve import ModelIdentity
+from deployments.observe.metrics import MetricFamily, RouterMetrics, families
 from deployments.router.adapters.calls import AdapterCalls
 from deployments.router.adapters.stale import StaleAdapters
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.admission.request_queue import Gate, GateLimits
-from deployments.router.delta_delivery import Deltas
-from deployments.router.failover.displaced import Displaced
-from deployments.router.failover.losses import Losses
+from deployments.router.admission.request_queue import RequestQueue, RequestQueueLimits
+from deployments.router.delta_delivery import DeltaDelivery
+from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.failover.recall import recall
-from deployments.router.inflight import Choice, Entry
+from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
-from deployments.router.replica_calls import Asking
-from deployments.router.replica_client import Endpoint, Link
-from deployments.router.replica_clients import Links
-from deployments.router.request_trace import Stories, log_story
+from deployments.router.replica_calls import ReplicaCalls
+from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
+from deployments.router.replica_clients import ReplicaClients
+from deployments.router.request_trace import RequestTraces, log_trace
 from deployments.routing.fleet import Fleet
-from deployments.scaling.policy import Rates
+from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits, FromReplica, Recalled
 from engine.errors import MantaError, Overloaded
 from engine.messages import AdapterAnswer, Failed
@@ -74,46 +74,48 @@ class Dispatcher:
         tokenizer: Tokenizer,
         limits: DispatchLimits,
         name: str,
-        identity: Identity | None = None,
+        identity: ModelIdentity | None = None,
         adapters: AdapterSettings | None = None,
-        book: Book | None = None,
+        record_store: AdapterRecordStore | None = None,
     ) -> None:
         self.metrics = RouterMetrics()
         self._cards = ModelCards(card)
         self._tokenizer = tokenizer
         self._limits = limits
         self.name = name
-        self._stories = Stories()
-        self._links = Links(self._connect, "" if identity is None else identity.tokenizer)
+        self._traces = RequestTraces()
+        self._clients = ReplicaClients(
+            self._connect, "" if identity is None else identity.tokenizer
+        )
         self._fleet = Fleet()
-        self._rates = Rates(time.monotonic())
-        self._entries: set[Entry] = set()
+        self._rates = CounterRates(time.monotonic())
+        self._requests: set[InflightRequest] = set()
         self._random = Random()
         self._draining = False
-        self._asking = Asking()
-        calls = self._calls = AdapterCalls(
-            self._asking, self._links, self._fleet, self._random, limits.wait_seconds
+        self._replica_calls = ReplicaCalls()
+        calls = self._adapter_calls = AdapterCalls(
+            self._replica_calls, self._clients, self._fleet, self._random, limits.wait_seconds
         )
-        self.adapters = Adapters(
-            adapters or AdapterSettings(card.id), calls, lambda: self._set_models(), book
+        self.adapters = AdapterRegistry(
+            adapters or AdapterSettings(card.id), calls, lambda: self._set_models(), record_store
         )
         self._set_models()
-        self._waiting = Displaced(limits.wait_seconds)
+        self._displaced = DisplacedChoices(limits.wait_seconds)
         self._placement = Placement(
-            self._links,
+            self._clients,
             self._fleet,
-            self._waiting,
+            self._displaced,
             self.metrics,
             self._random,
             lambda: self._cards.base.max_model_len,
         )
-        self._losses = Losses(
-            limits.losses, self._entries, self._waiting, self.metrics, self._placement.place
+        self._losses = ReplicaLosses(
+            limits.losses, self._requests, self._displaced, self.metrics, self._placement.place
         )
         self._stale = StaleAdapters(self.adapters, self._placement.place_again)
-        self._deltas = Deltas(self._fleet, self._placement, self._losses, self._stale)
-        self._gate = Gate(
-            GateLimits(limits.wait_seconds, limits.waiting, limits.admission),
+        self._delivery = DeltaDelivery(self._fleet, self._placement, self._losses, self._stale)
+        self._queue = RequestQueue(
+            RequestQueueLimits(limits.wait_seconds, limits.waiting, limits.admission),
             self._fleet,
             self._random.random,
             lambda: self._cards.base.max_model_len,
@@ -134,22 +136,22 @@ class Dispatcher:
     def admit(self, key: str) -> None:
         try:
             self._check_open()
-            self._gate.admit(key)
+            self._queue.admit(key)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
             raise
 
-    def generate(self, request: GenerationRequest) -> Entry:
+    def generate(self, request: GenerationRequest) -> InflightRequest:
         try:
             self._check_open()
-            if len(self._entries) >= self._limits.in_flight:
-                message = f"this router has {len(self._entries)} requests in flight already"
-                raise Overloaded(message, retry_after=self._gate.seconds())
-            now = self._gate.check(request)
+            if len(self._requests) >= self._limits.in_flight:
+                message = f"this router has {len(self._requests)} requests in flight already"
+                raise Overloaded(message, retry_after=self._queue.seconds())
+            now = self._queue.check(request)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
             raise
-        entry = Entry(
+        inflight = InflightRequest(
             request,
             self._placement.numbers(request.params.n),
             self.metrics,
@@ -158,48 +160,54 @@ class Dispatcher:
             self._placement.bring_back,
             self._limits.reader_seconds,
         )
-        self._entries.add(entry)
+        self._requests.add(inflight)
         self.metrics.prompt_tokens.add(len(request.token_ids))
         self.metrics.prompt_size.observe(len(request.token_ids))
         if request.deadline is not None:
             error = MantaError("the request's deadline has passed", code="deadline_exceeded")
             left = max(0.0, request.deadline - time.monotonic())
-            entry.timers.append(asyncio.get_running_loop().call_later(left, entry.fail, error))
-        self._gate.enter(entry, now=now)
-        return entry
+            inflight.timers.append(
+                asyncio.get_running_loop().call_later(left, inflight.fail, error)
+            )
+        self._queue.enter(inflight, now=now)
+        return inflight
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[Past]], bool]
-    ) -> list[Past]:
-        return await recall(self._asking, lambda: set(self._links.everywhere()), streams, enough)
+        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+    ) -> list[RecalledChoice]:
+        return await recall(
+            self._replica_calls, lambda: set(self._clients.everywhere()), streams, enough
+        )
 
     def state(self) -> BackendState:
         return BackendState(
             replicas={
-                link.replica: link.state.stats for link in self._links.values() if link.connection
+                client.replica: client.state.stats
+                for client in self._clients.values()
+                if client.connection
             },
-            in_flight=len(self._entries),
-            queued=self._gate.choices,
-            queued_tokens=self._gate.tokens,
+            in_flight=len(self._requests),
+            queued=self._queue.choices,
+            queued_tokens=self._queue.tokens,
             draining=self._draining,
         )
 
     def held(self) -> dict[str, int]:
         """What requests hold here: none of it may outlive them."""
         return {
-            "entries": len(self._entries),
-            "waiting": len(self._waiting) + self._gate.choices,
-            "choices": sum(len(link.choices) for link in self._links.everywhere()),
+            "requests": len(self._requests),
+            "waiting": len(self._displaced) + self._queue.choices,
+            "choices": sum(len(client.choices) for client in self._clients.everywhere()),
         }
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """What became of the requests with this id; see request_trace.py."""
-        unfinished = (entry.story for entry in self._entries)
+        unfinished = (inflight.trace for inflight in self._requests)
         now = time.monotonic()
-        return [story.tell(self.name, now) for story in self._stories.find(id, owner, unfinished)]
+        return [trace.tell(self.name, now) for trace in self._traces.find(id, owner, unfinished)]
 
     def ready(self) -> bool:
-        return not self._draining and any(link.available for link in self._links.values())
+        return not self._draining and any(client.available for client in self._clients.values())
 
     def _check_open(self) -> None:
         if self._draining:
@@ -213,10 +221,10 @@ class Dispatcher:
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """These are the running replicas, id -> what each published."""
-        self._links.replace(replicas)
+        self._clients.replace(replicas)
 
-    def _connect(self, replica: str, endpoint: Endpoint) -> Link:
-        return Link(
+    def _connect(self, replica: str, endpoint: ReplicaEndpoint) -> ReplicaClient:
+        return ReplicaClient(
             replica,
             endpoint,
             self._limits.channel,
@@ -227,7 +235,7 @@ class Dispatcher:
             on_lost=self._on_lost,
         )
 
-    def figures(self) -> Iterator[Family]:
+    def figures(self) -> Iterator[MetricFamily]:
         """What it has counted, for /metrics and Ray's exporter."""
         return families(self.metrics, self.state())
 
@@ -246,9 +254,9 @@ class Dispatcher:
         return {
             "prompt_rate": rates["prompt"],
             "output_rate": rates["requests"] * output,
-            "in_flight": len(self._entries),
-            "queued": self._gate.choices + len(self._waiting) + self._calls.waiting,
-            "queued_tokens": self._gate.tokens,
+            "in_flight": len(self._requests),
+            "queued": self._queue.choices + len(self._displaced) + self._adapter_calls.waiting,
+            "queued_tokens": self._queue.tokens,
         }
 
     def refuse_new(self) -> None:
@@ -257,9 +265,9 @@ class Dispatcher:
 
     def fail_all(self) -> None:
         """Tell what is in flight that it has no more time."""
-        for entry in list(self._entries):
+        for inflight in list(self._requests):
             message = "the service is stopping, and the time it had for this request is over"
-            entry.fail(Overloaded(message, code="draining", retry_after=5))
+            inflight.fail(Overloaded(message, code="draining", retry_after=5))
 
     def close(self) -> None:
         """Fail what is in flight and leave the replicas."""
@@ -267,39 +275,39 @@ class Dispatcher:
         self.adapters.close()
         self._stale.close()
         self.fail_all()
-        self._links.close()
+        self._clients.close()
 
-    def _ended(self, entry: Entry) -> None:
-        self._entries.discard(entry)
-        self._stories.add(entry.story)
-        log_story(entry.story)
-        self._gate.ended(entry)
+    def _ended(self, inflight: InflightRequest) -> None:
+        self._requests.discard(inflight)
+        self._traces.add(inflight.trace)
+        log_trace(inflight.trace)
+        self._queue.ended(inflight)
 
-    # -- from the links
+    # -- from the replicas
 
-    def _on_open(self, link: Link) -> None:
-        logger.info("replica %s is connected", link.replica)
+    def _on_open(self, client: ReplicaClient) -> None:
+        logger.info("replica %s is connected", client.replica)
         self.metrics.channels.add()
         self.adapters.replica_came()
-        self._cards.learn(link.endpoint)
+        self._cards.learn(client.endpoint)
         self._placement.place_displaced()
-        self._gate.fill()
+        self._queue.fill()
 
-    def _on_frame(self, link: Link, message: FromReplica) -> None:
+    def _on_frame(self, client: ReplicaClient, message: FromReplica) -> None:
         if isinstance(message, AdapterAnswer | Recalled):
-            self._asking.answered(message)
+            self._replica_calls.answered(message)
             return
         if isinstance(message, Failed):
-            assert link.connection is not None
-            link.failed = message
-            link.connection.close(f"{message.code}: {message.message}")
+            assert client.connection is not None
+            client.failed = message
+            client.connection.close(f"{message.code}: {message.message}")
             return
         now = time.monotonic()
-        link.observe(message, now)
-        self._deltas.take(link, message, now)
-        self._gate.news(link.state)
+        client.observe(message, now)
+        self._delivery.take(client, message, now)
+        self._queue.news(client.state)
 
-    def _on_lost(self, link: Link, lost: list[Choice], reason: str) -> None:
-        self._asking.lost(link)
-        self._links.closing.discard(link)
-        self._losses.lost(link, lost, reason)
+    def _on_lost(self, client: ReplicaClient, lost: list[InflightChoice], reason: str) -> None:
+        self._replica_calls.lost(client)
+        self._clients.closing.discard(client)
+        self._losses.lost(client, lost, reason)

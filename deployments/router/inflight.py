@@ -15,8 +15,8 @@ import msgspec
 
 from deployments.backend import GenerationRequest, Timing
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.poison import Blame
-from deployments.router.request_trace import Story
+from deployments.router.failover.poison import Suspicion
+from deployments.router.request_trace import RequestTrace
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
@@ -26,36 +26,36 @@ DELTA_BYTES = 256  # of a delta of one token
 LOGPROB_BYTES = 192  # of a log-probability
 
 
-class Choice:
+class InflightChoice:
     """One choice in flight.
 
     emitted: output token ids so far. place: the replica that has it, "" while none has.
-    begun: how many there were when it was placed there. blame: for replicas that were lost.
+    begun: how many there were when it was placed there. suspicion: of poisoning.
     weights: of the replica that it went to last; what was emitted can only go on with the same.
     """
 
     __slots__ = (
         "begun",
-        "blame",
         "done",
         "emitted",
-        "entry",
         "id",
         "index",
+        "inflight",
         "last",
         "place",
+        "suspicion",
         "weights",
     )
 
-    def __init__(self, entry: "Entry", index: int, id: int) -> None:
-        self.entry = entry
+    def __init__(self, inflight: "InflightRequest", index: int, id: int) -> None:
+        self.inflight = inflight
         self.index = index
         self.id = id
         self.emitted: list[int] = []
         self.place = ""
         self.weights = ""
         self.begun = 0
-        self.blame = Blame()
+        self.suspicion = Suspicion()
         self.last = 0.0  # monotonic seconds of the last delta; 0 before the first
         self.done = False
 
@@ -67,13 +67,13 @@ class Choice:
     def as_request(self) -> EngineRequest:
         """The message that starts it, or resumes it after what was emitted; a suspect, for the
         tokens of its trial."""
-        request = self.entry.request
+        request = self.inflight.request
         params = request.params
         if (self.last or self.emitted) and params.prompt_logprobs is not None:
             # They came with the first delta; asking again would only switch the prefix cache off.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        limit = len(self.emitted) + self.blame.tokens
-        if self.blame.tokens and (params.max_tokens is None or limit < params.max_tokens):
+        limit = len(self.emitted) + self.suspicion.tokens
+        if self.suspicion.tokens and (params.max_tokens is None or limit < params.max_tokens):
             least = min(params.min_tokens, limit)
             params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=least)
         return EngineRequest(
@@ -92,7 +92,7 @@ class Choice:
     def passes(self, delta: Delta, context: int) -> bool:
         """This end is that of its trial only. context: of its replica's model, in tokens."""
         total = len(self.emitted) + len(delta.token_ids)
-        tokens, request = self.blame.tokens, self.entry.request
+        tokens, request = self.suspicion.tokens, self.inflight.request
         limit = request.params.max_tokens
         return (
             delta.finish == "length"
@@ -102,7 +102,7 @@ class Choice:
         )
 
 
-class Entry:
+class InflightRequest:
     """A request in flight; implements `deployments.backend.Generation`.
 
     on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices
@@ -115,20 +115,22 @@ class Entry:
         request: GenerationRequest,
         first_id: int,
         metrics: RouterMetrics,
-        on_end: Callable[["Entry"], None],
-        on_abort: Callable[[list[Choice]], None],
-        on_resume: Callable[[list[Choice]], None] = lambda _: None,
+        on_end: Callable[["InflightRequest"], None],
+        on_abort: Callable[[list[InflightChoice]], None],
+        on_resume: Callable[[list[InflightChoice]], None] = lambda _: None,
         reader_seconds: float = 30.0,
     ) -> None:
         self.request = request
         self.arrived = time.monotonic()
-        self.choices = [Choice(self, index, first_id + index) for index in range(request.params.n)]
+        self.choices = [
+            InflightChoice(self, index, first_id + index) for index in range(request.params.n)
+        ]
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
             # The stream goes on after what another router has sent.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
-        self.story = Story(request, self.arrived)
+        self.trace = RequestTrace(request, self.arrived)
         self.timers: list[asyncio.TimerHandle] = []
         self.placed = 0.0  # monotonic seconds of the last Submit
         self.replicas: list[str] = []  # where it has been
@@ -176,7 +178,7 @@ class Entry:
         stopped = [one for one in wanted if not one.done]
         if stopped:
             self._metrics.finished.add(len(stopped), "abort")
-            self.story.finish += ["abort"] * len(stopped)
+            self.trace.finish += ["abort"] * len(stopped)
             self._end(stopped)
 
     def timing(self) -> Timing:
@@ -189,7 +191,7 @@ class Entry:
             self._error = error
             self._end([choice for choice in self.choices if not choice.done])
 
-    def take(self, choice: Choice, delta: Delta, now: float) -> None:
+    def take(self, choice: InflightChoice, delta: Delta, now: float) -> None:
         """A delta has come for a choice that is not done. now: monotonic seconds."""
         metrics = self._metrics
         tokens = len(delta.token_ids)
@@ -197,7 +199,7 @@ class Entry:
             metrics.first_token.observe(now - self.arrived)
             queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
             self._queue_s = max(self._queue_s, queued)
-            self.story.begun(delta, now)
+            self.trace.begun(delta, now)
             if delta.cached > 0:
                 metrics.cached_tokens.add(delta.cached)
             choice.last = now
@@ -213,7 +215,7 @@ class Entry:
             choice.done = True
             self._open -= 1
             metrics.finished.add(1, delta.finish)
-            self.story.finish.append(delta.finish)
+            self.trace.finish.append(delta.finish)
             metrics.output_size.observe(len(choice.emitted))
             if not self._open:
                 self._finish(now)
@@ -226,7 +228,7 @@ class Entry:
         """Nobody reads. What is left to compute gives its place to others, until somebody does:
         then it goes on as after the loss of a replica."""
         self._metrics.paused.add()
-        self.story.moves(self.choices[0].place, "nobody read what came", time.monotonic())
+        self.trace.moves(self.choices[0].place, "nobody read what came", time.monotonic())
         error = MantaError(
             f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
         )
@@ -242,7 +244,7 @@ class Entry:
         self._paused = None
         self._on_resume([choice for choice in self.choices if not choice.done])
 
-    def _end(self, stopped: list[Choice]) -> None:
+    def _end(self, stopped: list[InflightChoice]) -> None:
         for choice in stopped:
             choice.done = True
         self._open -= len(stopped)
@@ -256,7 +258,7 @@ class Entry:
             timer.cancel()
         self._metrics.request.observe(now - self.arrived)
         emitted = sum(len(choice.emitted) for choice in self.choices)
-        self.story.ends(emitted, "" if self._error is None else self._error.code, now)
+        self.trace.ends(emitted, "" if self._error is None else self._error.code, now)
         self._on_end(self)
 
     def _wake(self) -> None:

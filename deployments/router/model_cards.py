@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import ModelCard
-from deployments.router.replica_client import Endpoint
+from deployments.router.replica_client import ReplicaEndpoint
 
 
 class ModelCards:
@@ -17,7 +17,7 @@ class ModelCards:
         self._records: Mapping[str, AdapterRecord] = {}
         self._known = False  # a replica has said what it can really do
 
-    def learn(self, endpoint: Endpoint) -> None:
+    def learn(self, endpoint: ReplicaEndpoint) -> None:
         """What a replica can do; of several, the shortest context counts."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True

@@ -5,13 +5,13 @@ from collections.abc import Callable, Collection
 from random import Random
 
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.displaced import Displaced
-from deployments.router.inflight import Choice, Entry
-from deployments.router.replica_client import Link
-from deployments.router.replica_clients import Links
-from deployments.routing.decision import Decision, Work
+from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.replica_client import ReplicaClient
+from deployments.router.replica_clients import ReplicaClients
+from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import Fleet
-from deployments.routing.prefix_index import chain, pack
+from deployments.routing.prefix_index import hash_prefix, pack_hashes
 from deployments.routing.replica_state import ReplicaState
 from deployments.routing.route import route
 from deployments.transport.channel import Submit
@@ -24,15 +24,15 @@ class Placement:
 
     def __init__(
         self,
-        links: Links,
+        clients: ReplicaClients,
         fleet: Fleet,
-        displaced: Displaced,
+        displaced: DisplacedChoices,
         metrics: RouterMetrics,
         random: Random,
         max_len: Callable[[], int],
     ) -> None:
         self._next = 1
-        self._links = links
+        self._clients = clients
         self._fleet = fleet
         self._displaced = displaced
         self._metrics = metrics
@@ -44,103 +44,107 @@ class Placement:
         first, self._next = self._next, self._next + count
         return first
 
-    def begin(self, entry: Entry, replicas: list[ReplicaState]) -> None:
+    def begin(self, inflight: InflightRequest, replicas: list[ReplicaState]) -> None:
         """A new request, to one of these: they have room."""
-        self._metrics.queue.observe(time.monotonic() - entry.arrived)
+        self._metrics.queue.observe(time.monotonic() - inflight.arrived)
         names = {replica.name for replica in replicas}
-        self.place([choice for choice in entry.choices if not choice.done], names)
+        self.place([choice for choice in inflight.choices if not choice.done], names)
 
-    def place(self, choices: list[Choice], among: Collection[str] | None = None) -> None:
+    def place(self, choices: list[InflightChoice], among: Collection[str] | None = None) -> None:
         """Send choices of one request to a replica, one of `among` if given, or let them wait."""
         first = choices[0]
-        work = self._work(choices)
+        wanted = self._routing_request(choices)
         now = time.monotonic()
         names = self._allowed(choices, among)
-        decision = route(work, self._fleet, self._random, now, among=names, avoid=first.place)
+        decision = route(wanted, self._fleet, self._random, now, among=names, avoid=first.place)
         if decision is None:
             self._displaced.put(choices)
             return
-        link = self._links[decision.replica]
+        client = self._clients[decision.replica]
         self._metrics.routed.add(1, decision.reason)
-        self._fleet.send(link.state, [choice.id for choice in choices], decision, work, now)
-        self._note(first.entry, decision, len(first.emitted), now)
+        self._fleet.send(client.state, [choice.id for choice in choices], decision, wanted, now)
+        self._note(first.inflight, decision, len(first.emitted), now)
         for choice in choices:
             choice.place = decision.replica
-            choice.weights = link.endpoint.weights
-            choice.blame.passed &= not choice.given
+            choice.weights = client.endpoint.weights
+            choice.suspicion.passed &= not choice.given
             choice.begun = len(choice.emitted)
-            self._submit(choice, link, work)
+            self._submit(choice, client, wanted)
 
     def place_displaced(self) -> None:
         """There may be a replica for them now."""
         for choices in self._displaced.take_all():
             self.place(choices)
 
-    def take_off(self, choices: list[Choice]) -> None:
+    def take_off(self, choices: list[InflightChoice]) -> None:
         """They are wanted at no replica any more."""
-        by_link: dict[Link, list[int]] = {}
+        by_client: dict[ReplicaClient, list[int]] = {}
         for choice in choices:
             self._displaced.take(choice)
-            link = self._links.holding(choice)
-            if link is not None:
-                by_link.setdefault(link, []).append(choice.id)
-                link.forget(choice)
-        for link, ids in by_link.items():
-            if link.connection is not None:
-                link.connection.send(Abort(ids))
+            client = self._clients.holding(choice)
+            if client is not None:
+                by_client.setdefault(client, []).append(choice.id)
+                client.forget(choice)
+        for client, ids in by_client.items():
+            if client.connection is not None:
+                client.connection.send(Abort(ids))
 
-    def bring_back(self, choices: list[Choice]) -> None:
+    def bring_back(self, choices: list[InflightChoice]) -> None:
         """They were taken off and go on. New numbers, because the old ones may not have ended
         yet."""
         for choice in choices:
             choice.id = self.numbers(1)
         self.place(choices)
 
-    def place_again(self, choices: list[Choice]) -> None:
+    def place_again(self, choices: list[InflightChoice]) -> None:
         """What they ask for means something else now."""
         self.take_off(choices)
         self.bring_back(choices)
 
-    def _work(self, choices: list[Choice]) -> Work:
-        request, emitted = choices[0].entry.request, choices[0].emitted
+    def _routing_request(self, choices: list[InflightChoice]) -> RoutingRequest:
+        request, emitted = choices[0].inflight.request, choices[0].emitted
         limit = request.params.max_tokens
-        return Work(
+        return RoutingRequest(
             len(request.token_ids) + len(emitted),
             self._max_len() if limit is None else limit,
             len(choices),
-            chain(request.token_ids + emitted, request.adapter, request.cache_salt),
+            hash_prefix(request.token_ids + emitted, request.adapter, request.cache_salt),
             request.adapter.partition("@")[0],  # as replicas call it
         )
 
-    def _allowed(self, choices: list[Choice], among: Collection[str] | None) -> list[str] | None:
+    def _allowed(
+        self, choices: list[InflightChoice], among: Collection[str] | None
+    ) -> list[str] | None:
         """Where they may go; None is anywhere. What was emitted goes on with the same weights
         only."""
         weights = next((choice.weights for choice in choices if choice.emitted), "")
-        names = self._links.keys() if among is None else among
+        names = self._clients.keys() if among is None else among
         if weights:
-            names = [name for name in names if self._links[name].endpoint.weights == weights]
-        return None if len(names) == len(self._links) else list(names)
+            names = [name for name in names if self._clients[name].endpoint.weights == weights]
+        return None if len(names) == len(self._clients) else list(names)
 
     @staticmethod
-    def _note(entry: Entry, decision: Decision, emitted: int, now: float) -> None:
-        entry.placed = now
-        entry.replicas.append(decision.replica)
-        entry.story.sent(decision, now, emitted)
+    def _note(
+        inflight: InflightRequest, decision: RoutingDecision, emitted: int, now: float
+    ) -> None:
+        inflight.placed = now
+        inflight.replicas.append(decision.replica)
+        inflight.trace.sent(decision, now, emitted)
 
     @staticmethod
-    def _submit(choice: Choice, link: Link, work: Work) -> None:
-        entry = choice.entry
-        request = entry.request
-        link.choices[choice.id] = choice
-        assert link.connection is not None
-        link.connection.send(
+    def _submit(choice: InflightChoice, client: ReplicaClient, wanted: RoutingRequest) -> None:
+        inflight = choice.inflight
+        request = inflight.request
+        client.choices[choice.id] = choice
+        assert client.connection is not None
+        client.connection.send(
             Submit(
                 choice.as_request(),
-                links=pack(work.links),
+                prefix_hashes=pack_hashes(wanted.prefix_hashes),
                 adapter_path=request.adapter_path,
-                adapter_version=0 if entry.begun else request.adapter_version,
-                turn=choice.blame.turn,
-                deaths=choice.blame.deaths,
+                adapter_version=0 if inflight.begun else request.adapter_version,
+                turn=choice.suspicion.turn,
+                deaths=choice.suspicion.deaths,
                 stream=request.stream,
             )
         )

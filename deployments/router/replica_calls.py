@@ -1,34 +1,34 @@
-"""Asking: questions to replicas over their channels, and their answers by ticket."""
+"""ReplicaCalls: questions to replicas over their channels, and their answers by ticket."""
 
 import asyncio
 import itertools
 from typing import Any, Protocol
 
-from deployments.router.replica_client import Link
+from deployments.router.replica_client import ReplicaClient
 
 
 class Ticketed(Protocol):
     ticket: int
 
 
-class Asking:
+class ReplicaCalls:
     """Of one router. An answer is a message with the question's ticket."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
-        self._asked: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
+        self._asked: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
 
     def ticket(self) -> int:
         """For the next question."""
         return next(self._tickets)
 
-    async def ask(self, link: Link, message: Ticketed, seconds: float) -> Any:
+    async def ask(self, client: ReplicaClient, message: Ticketed, seconds: float) -> Any:
         """None if the replica was lost, or has not answered in time."""
-        if link.connection is None:
+        if client.connection is None:
             return None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[message.ticket] = (link, future)
-        link.connection.send(message)
+        self._asked[message.ticket] = (client, future)
+        client.connection.send(message)
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -42,10 +42,10 @@ class Asking:
         if asked is not None and not asked[1].done():
             asked[1].set_result(answer)
 
-    def lost(self, link: Link) -> None:
+    def lost(self, client: ReplicaClient) -> None:
         """Its connection is gone."""
         for ticket, (where, future) in list(self._asked.items()):
-            if where is link:
+            if where is client:
                 del self._asked[ticket]
                 if not future.done():
                     future.set_result(None)

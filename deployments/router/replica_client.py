@@ -1,5 +1,5 @@
-"""Link: one replica as a router sees it. Keeps the connection up, the choices there, and what
-routing needs to know."""
+"""ReplicaClient: a router's connection to one replica, the choices that run there, and what routing
+needs to know of the replica."""
 
 import asyncio
 import logging
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.router.inflight import Choice
+from deployments.router.inflight import InflightChoice
 from deployments.routing.fleet import Fleet
-from deployments.routing.prefix_index import unpack
+from deployments.routing.prefix_index import unpack_hashes
 from deployments.transport.channel import ChannelLimits, FromReplica, RouterEnd
 from engine.messages import Failed, StepFrame
 
@@ -20,7 +20,7 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ReplicaEndpoint:
     """What a replica publishes: where it listens, the secret, and what its engine can do.
 
     step_tokens: of a step, at most. adapter_slots: adapters on the device; 0: not told.
@@ -40,7 +40,7 @@ class Endpoint:
     tokenizer: str = ""
 
     @classmethod
-    def parse(cls, metadata: Mapping[str, Any]) -> "Endpoint":
+    def parse(cls, metadata: Mapping[str, Any]) -> "ReplicaEndpoint":
         return cls(
             host=str(metadata["host"]),
             port=int(metadata["port"]),
@@ -56,26 +56,26 @@ class Endpoint:
         )
 
 
-class Link:
-    """on_open(link), on_frame(link, message), on_lost(link, choices, reason) are called on the
-    loop. state: what is known of the replica; it is in `fleet` until the link is retired."""
+class ReplicaClient:
+    """on_open(client), on_frame(client, message) and on_lost(client, choices, reason) are called on
+    the loop. state: what is known of the replica; it is in `fleet` until this client is retired."""
 
     def __init__(
         self,
         replica: str,
-        endpoint: Endpoint,
+        endpoint: ReplicaEndpoint,
         limits: ChannelLimits,
         router: str,
         fleet: Fleet,
         *,
-        on_open: Callable[["Link"], None],
-        on_frame: Callable[["Link", FromReplica], None],
-        on_lost: Callable[["Link", list[Choice], str], None],
+        on_open: Callable[["ReplicaClient"], None],
+        on_frame: Callable[["ReplicaClient", FromReplica], None],
+        on_lost: Callable[["ReplicaClient", list[InflightChoice], str], None],
     ) -> None:
         self.replica = replica
         self.endpoint = endpoint
         self.connection: RouterEnd | None = None  # an open one
-        self.choices: dict[int, Choice] = {}
+        self.choices: dict[int, InflightChoice] = {}
         self.failed: Failed | None = None  # its engine, and what the replica says of that
         self.silent = False  # nothing was heard of it, though its process may well live
         self.retired = False  # Serve no longer counts it: send nothing new
@@ -102,11 +102,11 @@ class Link:
     def observe(self, frame: StepFrame, now: float) -> None:
         """What a frame says of the replica. now: monotonic seconds."""
         self._fleet.observe(self.state, frame.stats, frame.taken, now)
-        if frame.links:
-            self._fleet.hear(self.state, unpack(frame.links))
+        if frame.prefix_hashes:
+            self._fleet.add_prefix(self.state, unpack_hashes(frame.prefix_hashes))
 
-    def forget(self, choice: Choice) -> None:
-        """The choice ended or moved. A retired link closes with its last choice."""
+    def forget(self, choice: InflightChoice) -> None:
+        """The choice ended or moved. A retired client closes with its last choice."""
         self.choices.pop(choice.id, None)
         self._fleet.unbook(self.state, choice.id)
         if self.retired and not self.choices:

@@ -1,38 +1,40 @@
-"""Links: a router's connections to the replicas of its model."""
+"""ReplicaClients: a router's connections to the replicas of its model."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from deployments.router.inflight import Choice
-from deployments.router.replica_client import Endpoint, Link
+from deployments.router.inflight import InflightChoice
+from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
 
 logger = logging.getLogger("manta.router")
 
 
-class Links(dict[str, Link]):
+class ReplicaClients(dict[str, ReplicaClient]):
     """Those in service, by the replica's name. closing: retired ones, with choices left.
 
     connect(name, endpoint) makes one. vocabulary: identity of the router's tokenizer, "" if it is
     not known.
     """
 
-    def __init__(self, connect: Callable[[str, Endpoint], Link], vocabulary: str) -> None:
+    def __init__(
+        self, connect: Callable[[str, ReplicaEndpoint], ReplicaClient], vocabulary: str
+    ) -> None:
         super().__init__()
-        self.closing: set[Link] = set()
+        self.closing: set[ReplicaClient] = set()
         self._connect = connect
         self._vocabulary = vocabulary
 
-    def everywhere(self) -> Iterator[Link]:
+    def everywhere(self) -> Iterator[ReplicaClient]:
         yield from self.values()
         yield from self.closing
 
-    def holding(self, choice: Choice) -> Link | None:
+    def holding(self, choice: InflightChoice) -> ReplicaClient | None:
         """The one that has the choice."""
-        link = self.get(choice.place)
-        if link is not None and choice.id in link.choices:
-            return link
-        return next((link for link in self.closing if choice.id in link.choices), None)
+        client = self.get(choice.place)
+        if client is not None and choice.id in client.choices:
+            return client
+        return next((client for client in self.closing if choice.id in client.choices), None)
 
     def replace(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """These are the running replicas, id -> what each published. Those of a model with another
@@ -43,14 +45,14 @@ class Links(dict[str, Link]):
                 name: told for name, told in replicas.items() if told.get("tokenizer", "") in mine
             }
         for name in self.keys() - replicas.keys():
-            link = self.pop(name)
-            logger.info("replica %s has left, %d choices there", name, len(link.choices))
-            if link.choices:
-                self.closing.add(link)
-            link.retire()
+            client = self.pop(name)
+            logger.info("replica %s has left, %d choices there", name, len(client.choices))
+            if client.choices:
+                self.closing.add(client)
+            client.retire()
         for name in replicas.keys() - self.keys():
-            self[name] = self._connect(name, Endpoint.parse(replicas[name]))
+            self[name] = self._connect(name, ReplicaEndpoint.parse(replicas[name]))
 
     def close(self) -> None:
-        for link in list(self.everywhere()):
-            link.close("the router is shutting down")
+        for client in list(self.everywhere()):
+            client.close("the router is shutting down")

@@ -1,9 +1,9 @@
 """What became of a request: kept by the router that had it, for GET /v1/requests/{id}. Pure: times
 are arguments.
 
-A Story is begun with the request and written to when something happens to it as a whole: it is
-sent to a replica, has its first token, moves, ends. Never for a token. It holds no token and no
-text, so thousands of them are a few megabytes.
+A RequestTrace begins with the request. It is written to when the request is sent to a replica, has
+its first token, moves or ends, and never for a token. It holds no token and no text, so thousands
+of traces are a few megabytes.
 """
 
 import logging
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deployments.backend import GenerationRequest
-from deployments.routing.decision import Decision
+from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
 KEPT = 4096  # ended requests that a router remembers: the oldest go
@@ -31,7 +31,7 @@ _WHY = {
 }
 
 
-class Story:
+class RequestTrace:
     """One prompt and its choices. Times are monotonic seconds; 0 = not yet.
 
     owner: digest of the API key that sent it, "" if none was asked for; nobody else may see it.
@@ -83,12 +83,12 @@ class Story:
         self.finish: list[str] = []
         self.error = ""
         self.ended = 0.0
-        self._placements: list[tuple[float, Decision, int]] = []
+        self._placements: list[tuple[float, RoutingDecision, int]] = []
         self._moves: list[tuple[float, str, str]] = []
 
     # -- what happens to it
 
-    def sent(self, decision: Decision, now: float, emitted: int) -> None:
+    def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
         """It goes to a replica, with so many tokens that came elsewhere."""
         self.placed = self.placed or now
         self.state = "running"
@@ -187,49 +187,51 @@ class Story:
         }
 
 
-class Stories:
+class RequestTraces:
     """Those of the last requests that ended. Bounded."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._ended: deque[Story] = deque(maxlen=kept)
+        self._ended: deque[RequestTrace] = deque(maxlen=kept)
 
-    def add(self, story: Story) -> None:
-        self._ended.append(story)
+    def add(self, trace: RequestTrace) -> None:
+        self._ended.append(trace)
 
-    def find(self, id: str, owner: str | None, unfinished: Iterable[Story] = ()) -> Iterator[Story]:
+    def find(
+        self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()
+    ) -> Iterator[RequestTrace]:
         """All with this id, in the order of arrival: the prompts of one call, or several calls that
         were given one id. owner: None may see everyone's.
 
         Walks over all of them: asking is rare, and so a request that nobody asks for costs nothing.
         """
         found = [
-            story
-            for stories in (self._ended, unfinished)
-            for story in stories
-            if story.id == id and (owner is None or story.owner == owner)
+            trace
+            for traces in (self._ended, unfinished)
+            for trace in traces
+            if trace.id == id and (owner is None or trace.owner == owner)
         ]
-        found.sort(key=lambda story: story.arrived)
+        found.sort(key=lambda trace: trace.arrived)
         return iter(found)
 
 
-def log_story(story: Story) -> None:
+def log_trace(trace: RequestTrace) -> None:
     """A line for a request that has ended: at info if it failed or moved, else at debug."""
-    notable = story.error or story.moved
+    notable = trace.error or trace.moved
     level = logging.INFO if notable else logging.DEBUG
     if not logger.isEnabledFor(level):
         return
-    first = story.first - story.arrived if story.first else 0.0
+    first = trace.first - trace.arrived if trace.first else 0.0
     fields = {
-        "prompt_tokens": story.prompt_tokens,
-        "cached_tokens": story.cached,
-        "output_tokens": story.output_tokens,
-        "finish": story.error or ",".join(story.finish),
+        "prompt_tokens": trace.prompt_tokens,
+        "cached_tokens": trace.cached,
+        "output_tokens": trace.output_tokens,
+        "finish": trace.error or ",".join(trace.finish),
         "first_token_ms": _ms(first),
-        "total_ms": _ms(story.ended - story.arrived),
-        "replicas": ",".join(story.replicas),
+        "total_ms": _ms(trace.ended - trace.arrived),
+        "replicas": ",".join(trace.replicas),
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
-    logger.log(level, "%s: %s", story.state, text, extra={"request_id": story.id, **fields})
+    logger.log(level, "%s: %s", trace.state, text, extra={"request_id": trace.id, **fields})
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -5,21 +5,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoutingRequest:
     """What a request asks of a replica, in tokens.
 
-    links: its prompt's chain (prefix_index.chain). sequences: choices.
+    prefix_hashes: of its prompt (prefix_index.hash_prefix). sequences: choices.
     """
 
     prompt_tokens: int
     max_tokens: int
     sequences: int = 1
-    links: Sequence[bytes] = ()
+    prefix_hashes: Sequence[bytes] = ()
     adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoutingDecision:
     """replica: its name. reason: "load", "prefix", "adapter" (it has that), "owner" (it shall have
     it), "spill" (who has it is too busy), "only". seconds: expected to the first token. cached:
     prompt tokens expected in its cache. loads: it must load the adapter."""

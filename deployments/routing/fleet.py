@@ -16,10 +16,10 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.routing.decision import Decision, Work
+from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.prefix_index import STRIDE, PrefixIndex
 from deployments.routing.replica_state import ReplicaState
-from deployments.routing.step_cost import Cost
+from deployments.routing.step_cost import StepCost
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
 
@@ -92,7 +92,7 @@ class Fleet:
             step_tokens=step_tokens,
             adapter_slots=adapter_slots,
             prefix_caching=prefix_caching,
-            cost=Cost.mean(peers),
+            cost=StepCost.mean(peers),
         )
         replica.row = row
         self.rows[row] = replica
@@ -147,25 +147,25 @@ class Fleet:
         self,
         replica: ReplicaState,
         choices: Sequence[int],
-        decision: Decision,
-        work: Work,
+        decision: RoutingDecision,
+        request: RoutingRequest,
         now: float,
     ) -> None:
         """These choices of one request go there: the first computes what the others find."""
-        uncached = work.prompt_tokens - decision.cached
+        uncached = request.prompt_tokens - decision.cached
         for choice in choices:
-            replica.book(choice, work.prompt_tokens, uncached, work.adapter)
+            replica.book(choice, request.prompt_tokens, uncached, request.adapter)
             uncached = 0
         if replica.row < 0:
             return
-        if work.adapter:
-            self.popularity.count(work.adapter, now)
+        if request.adapter:
+            self.popularity.count(request.adapter, now)
             held = self._held.get(replica.row, ())
-            if work.adapter not in held:
+            if request.adapter not in held:
                 slots = replica.adapter_slots or 2**31
-                self._hold(replica, (work.adapter, *held)[:slots])
-        if work.links and replica.prefix_caching:
-            self.index.add(work.links, replica.row)
+                self._hold(replica, (request.adapter, *held)[:slots])
+        if request.prefix_hashes and replica.prefix_caching:
+            self.index.add(request.prefix_hashes, replica.row)
         self._refresh(replica)
 
     def begun(self, replica: ReplicaState, choice: int) -> None:
@@ -178,10 +178,10 @@ class Fleet:
         if replica.unbook(choice):
             self._refresh(replica)
 
-    def hear(self, replica: ReplicaState, links: Sequence[bytes]) -> None:
-        """Another router has sent a prompt with these links there."""
+    def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
+        """Another router has sent a prompt with these prefix hashes there."""
         if replica.row >= 0:
-            self.index.add(links, replica.row)
+            self.index.add(prefix_hashes, replica.row)
 
     def adapter_loaded(self, seconds: float) -> None:
         """A request waited so long until its adapter was on the device."""
@@ -260,7 +260,7 @@ class Fleet:
 
 
 def _share(stats: EngineStats) -> int:
-    """Links that a replica's cache can hold."""
+    """Prefix hashes that a replica's cache can hold."""
     return stats.total_blocks * stats.block_size // STRIDE
 
 

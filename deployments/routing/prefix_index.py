@@ -6,8 +6,8 @@ caches drop: the record is as large as they are and forgets in the same order, a
 costs the computation of one prompt, after which it is right. docs/routing.md has the cost, and that
 of telling all routers of every block instead.
 
-A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each link of a chain the
-index keeps the set of its holders as the bits of an integer.
+A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
+the set of its holders as the bits of an integer.
 """
 
 from collections import OrderedDict
@@ -15,32 +15,32 @@ from collections.abc import Sequence
 
 from engine.scheduling.prefix_hash import extend_hashes, root_hash
 
-STRIDE = 64  # tokens a link: four blocks; finer costs memory and finds 32 tokens more on average
-LINK_BYTES = 8  # a collision costs a wrong guess, nothing more
-ECHOED = 64  # links of a request that the other routers hear of
-_LIMIT = 2**19  # (link, holder) pairs: 33 million tokens, 80 to 120 MB
+STRIDE = 64  # tokens a hash: four blocks; finer costs memory and finds 32 tokens more on average
+HASH_BYTES = 8  # a collision costs a wrong guess, nothing more
+FORWARDED_HASHES = 64  # of a request's hashes: those that the other routers are told
+_LIMIT = 2**19  # (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 
 
-def chain(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
-    """The links of a prompt; its last token is in none, because it is always computed."""
-    links: list[bytes] = []
+def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
+    """The hashes of a prompt; the last token is in none, because it is always computed."""
+    prefix_hashes: list[bytes] = []
     root = root_hash("", adapter, salt)
-    extend_hashes(links, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE)
-    return [link[:LINK_BYTES] for link in links]
+    extend_hashes(prefix_hashes, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE)
+    return [prefix_hash[:HASH_BYTES] for prefix_hash in prefix_hashes]
 
 
-def pack(links: Sequence[bytes]) -> bytes:
+def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
     """What the other routers hear of: the head of a prompt, which is what prompts share."""
-    return b"".join(links[:ECHOED])
+    return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
-def unpack(links: bytes) -> list[bytes]:
-    """Of links joined into one string."""
-    return [links[at : at + LINK_BYTES] for at in range(0, len(links), LINK_BYTES)]
+def unpack_hashes(prefix_hashes: bytes) -> list[bytes]:
+    """The hashes that `pack_hashes` joined."""
+    return [prefix_hashes[at : at + HASH_BYTES] for at in range(0, len(prefix_hashes), HASH_BYTES)]
 
 
 class PrefixIndex:
-    """capacity: pairs of link and holder, of the fleet's memory; beyond it, or `limit`, the links
+    """capacity: pairs of hash and holder, of the fleet's memory; beyond it, or `limit`, the hashes
     that were used least recently go.
 
     Holders are small integers, the rows of routing.Fleet.
@@ -49,19 +49,19 @@ class PrefixIndex:
     def __init__(self, limit: int = _LIMIT) -> None:
         self.capacity = 0
         self._limit = limit
-        self._holders: OrderedDict[bytes, int] = OrderedDict()  # link -> bit set, oldest first
+        self._holders: OrderedDict[bytes, int] = OrderedDict()  # hash -> bit set, oldest first
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def match(self, links: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
-        """[(holders, links held)], most links first; each holder once, `limit` entries at most."""
+    def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
+        """[(holders, hashes held)], most hashes first; each holder once, at most `limit` pairs."""
         found: list[tuple[int, int]] = []
         get = self._holders.get
         at, held = 0, -1
-        for link in links:
-            now = held & get(link, 0)
+        for prefix_hash in prefix_hashes:
+            now = held & get(prefix_hash, 0)
             if now != held:
                 if at:
                     found.append((held ^ now, at))
@@ -73,34 +73,36 @@ class PrefixIndex:
             found.append((held, at))
         return found[: -limit - 1 : -1]
 
-    def add(self, links: Sequence[bytes], holder: int) -> None:
+    def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """`holder` will have these: a request with this prefix was sent there."""
         holders = self._holders
         bit = 1 << holder
-        for link in reversed(links):  # the head is worth more than its tail
-            known = holders.get(link, 0)
+        for prefix_hash in reversed(prefix_hashes):  # the head is worth more than its tail
+            known = holders.get(prefix_hash, 0)
             if not known & bit:
-                holders[link] = known | bit
+                holders[prefix_hash] = known | bit
                 self._size += 1
-            holders.move_to_end(link)
+            holders.move_to_end(prefix_hash)
         most = min(self.capacity or self._limit, self._limit)
         while self._size > most:
             _, gone = holders.popitem(last=False)
             self._size -= gone.bit_count()
 
-    def remove(self, links: Sequence[bytes], holder: int) -> None:
+    def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """`holder` turned out not to have these."""
         bit = 1 << holder
-        for link in links:
-            known = self._holders.get(link, 0)
+        for prefix_hash in prefix_hashes:
+            known = self._holders.get(prefix_hash, 0)
             if known & bit:
                 self._size -= 1
                 if known == bit:
-                    del self._holders[link]
+                    del self._holders[prefix_hash]
                 else:
-                    self._holders[link] = known ^ bit
+                    self._holders[prefix_hash] = known ^ bit
 
     def forget(self, holder: int) -> None:
         """The replica is gone, or its cache. A walk over everything: tens of ms when full."""
         bit = 1 << holder
-        self.remove([link for link, known in self._holders.items() if known & bit], holder)
+        self.remove(
+            [prefix_hash for prefix_hash, known in self._holders.items() if known & bit], holder
+        )

@@ -11,7 +11,7 @@ does not name them (an older one) ends a booking with the request's first tokens
 import math
 from collections.abc import Iterable
 
-from deployments.routing.step_cost import Cost, StepModel
+from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
 _RATE_SECONDS = 2.0  # how long a measurement of a rate counts
@@ -26,7 +26,7 @@ _AHEAD_STEPS = 0.5  # at least
 _MISSED_TOKENS = 20_000  # prompt tokens looked up that make half of the hit rate
 
 
-class Rate:
+class FadingRate:
     """An amount a second; older seconds fade."""
 
     __slots__ = ("_amount", "_seconds")
@@ -57,7 +57,7 @@ class ReplicaState:
         step_tokens: int,
         adapter_slots: int = 0,
         prefix_caching: bool = True,
-        cost: Cost | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.name = name
         self.pool = pool
@@ -68,7 +68,7 @@ class ReplicaState:
         self.open = False  # connected, and in service
         self.seen = 0.0  # when the last frame came
         self.stats = EngineStats()  # as published
-        self.steps = StepModel(cost or Cost.mean(()))
+        self.steps = StepCostModel(cost or StepCost.mean(()))
         self.missed = 1.0  # share of prompt tokens that its prefix cache does not have
         self.booked_tokens = 0  # prompts
         self.uncached_tokens = 0  # of these, those that its cache was not expected to have
@@ -78,9 +78,9 @@ class ReplicaState:
         self._sharing = 0  # routers that a new replica will have soon
         self._opened = 0.0
         self._room: int | None = None  # until something changes
-        self._part = Rate()  # this router's choices among all there, while it is full
-        self._prompts = Rate()  # while a prompt waits
-        self._work = Rate()  # prompts (computed or found) and outputs, while it is full
+        self._part = FadingRate()  # this router's choices among all there, while it is full
+        self._prompts = FadingRate()  # while a prompt waits
+        self._work = FadingRate()  # prompts (computed or found) and outputs, while it is full
 
     # -- the connection
 

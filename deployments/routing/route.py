@@ -24,7 +24,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.routing.decision import Decision, Work
+from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import DECODE, TOKEN, Fleet
 from deployments.routing.prefix_index import STRIDE
 
@@ -37,14 +37,14 @@ _COPY = 4.0  # what a load counts against waiting: its slot is worth more than i
 
 
 def route(
-    work: Work,
+    request: RoutingRequest,
     fleet: Fleet,
     random: Random,
     now: float,
     *,
     among: Sequence[str] | None = None,
     avoid: str = "",
-) -> Decision | None:
+) -> RoutingDecision | None:
     """None if no replica is available. Changes nothing: tell `Fleet.send` of what is really sent.
 
     among: the replicas that may be taken; default all.
@@ -54,8 +54,8 @@ def route(
     terms = fleet.terms
     if not terms.shape[1]:
         return None
-    tokens = work.prompt_tokens + (work.sequences - 1) * min(STRIDE, work.prompt_tokens)
-    output = _OUTPUT_WEIGHT * min(work.max_tokens, _OUTPUT_HORIZON)
+    tokens = request.prompt_tokens + (request.sequences - 1) * min(STRIDE, request.prompt_tokens)
+    output = _OUTPUT_WEIGHT * min(request.max_tokens, _OUTPUT_HORIZON)
     cost: NDArray[np.float64] = np.array((1.0, tokens, output)) @ terms  # FIXED, TOKEN, DECODE
     over = tokens - fleet.room
     if over.max() > 0:
@@ -64,19 +64,19 @@ def route(
     if late.max() > 0:
         cost += np.maximum(late, 0.0)
     cached: NDArray[np.float64] | None = None
-    if work.links:
-        found = fleet.index.match(work.links)
+    if request.prefix_hashes:
+        found = fleet.index.match(request.prefix_hashes)
         if found:
             cached = np.zeros(len(cost))
-            for holders, links in found:
-                cached[_rows(holders, len(cost))] = links * STRIDE
+            for holders, prefix_hashes in found:
+                cached[_rows(holders, len(cost))] = prefix_hashes * STRIDE
             cost -= cached * terms[TOKEN]
     has: NDArray[np.bool_] | None = None
-    if work.adapter:
+    if request.adapter:
         load = fleet.adapter_seconds
-        own = fleet.popularity[work.adapter] + fleet.popularity.one(now)
+        own = fleet.popularity[request.adapter] + fleet.popularity.one(now)
         absent = _COPY * load * (1 + np.minimum(_VICTIM, fleet.victim / own))
-        holding = fleet.holders.get(work.adapter)
+        holding = fleet.holders.get(request.adapter)
         if holding:
             has = np.zeros(len(cost), np.bool_)
             has[list(holding)] = True
@@ -92,22 +92,22 @@ def route(
     lowest = float(cost[best])
     if lowest == np.inf:
         return None
-    steps = _ADAPTER_TIE if work.adapter else _TIE[1]
+    steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    row, reason = _choose(work, fleet, random, cost, equal, cached, has)
+    row, reason = _choose(request, fleet, random, cost, equal, cached, has)
     saved = 0 if cached is None else int(cached[row])
-    return Decision(
+    return RoutingDecision(
         _name(fleet, row),
         reason,
         float(cost[row] - output * terms[DECODE, row]),
         saved,
-        bool(work.adapter) and not (has is not None and has[row]),
+        bool(request.adapter) and not (has is not None and has[row]),
     )
 
 
 def _choose(
-    work: Work,
+    request: RoutingRequest,
     fleet: Fleet,
     random: Random,
     cost: NDArray[np.float64],
@@ -116,20 +116,20 @@ def _choose(
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
     """One of the rows `equal`, and why."""
-    if work.adapter:
+    if request.adapter:
         if has is not None:
             warm = equal[has[equal]]
             if len(warm):
-                return _owner(fleet, warm, _key(work.adapter)), "adapter"
-        return _owner(fleet, equal, _key(work.adapter)), "owner" if has is None else "spill"
-    if work.links:
+                return _owner(fleet, warm, _key(request.adapter)), "adapter"
+        return _owner(fleet, equal, _key(request.adapter)), "owner" if has is None else "spill"
+    if request.prefix_hashes:
         if cached is not None:
             most = cached.max()
             warm = equal[cached[equal] == most]
             if len(warm):
                 return _of_two(random, cost, warm), "prefix"
-            return _owner(fleet, equal, work.links[int(most) // STRIDE - 1]), "spill"
-        return _owner(fleet, equal, work.links[0]), "owner"
+            return _owner(fleet, equal, request.prefix_hashes[int(most) // STRIDE - 1]), "spill"
+        return _owner(fleet, equal, request.prefix_hashes[0]), "owner"
     if len(cost) == 1:
         return int(equal[0]), "only"
     return _of_two(random, cost, equal), "load"

@@ -1,4 +1,4 @@
-"""StepModel: what a replica's steps cost, from the counters on its frames.
+"""StepCostModel: what a replica's steps cost, from the counters on its frames.
 
     seconds = base x steps + sequence x output tokens + token x prompt tokens
 
@@ -22,7 +22,7 @@ _REFIT = 4  # stretches between two solutions, after the first few
 _SWEEPS = 12
 
 
-class Cost(NamedTuple):
+class StepCost(NamedTuple):
     """Seconds of a step, of each sequence in it, of each prompt token in it."""
 
     base: float
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
     token: float
 
     @classmethod
-    def mean(cls, costs: Iterable["Cost"]) -> "Cost":
+    def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
         """Of replicas of one kind; a guess between GPU and CPU if there are none."""
         known = list(costs)
         if not known:
@@ -38,10 +38,10 @@ class Cost(NamedTuple):
         return cls(*(sum(column) / len(known) for column in zip(*known, strict=True)))
 
 
-class StepModel:
+class StepCostModel:
     """Least squares with non-negative terms, older stretches fading; begins at a prior."""
 
-    def __init__(self, prior: Cost, fade: float = _FADE) -> None:
+    def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
         self.cost = prior
         self._fade = fade
         self._last: EngineStats | None = None  # where a stretch began
@@ -126,4 +126,4 @@ class StepModel:
                 sequence = max(0.0, (vo - so * base - op * token) / oo)
             if pp > 0:
                 token = max(1e-7, (vp - sp * base - op * sequence) / pp)
-        self.cost = Cost(base, sequence, token)
+        self.cost = StepCost(base, sequence, token)

@@ -30,7 +30,7 @@ _RETURN = 0.7  # of what the cheaper pool could carry: below it the dearer one g
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolModel:
     """A kind of replica, as measured. Rates: tokens/s of a busy replica, if it did only that.
     start_seconds: from the decision to the first answer, a node included. price: of an hour."""
 
@@ -47,7 +47,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PoolState:
     """ready, starting: replicas. kv_used: share of KV blocks, over those that are ready."""
 
     ready: int
@@ -70,7 +70,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class ServiceObjective:
     """ttft: seconds to the first token that users were promised. busy: share of a replica's time
     that may be planned for. calm_seconds: demand must have been lower for so long before replicas
     go. idle_seconds: without a request before the last one goes, where the minimum is 0."""
@@ -82,7 +82,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ScalingHistory:
     """samples: (second, prompt rate, output rate), oldest first. busy_at: when there was work.
     targets: of the last plan. started_at: by pool, when those that are starting now were wanted.
     raised_at: by pool, when its target last rose."""
@@ -94,7 +94,7 @@ class Memory:
     raised_at: Mapping[str, float] = field(default_factory=dict)
 
 
-class Reason(str):
+class ScalingReason(str):
     """A sentence for people; cause: the same in one of few words, for metrics.
 
     work, trend, backlog, kv: more or as many for what arrives, will arrive, waits, or fills the
@@ -106,273 +106,284 @@ class Reason(str):
 
     cause: str
 
-    def __new__(cls, cause: str, text: str) -> "Reason":
+    def __new__(cls, cause: str, text: str) -> "ScalingReason":
         self = super().__new__(cls, text)
         self.cause = cause
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScalingPlan:
     """targets, reasons: by pool. memory: for the next call."""
 
     targets: dict[str, int]
-    reasons: dict[str, Reason]
-    memory: Memory
+    reasons: dict[str, ScalingReason]
+    history: ScalingHistory
 
 
 def decide(
-    pools: Mapping[str, Pool],
-    seen: Mapping[str, Seen],
+    pools: Mapping[str, PoolModel],
+    observed: Mapping[str, PoolState],
     demand: Demand,
-    memory: Memory,
-    promise: Promise,
-) -> Plan:
+    history: ScalingHistory,
+    objective: ServiceObjective,
+) -> ScalingPlan:
     """Call it every second or so. At least one pool."""
-    memory = _remember(memory, demand, promise, any(one.starting for one in seen.values()))
+    history = _remember(history, demand, objective, any(one.starting for one in observed.values()))
     names = sorted(pools, key=lambda name: _price(pools[name], demand))
     main = names[0]
     targets: dict[str, int] = {}
-    reasons: dict[str, Reason] = {}
+    reasons: dict[str, ScalingReason] = {}
     started = {
-        name: memory.started_at.get(name, demand.now) if seen[name].starting else demand.now
+        name: history.started_at.get(name, demand.now) if observed[name].starting else demand.now
         for name in names
     }
-    idle = demand.now - memory.busy_at >= promise.idle_seconds
-    holder = _holder(pools, names, seen, demand, memory, promise)
+    idle = demand.now - history.busy_at >= objective.idle_seconds
+    holder = _holder(pools, names, observed, demand, history, objective)
     for name in names:
         pool = pools[name]
         if idle:
-            count, reason = 0, Reason("idle", f"nothing for {promise.idle_seconds:.0f} s")
+            count, reason = 0, ScalingReason("idle", f"nothing for {objective.idle_seconds:.0f} s")
         elif holder is not None and name != holder:
-            count, reason = 0, Reason("held", f"{holder} carries it")
+            count, reason = 0, ScalingReason("held", f"{holder} carries it")
         elif holder is not None or name == main:
             count, reason = _carry(
-                pool, seen[name], demand, memory, promise, demand.now - started[name]
+                pool, observed[name], demand, history, objective, demand.now - started[name]
             )
-            have = seen[name].ready + seen[name].starting
-            if count < have and demand.now - memory.raised_at.get(name, -math.inf) < _LEVEL_SECONDS:
+            have = observed[name].ready + observed[name].starting
+            if (
+                count < have
+                and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
+            ):
                 # What it grew for is not yet in the level that it would shrink to.
-                count, reason = have, Reason("grown", "it has just grown")
+                count, reason = have, ScalingReason("grown", "it has just grown")
         else:
-            count, reason = _overflow(pools[main], seen[main], pool, demand, promise)
-            before = memory.targets.get(name, 0)
-            if count < before and seen[main].starting:
-                count, reason = before, Reason("handover", f"until {main} is ready")
+            count, reason = _overflow(pools[main], observed[main], pool, demand, objective)
+            before = history.targets.get(name, 0)
+            if count < before and observed[main].starting:
+                count, reason = before, ScalingReason("handover", f"until {main} is ready")
             cheaper = [(pools[other], targets[other]) for other in targets]
-            beyond = _beyond(pool, seen[name], cheaper, demand, memory, promise)
+            beyond = _beyond(pool, observed[name], cheaper, demand, history, objective)
             if beyond > count:
                 text = f"beyond what {' and '.join(targets)} can do"
-                count, reason = beyond, Reason("beyond", text)
+                count, reason = beyond, ScalingReason("beyond", text)
         # A pool that hands over keeps what it has until the other is there.
         takers = [other for other in names if other != name]
-        have = seen[name].ready + seen[name].starting
+        have = observed[name].ready + observed[name].starting
         if count < have and takers and not idle and name != main and holder is None:
-            arrived = seen[main].ready >= targets[main]
-            count = count if arrived else max(count, seen[name].ready)
-        elif count < have and holder not in (None, name) and seen[str(holder)].ready == 0:
-            count, reason = have, Reason("handover", f"until {holder} is ready")
+            arrived = observed[main].ready >= targets[main]
+            count = count if arrived else max(count, observed[name].ready)
+        elif count < have and holder not in (None, name) and observed[str(holder)].ready == 0:
+            count, reason = have, ScalingReason("handover", f"until {holder} is ready")
         bounded = min(max(count, pool.minimum), pool.maximum)
         if bounded > count:
-            reason = Reason("minimum", f"minimum; {reason}")
+            reason = ScalingReason("minimum", f"minimum; {reason}")
         elif bounded < count:
-            reason = Reason("maximum", f"maximum, {count} wanted; {reason}")
+            reason = ScalingReason("maximum", f"maximum, {count} wanted; {reason}")
         targets[name], reasons[name] = bounded, reason
-    rose = {name for name in names if targets[name] > memory.targets.get(name, 0)}
-    raised = {**memory.raised_at, **dict.fromkeys(rose, demand.now)}
-    memory = replace(memory, targets=targets, started_at=started, raised_at=raised)
-    return Plan(targets, reasons, memory)
+    rose = {name for name in names if targets[name] > history.targets.get(name, 0)}
+    raised = {**history.raised_at, **dict.fromkeys(rose, demand.now)}
+    history = replace(history, targets=targets, started_at=started, raised_at=raised)
+    return ScalingPlan(targets, reasons, history)
 
 
-def keep(plan: Plan, targets: Mapping[str, int], reason: str) -> Plan:
+def keep(plan: ScalingPlan, targets: Mapping[str, int], reason: str) -> ScalingPlan:
     """The plan without its decreases."""
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
     kept = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
-    silent = Reason("silent", reason)
+    silent = ScalingReason("silent", reason)
     reasons = {name: silent if name in low else plan.reasons[name] for name in plan.reasons}
-    return Plan(kept, reasons, replace(plan.memory, targets=kept))
+    return ScalingPlan(kept, reasons, replace(plan.history, targets=kept))
 
 
-def _remember(memory: Memory, demand: Demand, promise: Promise, starting: bool) -> Memory:
-    samples = memory.samples
+def _remember(
+    history: ScalingHistory, demand: Demand, objective: ServiceObjective, starting: bool
+) -> ScalingHistory:
+    samples = history.samples
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
-        return memory
-    kept = max(promise.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
+        return history
+    kept = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
     asked = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
     # Nobody new, but an answer that takes longer than that, or a replica that nobody could ask yet.
     busy = asked or demand.running > 0 or starting
-    since = demand.now if busy or memory.busy_at == -math.inf else memory.busy_at
-    return replace(memory, samples=samples, busy_at=since)
+    since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
+    return replace(history, samples=samples, busy_at=since)
 
 
-def _works(pool: Pool, demand: Demand, memory: Memory) -> list[tuple[float, float]]:
+def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tuple[float, float]]:
     """(second, work) of the time that the trend is taken from."""
     since = demand.now - _TREND_SECONDS
     return [
-        (when, pool.work(prompt, output)) for when, prompt, output in memory.samples if when > since
+        (when, pool.work(prompt, output))
+        for when, prompt, output in history.samples
+        if when > since
     ]
 
 
-def _knows_calm(demand: Demand, memory: Memory, promise: Promise) -> bool:
+def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjective) -> bool:
     """The memory goes back far enough to let replicas go."""
-    return memory.samples[0][0] <= demand.now - promise.calm_seconds
+    return history.samples[0][0] <= demand.now - objective.calm_seconds
 
 
-def _levels(pool: Pool, memory: Memory, promise: Promise) -> list[float]:
+def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjective) -> list[float]:
     """The work of the calm time, as smooth as the present level."""
-    last = memory.samples[-1][0]
-    window = sum(when > last - _LEVEL_SECONDS for when, _, _ in memory.samples)
-    since = last - promise.calm_seconds - _LEVEL_SECONDS
-    works = [pool.work(prompt, output) for when, prompt, output in memory.samples if when >= since]
+    last = history.samples[-1][0]
+    window = sum(when > last - _LEVEL_SECONDS for when, _, _ in history.samples)
+    since = last - objective.calm_seconds - _LEVEL_SECONDS
+    works = [pool.work(prompt, output) for when, prompt, output in history.samples if when >= since]
     sums = [0.0, *accumulate(works)]
     window = min(window, len(works))
     return [(b - a) / window for a, b in zip(sums, sums[window:], strict=False)]
 
 
-def _backlog(pool: Pool, demand: Demand, memory: Memory) -> float:
+def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
     """Seconds of one replica for what waits. Its answers are as long as those of late, also when
     nothing arrives any more."""
-    prompt = sum(prompt for _, prompt, _ in memory.samples)
-    output = sum(output for _, _, output in memory.samples)
+    prompt = sum(prompt for _, prompt, _ in history.samples)
+    output = sum(output for _, _, output in history.samples)
     ratio = output / prompt if prompt else 1.0
     return pool.work(demand.waiting_tokens, ratio * demand.waiting_tokens)
 
 
-def _price(pool: Pool, demand: Demand) -> float:
+def _price(pool: PoolModel, demand: Demand) -> float:
     """Of a unit of this work."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
 
 
 def _holder(
-    pools: Mapping[str, Pool],
+    pools: Mapping[str, PoolModel],
     names: Sequence[str],
-    seen: Mapping[str, Seen],
+    observed: Mapping[str, PoolState],
     demand: Demand,
-    memory: Memory,
-    promise: Promise,
+    history: ScalingHistory,
+    objective: ServiceObjective,
 ) -> str | None:
     """A pool dearer by the token that carries everything for less than one replica of the first
     costs: a CPU replica at night."""
     main = pools[names[0]]
     if main.minimum > 0:
         return None
-    known = memory.samples[-1][0] - memory.samples[0][0]
-    if known < promise.calm_seconds and seen[names[0]].ready + seen[names[0]].starting:
+    known = history.samples[-1][0] - history.samples[0][0]
+    if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
         return None  # a new controller or policy has not seen what those there are for
     for name in names[1:]:
         pool = pools[name]
-        last = [pool.work(prompt, output) for _, prompt, output in memory.samples[-2:]]
-        most = max(*_levels(pool, memory, promise), min(last))
+        last = [pool.work(prompt, output) for _, prompt, output in history.samples[-2:]]
+        most = max(*_levels(pool, history, objective), min(last))
         # With one of the first pool there, it must be clearly less, or the two would alternate.
-        share = _RETURN if memory.targets.get(names[0], 0) else 1.0
-        count = max(1, math.ceil(most / promise.busy))
+        share = _RETURN if history.targets.get(names[0], 0) else 1.0
+        count = max(1, math.ceil(most / objective.busy))
         affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
-        late = _backlog(pool, demand, memory) > _HELD * promise.ttft * affordable
-        if count <= affordable and most <= share * affordable * promise.busy and not late:
+        late = _backlog(pool, demand, history) > _HELD * objective.ttft * affordable
+        if count <= affordable and most <= share * affordable * objective.busy and not late:
             return name
     return None
 
 
 def _carry(
-    pool: Pool,
-    seen: Seen,
+    pool: PoolModel,
+    observed: PoolState,
     demand: Demand,
-    memory: Memory,
-    promise: Promise,
+    history: ScalingHistory,
+    objective: ServiceObjective,
     started: float,
-) -> tuple[int, Reason]:
+) -> tuple[int, ScalingReason]:
     """What this pool needs to do everything. started: seconds ago that those were that start."""
-    works = _works(pool, demand, memory)
+    works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
-    have = seen.ready + seen.starting
+    have = observed.ready + observed.starting
     # What waits, and what gathers until those that start are there: seconds of one replica's work.
     until = max(0.0, pool.start_seconds - started)
-    gathered = _backlog(pool, demand, memory) + until * max(0.0, level - seen.ready)
+    gathered = _backlog(pool, demand, history) + until * max(0.0, level - observed.ready)
     extra = 0.0
-    if gathered > promise.ttft * max(seen.ready, 1):
-        extra = gathered / max(_DRAIN * pool.start_seconds, promise.ttft)
-    needed = max(level, ahead) / promise.busy + extra
+    if gathered > objective.ttft * max(observed.ready, 1):
+        extra = gathered / max(_DRAIN * pool.start_seconds, objective.ttft)
+    needed = max(level, ahead) / objective.busy + extra
     count = max(math.ceil(needed - 0.05), 1)
-    full = seen.kv_used > _KV_FULL and bool(demand.waiting_tokens or demand.waiting)
+    full = observed.kv_used > _KV_FULL and bool(demand.waiting_tokens or demand.waiting)
     if full:
-        count = max(count, math.ceil(seen.ready * seen.kv_used / _KV_FULL))
+        count = max(count, math.ceil(observed.ready * observed.kv_used / _KV_FULL))
     if count > have:
         if full:
-            return count, Reason("kv", f"KV cache {seen.kv_used:.0%} full")
+            return count, ScalingReason("kv", f"KV cache {observed.kv_used:.0%} full")
         if extra > 0.5 and demand.waiting_tokens:
-            text = f"{demand.waiting_tokens:.0f} prompt tokens wait for {seen.ready}"
-            return count, Reason("backlog", text)
+            text = f"{demand.waiting_tokens:.0f} prompt tokens wait for {observed.ready}"
+            return count, ScalingReason("backlog", text)
         if extra > 0.5:
-            text = f"work of {level:.1f} replicas for the {seen.ready} that are ready"
-            return count, Reason("backlog", text)
+            text = f"work of {level:.1f} replicas for the {observed.ready} that are ready"
+            return count, ScalingReason("backlog", text)
         if ahead > level * 1.05:
             text = f"work of {level:.1f} replicas, {ahead:.1f} in {pool.start_seconds:.0f} s"
-            return count, Reason("trend", text)
+            return count, ScalingReason("trend", text)
         text = f"work of {level:.1f} replicas" if have else "there was none"
-        return count, Reason("work", text)
+        return count, ScalingReason("work", text)
     if count < have:
         # More come for a rise that is sure; for none to go it is enough that there may be one.
         rising = level + pool.start_seconds * _slope(works)[0]
-        most = max(*_levels(pool, memory, promise), rising)
-        calm = math.ceil(most / (promise.busy - _SLACK) + extra)
-        count = max(count, calm, 1) if _knows_calm(demand, memory, promise) else have
+        most = max(*_levels(pool, history, objective), rising)
+        calm = math.ceil(most / (objective.busy - _SLACK) + extra)
+        count = max(count, calm, 1) if _knows_calm(demand, history, objective) else have
         # What waits is little for those that are there; it must be for those that stay.
-        if extra or (count < have and gathered > promise.ttft * count):
-            return have, Reason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
+        if extra or (count < have and gathered > objective.ttft * count):
+            return have, ScalingReason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
-            text = f"{count} carry the most of the last {promise.calm_seconds:.0f} s"
-            return count, Reason("calm", text)
-        return have, Reason("needed", "the last minutes needed them")
-    return count, Reason("work", f"work of {level:.1f} replicas")
+            text = f"{count} carry the most of the last {objective.calm_seconds:.0f} s"
+            return count, ScalingReason("calm", text)
+        return have, ScalingReason("needed", "the last minutes needed them")
+    return count, ScalingReason("work", f"work of {level:.1f} replicas")
 
 
 def _beyond(
-    pool: Pool,
-    seen: Seen,
-    cheaper: Sequence[tuple[Pool, int]],
+    pool: PoolModel,
+    observed: PoolState,
+    cheaper: Sequence[tuple[PoolModel, int]],
     demand: Demand,
-    memory: Memory,
-    promise: Promise,
+    history: ScalingHistory,
+    objective: ServiceObjective,
 ) -> int:
     """Replicas for the work that all cheaper pools (with their targets) leave at their maximum."""
     if any(target < other.maximum for other, target in cheaper):
         return 0
 
-    def left(work: Callable[[Pool], float], busy: float) -> float:
+    def left(work: Callable[[PoolModel], float], busy: float) -> float:
         """In replicas of this pool."""
         done = sum(busy * target / max(1e-9, work(other)) for other, target in cheaper)
         return max(0.0, 1.0 - done) * work(pool) / busy
 
-    level = left(lambda one: _trend(_works(one, demand, memory))[0], promise.busy)
+    level = left(lambda one: _trend(_works(one, demand, history))[0], objective.busy)
     wanted = math.ceil(level - 0.05)
-    have = seen.ready + seen.starting
+    have = observed.ready + observed.starting
     if wanted >= have:
         return wanted
-    if not _knows_calm(demand, memory, promise):
+    if not _knows_calm(demand, history, objective):
         return have
-    most = left(lambda one: max(_levels(one, memory, promise)), promise.busy - _SLACK)
+    most = left(lambda one: max(_levels(one, history, objective)), objective.busy - _SLACK)
     return min(have, max(wanted, math.ceil(most)))
 
 
 def _overflow(
-    main: Pool, seen: Seen, pool: Pool, demand: Demand, promise: Promise
-) -> tuple[int, Reason]:
+    main: PoolModel,
+    observed: PoolState,
+    pool: PoolModel,
+    demand: Demand,
+    objective: ServiceObjective,
+) -> tuple[int, ScalingReason]:
     """What a second pool must take until the first has what it needs."""
-    short = main.work(demand.prompt_rate, demand.output_rate) / promise.busy - seen.ready
+    short = main.work(demand.prompt_rate, demand.output_rate) / objective.busy - observed.ready
     if (
-        short <= max(0.25, 0.05 * seen.ready)
-        or not seen.starting
+        short <= max(0.25, 0.05 * observed.ready)
+        or not observed.starting
         or pool.start_seconds >= main.start_seconds
     ):
-        return 0, Reason("calm", "not needed")
+        return 0, ScalingReason("calm", "not needed")
     share = pool.work(demand.prompt_rate, demand.output_rate) / max(
         1e-9, main.work(demand.prompt_rate, demand.output_rate)
     )
     text = f"{short:.1f} replicas of the other pool are missing"
-    return math.ceil(short * share), Reason("overflow", text)
+    return math.ceil(short * share), ScalingReason("overflow", text)
 
 
 def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

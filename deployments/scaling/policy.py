@@ -1,6 +1,6 @@
-"""Serve's autoscaling policies over scaling.decide: what Serve reports becomes Demand and Seen, the
-plan becomes Serve's decision. The controller calls them ten times a second, in its only loop, so
-they decide once a second.
+"""Serve's autoscaling policies over scaling.decide: Serve's reports become Demand and PoolState,
+and the plan becomes Serve's decision. The controller calls the policies ten times a second in its
+only loop, so they decide once a second.
 
 `PoolsPolicy` decides for all pools of the application together, with what the routers report; Serve
 takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
@@ -22,7 +22,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from deployments.config.load import MantaConfig, PoolConfig
-from deployments.scaling.decide import Demand, Memory, Plan, Pool, Promise, Seen, decide, keep
+from deployments.scaling.decide import (
+    Demand,
+    PoolModel,
+    PoolState,
+    ScalingHistory,
+    ScalingPlan,
+    ServiceObjective,
+    decide,
+    keep,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -93,7 +102,7 @@ def counts(least: int, most: int) -> dict[str, Any]:
     }
 
 
-class Context(Protocol):
+class ServeContext(Protocol):
     """What is used of ray.serve's AutoscalingContext."""
 
     deployment_name: str
@@ -114,16 +123,18 @@ class Context(Protocol):
 class PoolsPolicy:
     """pools: fields of scaling.Pool by pool; promise: fields of scaling.Promise."""
 
-    def __init__(self, pools: Mapping[str, Mapping[str, Any]], promise: Mapping[str, Any]) -> None:
-        self._pools = {name: Pool(**fields) for name, fields in pools.items()}
-        self._promise = Promise(**promise)
-        self._memory = Memory()
+    def __init__(
+        self, pools: Mapping[str, Mapping[str, Any]], objective: Mapping[str, Any]
+    ) -> None:
+        self._pools = {name: PoolModel(**fields) for name, fields in pools.items()}
+        self._objective = ServiceObjective(**objective)
+        self._history = ScalingHistory()
         self._started: dict[str, tuple[float, int]] = {}  # when more were wanted, how many
-        self._plan: Plan | None = None
+        self._plan: ScalingPlan | None = None
         self._decided = 0.0  # when
 
     def __call__(
-        self, contexts: Mapping[Any, Context]
+        self, contexts: Mapping[Any, ServeContext]
     ) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         by_name = {context.deployment_name: (id, context) for id, context in contexts.items()}
         engines = {
@@ -143,28 +154,30 @@ class PoolsPolicy:
             states[id] = {"target": target, "reason": plan.reasons[name]}
         return decisions, states
 
-    def plan(self, engines: Mapping[str, Context], router: Context | None) -> Plan:
+    def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
         """Decide, and tell if it is news. engines: by pool."""
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
         last = self._plan
         if last and engines.keys() == last.targets.keys() and 0 <= now - self._decided < _EVERY:
             return last
-        seen = {name: self._seen(name, context, now) for name, context in engines.items()}
+        observed = {name: self._pool_state(name, context, now) for name, context in engines.items()}
         pools = {name: self._measured(name, context) for name, context in engines.items()}
-        plan = decide(pools, seen, _demand(engines, router, now), self._memory, self._promise)
+        plan = decide(
+            pools, observed, _demand(engines, router, now), self._history, self._objective
+        )
         if last and any(map(_silent, (*engines.values(), router))):
             plan = keep(plan, last.targets, "some say nothing of their load")
-        self._memory, self._plan, self._decided = plan.memory, plan, now
+        self._history, self._plan, self._decided = plan.history, plan, now
         app = any_context.app_name or ""
         limits = {name: (pool.minimum, pool.maximum) for name, pool in pools.items()}
-        cooldowns = (self._promise.calm_seconds, self._promise.idle_seconds)
+        cooldowns = (self._objective.calm_seconds, self._objective.idle_seconds)
         _export(app, plan, limits, cooldowns)
         if last is None or plan.targets != last.targets:
             _tell(app, plan, limits, cooldowns, now)
         return plan
 
-    def _measured(self, name: str, context: Context) -> Pool:
+    def _measured(self, name: str, context: ServeContext) -> PoolModel:
         """With Serve's limits, and what its engines have measured, once they have."""
         pool = replace(
             self._pools[name],
@@ -177,7 +190,7 @@ class PoolsPolicy:
         self._pools[name] = pool
         return pool
 
-    def _seen(self, name: str, context: Context, now: float) -> Seen:
+    def _pool_state(self, name: str, context: ServeContext, now: float) -> PoolState:
         ready, target = context.current_num_replicas, context.target_num_replicas
         starting = max(0, target - ready)
         began = self._started.get(name)
@@ -190,25 +203,25 @@ class PoolsPolicy:
                 pool = self._pools[name]
                 took = pool.start_seconds + _SMOOTHING * (now - began[0] - pool.start_seconds)
                 self._pools[name] = replace(pool, start_seconds=took)
-        return Seen(ready, starting, _mean(_values(context, "kv_usage")))
+        return PoolState(ready, starting, _mean(_values(context, "kv_usage")))
 
 
 class PoolPolicy:
     """The same for one deployment, whose pool it is given."""
 
-    def __init__(self, name: str, pool: Mapping[str, Any], promise: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, pool: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
         self._name = name
-        self._policy = PoolsPolicy({name: pool}, promise)
+        self._policy = PoolsPolicy({name: pool}, objective)
 
-    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+    def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
         plan = self._policy.plan({self._name: context}, None)
         return plan.targets[self._name], {"reason": plan.reasons[self._name]}
 
 
-def _demand(engines: Mapping[str, Context], router: Context | None, now: float) -> Demand:
+def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
     """Arrivals from the routers; without them, what the engines compute. What a leaving replica
     still has is known to the routers only: it is not one of the deployment's any more."""
-    source: Iterable[Context | None] = engines.values() if router is None else (router,)
+    source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
@@ -226,13 +239,13 @@ def _demand(engines: Mapping[str, Context], router: Context | None, now: float) 
     return Demand(now, prompt, output, waiting_tokens, math.ceil(waiting), math.ceil(running))
 
 
-def _values(context: Context | None, metric: str) -> list[float]:
+def _values(context: ServeContext | None, metric: str) -> list[float]:
     """Of each replica."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
-def _silent(context: Context | None) -> bool:
+def _silent(context: ServeContext | None) -> bool:
     """Replicas are there, but starved or cut off: that is no sign of having nothing to do."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
@@ -248,7 +261,7 @@ Limits = Mapping[str, tuple[int, int]]  # by pool: minimum and maximum
 Cooldowns = tuple[float, float]  # seconds: of calm, of idleness
 
 
-def _export(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns) -> None:
+def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -> None:
     """To the metrics: each time, because Ray's exporter forgets what is not said again."""
     from deployments.observe.ray_exporter import scaling_export  # not by value: one for the process
 
@@ -256,7 +269,7 @@ def _export(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns) -> None:
     scaling_export(app).tell(plan.targets, causes, limits, cooldowns)
 
 
-def _tell(app: str, plan: Plan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
+def _tell(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
     """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
     they decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
@@ -299,7 +312,7 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
 # -- reported by routers and engines
 
 
-class Rates:
+class CounterRates:
     """Tokens/s from counters, between one call and the next."""
 
     def __init__(self, now: float) -> None:

@@ -75,15 +75,15 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
-    links: of the prompt's chain (prefix_index.py), joined; the replica passes them on to its other
-    routers. adapter_path, adapter_version: of the record of request.adapter, which is
+    prefix_hashes: of the prompt (prefix_index.py), joined; the replica passes them on to its
+    other routers. adapter_path, adapter_version: of the record of request.adapter, which is
     "name@revision"; version 0: it has begun, and goes on with that revision though there may be a
     newer one. turn: when to start it, deaths: what it is suspected of
     (suspect_queue.py). stream: keep its tokens under this name (memory.py); "": nobody will ask.
     """
 
     request: EngineRequest
-    links: bytes = b""
+    prefix_hashes: bytes = b""
     adapter_path: str = ""
     adapter_version: int = 0
     turn: Turn = ""
@@ -108,7 +108,7 @@ class Recall(msgspec.Struct, array_like=True, tag="recall"):
     streams: list[str]
 
 
-class Record(msgspec.Struct, array_like=True):
+class StreamRecord(msgspec.Struct, array_like=True):
     """One choice of a stream. token_ids: its output. finish, stop_token: as the Delta that ended it
     has them; "" if none did."""
 
@@ -123,10 +123,10 @@ class Recalled(msgspec.Struct, array_like=True, tag="recalled"):
     """All that the replica has or had a moment ago of the streams' choices."""
 
     ticket: int
-    records: list[Record]
+    records: list[StreamRecord]
 
 
-class Beat(msgspec.Struct, array_like=True, tag="beat"):
+class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
     """Nothing to say, but alive."""
 
 
@@ -134,7 +134,7 @@ _encoder = msgspec.msgpack.Encoder()
 FromRouter = Submit | Abort | AddAdapter | AdapterVersion | Recall
 FromReplica = StepFrame | Failed | AdapterAnswer | Recalled
 
-_from_router = msgspec.msgpack.Decoder(Proof | Beat | FromRouter)
+_from_router = msgspec.msgpack.Decoder(Proof | Heartbeat | FromRouter)
 _from_replica = msgspec.msgpack.Decoder(Hello | Welcome | FromReplica)
 
 
@@ -156,7 +156,7 @@ class ChannelLimits:
     max_backlog: int = 64 * 2**20
 
 
-class Connection(asyncio.Protocol):
+class ChannelConnection(asyncio.Protocol):
     """What both ends share: frames, liveness, bounds. `on_close(connection, reason)` is called
     exactly once."""
 
@@ -271,7 +271,7 @@ class Connection(asyncio.Protocol):
 
     def _beat(self) -> None:
         """Say that this end lives."""
-        self.send(Beat())
+        self.send(Heartbeat())
 
     def _mac(self, role: bytes, replica_nonce: bytes, router_nonce: bytes) -> bytes:
         text = b"manta-channel-%d/" % VERSION + role + b"/" + replica_nonce + router_nonce
@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(self._limits.heartbeat, self._tick)
 
 
-class ReplicaEnd(Connection):
+class ReplicaEnd(ChannelConnection):
     """The listening end. on_made: it is there, and has proved nothing. on_message gets what a
     router says; stats() is for a heartbeat."""
 
@@ -313,12 +313,12 @@ class ReplicaEnd(Connection):
         on_made: Callable[["ReplicaEnd"], None] = lambda _: None,
     ) -> None:
         super().__init__(secret, limits, _from_router, on_close)
-        self.index = -1  # the relay's number for it
+        self.index = -1  # the replica's number for it
         self.live: set[int] = set()  # engine ids of its unfinished requests
         self.router = ""
-        # For its next frame: links of what other routers have sent, and its own requests that the
-        # replica's figures count by now.
-        self.heard = bytearray()
+        # For this router's next frame: prefix hashes that other routers have sent, and its own
+        # requests that the replica's figures count by now.
+        self.prefix_hashes = bytearray()
         self.taken: list[int] = []
         self._on_made = on_made
         self._on_open = on_open
@@ -333,9 +333,9 @@ class ReplicaEnd(Connection):
     def tell(self, stats: EngineStats, deltas: list[Delta]) -> None:
         """A frame with the replica's newest figures, and what this router is to know with them."""
         taken, self.taken = self.taken, []
-        heard = bytes(self.heard)
-        self.heard.clear()
-        self.send(StepFrame(stats, deltas, heard, taken=taken))
+        prefix_hashes = bytes(self.prefix_hashes)
+        self.prefix_hashes.clear()
+        self.send(StepFrame(stats, deltas, prefix_hashes, taken=taken))
 
     def since_sent(self, now: float) -> float:
         """Seconds since the last frame to this router; now is the loop's time."""
@@ -363,7 +363,7 @@ class ReplicaEnd(Connection):
         self.tell(self._stats(), [])
 
 
-class RouterEnd(Connection):
+class RouterEnd(ChannelConnection):
     """The connecting end. on_frame gets what a replica says."""
 
     def __init__(

@@ -12,7 +12,7 @@ _PLACES = 64
 _LINE_SECONDS = 10.0  # of the log, between two lines
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """Who comes last gets a place, because a router proves itself within a round trip and whoever
     stays is none: when all are taken, it is that of the eldest of the address that has the most. So
     nobody can keep routers out by holding connections, least of all from another machine.

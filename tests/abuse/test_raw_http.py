@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.api.uvicorn_hooks import Edge, JsonRefusals
+from deployments.api.uvicorn_hooks import EdgeMiddleware, JsonRefusals
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import FakeBackend
 
@@ -44,7 +44,7 @@ PARSERS = {"httptools": HttpToolsProtocol, "h11": H11Protocol}  # Serve's where 
 @pytest.fixture(scope="module", params=PARSERS)
 def port(request: pytest.FixtureRequest, backend: FakeBackend) -> Iterator[int]:
     options = ApiOptions(body_timeout_s=0.3, max_body_bytes=1 << 20, tell_request_id=False)
-    app = Edge(RequestIdMiddleware(build_asgi(backend, options)))
+    app = EdgeMiddleware(RequestIdMiddleware(build_asgi(backend, options)))
     protocol = type("Protocol", (JsonRefusals, PARSERS[request.param]), {})
     with serve(app, protocol) as port:
         yield port

@@ -13,7 +13,7 @@ from bench.simulate.policies import PrefixTree, RoundRobin, TwoChoices
 from bench.simulate.replica import Job, SimReplica, Speed
 from bench.simulate.routing import adapters, compare, make_case
 from bench.simulate.workload import Mix, ideal_hits, jobs
-from deployments.routing.step_cost import Cost
+from deployments.routing.step_cost import StepCost
 
 SPEED = Speed("gpu", 0.01, 0.001, 0.0001, 10_000, 4, 100, slots=2, adapter_seconds=0.5)
 
@@ -88,13 +88,13 @@ def test_workloads_are_seeded_and_as_asked():
     mix = Mix(0.4, 0.3, groups=8, adapters=10, adapted=0.5, burst=2.0)
     work = jobs(mix, 50, 100, 2, 1)
     again = jobs(mix, 50, 100, 2, 1)
-    assert [(j.arrival, j.prompt, j.links) for j in work] == [
-        (j.arrival, j.prompt, j.links) for j in again
+    assert [(j.arrival, j.prompt, j.prefix_hashes) for j in work] == [
+        (j.arrival, j.prompt, j.prefix_hashes) for j in again
     ]
     assert 0.9 * 5000 < len(work) < 1.1 * 5000
     assert 0.4 < sum(bool(job.adapter) for job in work) / len(work) < 0.6
     assert 0 < ideal_hits(work) < sum(job.prompt for job in work)
-    assert all(len(job.links) == (job.prompt - 1) // 64 for job in work)
+    assert all(len(job.prefix_hashes) == (job.prompt - 1) // 64 for job in work)
 
 
 def test_routing_beats_the_others_where_speeds_differ():
@@ -130,11 +130,11 @@ def test_policies_of_others_do_what_they_say():
     assert max(two.in_flight) - min(two.in_flight) < 6
     tree = PrefixTree("tree", 0.5, (64, 1.5))
     tree.start(replicas, 1, Random(0))
-    links = [Random(n).randbytes(8) for n in range(4)]
-    places = {tree.choose(Job(0, 260, 1, links), 0) for _ in range(20)}
+    prefix_hashes = [Random(n).randbytes(8) for n in range(4)]
+    places = {tree.choose(Job(0, 260, 1, prefix_hashes), 0) for _ in range(20)}
     assert len(places) == 1
     for _ in range(100):
-        places.add(tree.choose(Job(0, 260, 1, links), 0))
+        places.add(tree.choose(Job(0, 260, 1, prefix_hashes), 0))
     assert len(places) > 1  # too uneven: load decides
 
 
@@ -169,7 +169,7 @@ class Watched(RoundRobin):
         self.frames.append(replica.stats())
 
 
-def observed(cost: Cost, seed: int) -> calibrate.Observed:
+def observed(cost: StepCost, seed: int) -> calibrate.Observed:
     """A run of a replica of which every step costs just this."""
     load, policy = calibrate.LOADS["cpu"], Watched()
     speed = Speed("cpu", *cost, 50_000, load.rows, load.step_tokens)
@@ -184,7 +184,7 @@ def observed(cost: Cost, seed: int) -> calibrate.Observed:
 
 def test_calibration_finds_a_replica_again():
     """A fit that does not fit what it was made from; an error that only the table has."""
-    true = Cost(0.02, 0.004, 0.0008)
+    true = StepCost(0.02, 0.004, 0.0008)
     rows, lines = calibrate.compare("one", observed(true, 1), observed(true, 2))
     found = {row["case"].removeprefix("one/"): row for row in rows}
     assert abs(found["step"]["ours"] - 20) < 1 and abs(found["sequence"]["ours"] - 4) < 0.2
@@ -194,7 +194,7 @@ def test_calibration_finds_a_replica_again():
     assert found["stretch_error_p90"]["ours"] < 0.05
     assert {line["kind"] for line in lines} == {"stretch", "request"}
     # Twice as slow as it was: that is seen.
-    slow = Cost(*(2 * c for c in true))
+    slow = StepCost(*(2 * c for c in true))
     rows, _ = calibrate.compare("one", observed(true, 1), observed(slow, 2))
     assert next(row["ratio"] for row in rows if row["case"] == "one/busy") < 0.6
 

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.adapters.registry import Adapters, AdapterSettings
-from deployments.backend import BackendState, GenerationRequest, ModelCard, Past, Timing
+from deployments.adapters.registry import AdapterRegistry, AdapterSettings
+from deployments.backend import BackendState, GenerationRequest, ModelCard, RecalledChoice, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import AdapterError, MantaError
 from engine.messages import AdapterInfo, Delta, EngineStats
@@ -158,10 +158,12 @@ class FakeBackend:
         self.aborts: list[FakeGeneration] = []
         self.aborted_choices: list[int] = []
         self.requests: list[GenerationRequest] = []
-        self.kept: dict[tuple[str, int, int], Past] = {}  # what a replica would know of streams
+        self.kept: dict[
+            tuple[str, int, int], RecalledChoice
+        ] = {}  # what a replica would know of streams
         self.readers: dict[str, AdapterInfo | AdapterError] = {}  # by path: what is read there
         settings = AdapterSettings(MODEL, roots=("/adapters",))
-        self.adapters = Adapters(settings, self, self._set_cards)
+        self.adapters = AdapterRegistry(settings, self, self._set_cards)
 
     def models(self) -> Mapping[str, ModelCard]:
         return self.cards
@@ -205,14 +207,14 @@ class FakeBackend:
         past = self.kept.get((request.stream, choice, id(request)))
         if past is None:
             begun = list((request.emitted or [[]] * request.params.n)[choice] or ())
-            past = Past(request.stream, choice, begun, "", None, "w")
+            past = RecalledChoice(request.stream, choice, begun, "", None, "w")
         past.token_ids.extend(delta.token_ids)
         past = replace(past, finish=delta.finish, stop_token=delta.stop_token)
         self.kept[request.stream, choice, id(request)] = past
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[Past]], bool]
-    ) -> list[Past]:
+        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+    ) -> list[RecalledChoice]:
         return [past for past in self.kept.values() if past.stream in streams]
 
     def state(self) -> BackendState:

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import msgspec
 
-from deployments.adapters.record_store import Book, LocalBook
+from deployments.adapters.record_store import AdapterRecordStore, LocalRecordStore
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest, ModelCard
-from deployments.replica.server import Relay
+from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
-from deployments.router.inflight import Entry
+from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import ChannelLimits
 from engine.config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
@@ -177,10 +177,10 @@ class Fleet:
         tokenizer: Any = None,
         loras: int = 0,
         adapters: AdapterSettings | None = None,
-        book: Book | None = None,
+        record_store: AdapterRecordStore | None = None,
         seed: int | None = None,
     ) -> None:
-        self.relays: dict[str, Relay] = {}
+        self.replica_servers: dict[str, ReplicaServer] = {}
         self.engines: dict[str, LocalEngine] = {}
         self._ready: Ready  # of the last one: they are alike
         self._count = count
@@ -191,7 +191,7 @@ class Fleet:
         self._tokenizer = tokenizer
         self._loras = loras
         self._adapters = adapters
-        self.book = book or LocalBook()
+        self.record_store = record_store or LocalRecordStore()
         self._seed = seed
 
     async def __aenter__(self) -> Self:
@@ -211,23 +211,23 @@ class Fleet:
             self._limits,
             "router",
             adapters=self._adapters,
-            book=self.book,
+            record_store=self.record_store,
         )
 
     async def __aexit__(self, *_: object) -> None:
         self.dispatcher.close()
-        for relay in self.relays.values():
-            await relay.stop()
+        for replica_server in self.replica_servers.values():
+            await replica_server.stop()
         await asyncio.sleep(0)
 
-    async def add(self, name: str) -> Relay:
-        relay = Relay(FAST, self._stall, self._engine(name))
+    async def add(self, name: str) -> ReplicaServer:
+        replica_server = ReplicaServer(FAST, self._stall, self._engine(name))
         config = EngineConfig(
             model=f"fake:{self._options}", max_num_seqs=self._rows, max_loras=self._loras
         )
-        self._ready = await relay.start(config, "127.0.0.1")
-        self.relays[name] = relay
-        return relay
+        self._ready = await replica_server.start(config, "127.0.0.1")
+        self.replica_servers[name] = replica_server
+        return replica_server
 
     def _engine(self, name: str) -> Callable[..., LocalEngine]:
         def make(*callbacks: Any) -> LocalEngine:
@@ -244,26 +244,28 @@ class Fleet:
         return {
             name: {
                 "host": "127.0.0.1",
-                "port": self.relays[name].port,
-                "secret": self.relays[name].secret.hex(),
+                "port": self.replica_servers[name].port,
+                "secret": self.replica_servers[name].secret.hex(),
                 "max_model_len": self._ready.max_model_len,
                 "vocab_size": self._ready.vocab_size,
                 "eos_token_ids": [2],
                 "step_tokens": fake.STEP_TOKENS,
                 "adapter_slots": self._loras,
             }
-            for name in names or self.relays
+            for name in names or self.replica_servers
         }
 
     def connected(self) -> int:
-        return sum(relay.num_routers for relay in self.relays.values())
+        return sum(replica_server.num_routers for replica_server in self.replica_servers.values())
 
     def load(self) -> dict[str, int]:
-        return {name: relay.in_flight for name, relay in self.relays.items()}
+        return {
+            name: replica_server.in_flight for name, replica_server in self.replica_servers.items()
+        }
 
     def generate(
         self, *, n: int = 1, max_tokens: int = 50, prompt: list[int] | None = None, **more: Any
-    ) -> Entry:
+    ) -> InflightRequest:
         deadline = more.pop("deadline", None)
         params = SamplingParams(n=n, max_tokens=max_tokens, **more)
         request = GenerationRequest(
@@ -272,15 +274,15 @@ class Fleet:
         return self.dispatcher.generate(request)
 
 
-async def read(entry: Entry) -> dict[int, list[int]]:
+async def read(inflight: InflightRequest) -> dict[int, list[int]]:
     """All token ids of each choice, and a check that each ends once and that log-probabilities, if
     it asked for them, are of its tokens."""
-    tokens: dict[int, list[int]] = {choice.index: [] for choice in entry.choices}
+    tokens: dict[int, list[int]] = {choice.index: [] for choice in inflight.choices}
     ended: set[int] = set()
-    while items := await entry.next():
+    while items := await inflight.next():
         for index, delta in items:
             assert index not in ended, "a delta after the end"
-            if entry.request.params.logprobs is not None:
+            if inflight.request.params.logprobs is not None:
                 assert [one.token_id for one in delta.logprobs or ()] == delta.token_ids
             tokens[index] += delta.token_ids
             if delta.finish:

@@ -57,19 +57,19 @@ async def _serve(app: Any) -> int:
 
 
 async def _replica(step: float) -> dict[str, Any]:
-    from deployments.replica.server import Relay
+    from deployments.replica.server import ReplicaServer
     from deployments.replica.watchdog import StallLimits
     from deployments.transport.channel import ChannelLimits
     from engine.config import EngineConfig
 
-    relay = Relay(ChannelLimits(), StallLimits())
+    replica_server = ReplicaServer(ChannelLimits(), StallLimits())
     config = EngineConfig(model=f"{MODEL},step_seconds={step}")
-    ready = await relay.start(config, "127.0.0.1")
+    ready = await replica_server.start(config, "127.0.0.1")
     return {
-        "engine_pid": relay.engine_pid,
+        "engine_pid": replica_server.engine_pid,
         "host": "127.0.0.1",
-        "port": relay.port,
-        "secret": relay.secret.hex(),
+        "port": replica_server.port,
+        "secret": replica_server.secret.hex(),
         "max_model_len": ready.max_model_len,
         "vocab_size": ready.vocab_size,
         "eos_token_ids": list(ready.eos_token_ids),
@@ -316,7 +316,7 @@ def measure(
             nothing = run([null["port"]], [null["pid"]], routers=False)
             pids = [routers[0]["pid"], replica["pid"], replica["engine_pid"]]
             one = run([routers[0]["port"]], pids)
-            router, relay, engine = (cpu / one.chunks for cpu in one.cpu)
+            router, replica_server, engine = (cpu / one.chunks for cpu in one.cpu)
             ports, pids = [r["port"] for r in routers], [r["pid"] for r in routers]
             two = run(ports, pids, 2 * streams)
             found = {
@@ -324,7 +324,7 @@ def measure(
                 "null": 2 * nothing.cpu[0] / nothing.chunks,
                 "router": router,
                 "router, of two": sum(two.cpu) / two.chunks,
-                "relay": relay,
+                "relay": replica_server,
                 "engine process": engine,
                 "core": core_cost(streams),
             }

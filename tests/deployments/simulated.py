@@ -9,8 +9,8 @@ from random import Random
 from deployments.router.admission.fair_queue import (
     AdmissionLimits,
     Capacity,
+    FairQueue,
     OutputEstimate,
-    Queue,
     Refusal,
     Ticket,
 )
@@ -85,10 +85,10 @@ class Replica:
 
 
 class Router:
-    """What Gate does, for one replica and without a loop."""
+    """What RequestQueue does, for one replica and without a loop."""
 
     def __init__(self, limits: AdmissionLimits, replica: Replica, seed: int = 1) -> None:
-        self.queue: Queue[Request] = Queue(limits, Random(seed).random)
+        self.queue: FairQueue[Request] = FairQueue(limits, Random(seed).random)
         self.state = ReplicaState("r", step_tokens=replica.budget)
         self.estimate = OutputEstimate()
         self.tickets: dict[int, Ticket[Request]] = {}

@@ -15,11 +15,11 @@ import pytest
 
 from deployments import store as shared
 from deployments.adapters.paths import allowed_path, scan, without_paths
-from deployments.adapters.record_store import LocalBook, RayBook
+from deployments.adapters.record_store import LocalRecordStore, RayRecordStore
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.inflight import Entry
+from deployments.router.inflight import InflightRequest
 from engine.errors import AdapterError, MantaError
 from engine.sampling_params import SamplingParams
 from tests.deployments.fake_adapters import make_folder, run, settings
@@ -34,7 +34,7 @@ def text(key: str, begin: int = len(PROMPT), count: int = 20) -> list[int]:
     ]
 
 
-async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> Entry:
+async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> InflightRequest:
     """As the API does."""
     record = await router.adapters.pin(name)
     params = SamplingParams(max_tokens=tokens, n=n)
@@ -57,7 +57,7 @@ async def second_router(fleet: Fleet):
     """It shares the book and the replicas, and looks into the book only when it must."""
     router = fleet.new_router()
     router.set_replicas(fleet.published())
-    await until(lambda: len(router.state().replicas) == len(fleet.relays))
+    await until(lambda: len(router.state().replicas) == len(fleet.replica_servers))
     try:
         yield router
     finally:
@@ -74,11 +74,11 @@ def test_the_first_request_pins_the_revision(tmp_path):
         async with Fleet(2, loras=2, adapters=given) as fleet:
             assert not any(engine.adapter_calls for engine in fleet.engines.values())
             router = fleet.dispatcher
-            entries = await asyncio.gather(*(ask(router, "a", n=2) for _ in range(6)))
+            all_inflight = await asyncio.gather(*(ask(router, "a", n=2) for _ in range(6)))
             record = router.adapters.records["a"]
             assert len(record.revision) == 32 and record.rank == 8 and record.source == "config"
-            for entry in entries:
-                assert await read(entry) == {0: text(record.key), 1: text(record.key)}
+            for inflight in all_inflight:
+                assert await read(inflight) == {0: text(record.key), 1: text(record.key)}
             card = router.models()["a"]
             assert (card.parent, card.root) == ("m", record.key)
             async with second_router(fleet) as other:
@@ -102,17 +102,17 @@ def test_replaced_while_requests_run(tmp_path):
             async with second_router(fleet) as other:
                 await other.adapters.refresh()
                 running = [await ask(one, "a", 300) for one in (router, other) for _ in range(4)]
-                await until(lambda: all(entry.begun for entry in running))
+                await until(lambda: all(inflight.begun for inflight in running))
                 make_folder(folder, r=16)
                 stale = (await other.adapters.pin("a")).key
                 new = await router.adapters.add("a", str(folder))
                 assert new.revision != old.revision == stale.partition("@")[2] and new.rank == 16
                 assert other.adapters.records["a"] == old
                 after = [await ask(one, "a") for one in (router, other) for _ in range(4)]
-                for entry in after:
-                    assert await read(entry) == {0: text(new.key)}
-                for entry in running:
-                    assert await read(entry) == {0: text(old.key, count=300)}
+                for inflight in after:
+                    assert await read(inflight) == {0: text(new.key)}
+                for inflight in running:
+                    assert await read(inflight) == {0: text(old.key, count=300)}
                 assert other.adapters.records["a"] == new
                 assert await router.adapters.add("a") == new, "nothing has changed"
 
@@ -235,15 +235,15 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                 name = names[min(int(dice.paretovariate(0.7)) - 1, 10**6) % len(names)]
                 begin = loop.time()
                 try:
-                    entry = await ask(dice.choice((router, other)), name, 12)
+                    inflight = await ask(dice.choice((router, other)), name, 12)
                     tokens: list[int] = []
                     outcome = ""
-                    while items := await entry.next():
+                    while items := await inflight.next():
                         for _, delta in items:
                             tokens += delta.token_ids
                             outcome = delta.error.partition(":")[0]
-                    outcome = outcome or entry.request.adapter
-                    assert tokens == text(entry.request.adapter, count=len(tokens))
+                    outcome = outcome or inflight.request.adapter
+                    assert tokens == text(inflight.request.adapter, count=len(tokens))
                     assert "@" not in outcome or len(tokens) == 12
                 except MantaError as error:
                     outcome = error.code
@@ -253,10 +253,10 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                 for number in range(120):
                     await change(dice.choice(names[:12]))
                     if number % 30 == 15:
-                        victim = next(iter(fleet.dispatcher._links))
+                        victim = next(iter(fleet.dispatcher._clients))
                         fleet.engines[victim].die()
                         await fleet.add(f"later{number}")
-                        del fleet.relays[victim]
+                        del fleet.replica_servers[victim]
                         for each in (router, other):
                             each.set_replicas(fleet.published())
 
@@ -278,10 +278,15 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                 good = [outcome for _, outcome, *_ in checks if "@" in outcome]
                 assert len(good) > 250 and len(set(good)) > 30, Counter(good)
                 for each in (router, other):
-                    assert each.held() == {"entries": 0, "waiting": 0, "choices": 0}
-                    assert not each._asking._asked and not each._stale._ended
-                assert not any(relay.in_flight for relay in fleet.relays.values())
-                assert not any(relay._adapters._jobs for relay in fleet.relays.values())
+                    assert each.held() == {"requests": 0, "waiting": 0, "choices": 0}
+                    assert not each._replica_calls._asked and not each._stale._ended
+                assert not any(
+                    replica_server.in_flight for replica_server in fleet.replica_servers.values()
+                )
+                assert not any(
+                    replica_server._adapters._jobs
+                    for replica_server in fleet.replica_servers.values()
+                )
 
     run(case())
 
@@ -312,8 +317,8 @@ def test_broken_and_corrupted(tmp_path):
             await fleet.add("r1")
             fleet.publish("r1")
             await until(lambda: list(router.state().replicas) == ["r1"])
-            entry = await ask(router, "good")
-            ((_, delta),) = await entry.next()
+            inflight = await ask(router, "good")
+            ((_, delta),) = await inflight.next()
             assert delta.error.startswith("adapter_changed: ") and "/" not in delta.error
             assert router.adapters.records["good"] == good
             await router.adapters.add("good")
@@ -321,7 +326,7 @@ def test_broken_and_corrupted(tmp_path):
                 0: text(router.adapters.records["good"].key)
             }
             await asyncio.sleep(0)
-            assert router.held() == {"entries": 0, "waiting": 0, "choices": 0}
+            assert router.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
     run(case())
 
@@ -336,7 +341,7 @@ def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
             await fleet.add("r1")
             fleet.publish("r1")
             await until(lambda: list(router.state().replicas) == ["r1"])
-            engine, relay = fleet.engines["r1"], fleet.relays["r1"]
+            engine, replica_server = fleet.engines["r1"], fleet.replica_servers["r1"]
             add, gate = engine.add_adapter, asyncio.Event()
 
             async def slowly(*args, **more):
@@ -345,12 +350,12 @@ def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
 
             engine.add_adapter = slowly
             left, stays = await ask(router, "a"), await ask(router, "a")
-            await until(lambda: relay.in_flight == 2)
+            await until(lambda: replica_server.in_flight == 2)
             left.abort()
-            await until(lambda: relay.in_flight == 1)
+            await until(lambda: replica_server.in_flight == 1)
             gate.set()
             assert await read(stays) == {0: text(record.key)}
-            assert len(engine.requests) == 1 and relay.in_flight == 0
+            assert len(engine.requests) == 1 and replica_server.in_flight == 0
 
     run(case())
 
@@ -463,17 +468,20 @@ def test_the_book_is_shared(monkeypatch):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
     from deployments.adapters.record_store import AdapterRecord
 
-    for book, other in ((RayBook("x"), RayBook("x")), (local := LocalBook(), local)):
+    for record_store, other in (
+        (RayRecordStore("x"), RayRecordStore("x")),
+        (local := LocalRecordStore(), local),
+    ):
         mark, records = other.changed(b"")
         assert records == {} and other.changed(mark) is None
         record = AdapterRecord(name="a", path="/a", version=3)
-        assert book.put(record, fresh=True)
-        assert not book.put(AdapterRecord(name="a", path="/b"), fresh=True)
+        assert record_store.put(record, fresh=True)
+        assert not record_store.put(AdapterRecord(name="a", path="/b"), fresh=True)
         mark, records = other.changed(mark)
         assert records == {"a": record}
-        book.delete("a")
+        record_store.delete("a")
         assert other.changed(mark)[1] == {}
-    assert RayBook("y").changed(b"") == (b"none", {})
+    assert RayRecordStore("y").changed(b"") == (b"none", {})
 
 
 def test_a_model_was_created_when_it_is_said_at_any_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import ModelCard
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
-from deployments.routing.decision import Decision, Work
+from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.route import route
 from engine import LLM, SamplingParams
@@ -439,9 +439,9 @@ def test_500_requests_while_adapters_come_go_change_and_break(
     assert not wrong, wrong[:5]
 
 
-def by_load(work: Work, fleet: Fleet, *rest: Any, **more: Any) -> Decision | None:
+def by_load(work: RoutingRequest, fleet: Fleet, *rest: Any, **more: Any) -> RoutingDecision | None:
     """Routing as it is, but as if nobody had an adapter or a prefix."""
-    return route(replace(work, adapter="", links=()), fleet, *rest, **more)
+    return route(replace(work, adapter="", prefix_hashes=()), fleet, *rest, **more)
 
 
 async def traffic(live: Live, policy: str, folders: Sequence[Path], count: int) -> dict[str, Any]:

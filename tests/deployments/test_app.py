@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from deployments.app import Machine, as_config, assemble, build, pools, serve_config
+from deployments.app import NodeCapacity, as_config, assemble, build, pools, serve_config
 from deployments.config.load import MantaConfig, parse_config
 from engine.errors import ConfigError
 from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
@@ -29,7 +29,7 @@ def wait(condition, seconds: float = 30.0):
 
 def test_pools_take_what_the_machine_has():
     """Two CPU replicas with all cores each, which then wait for one another."""
-    small = Machine(cores=2, gpus=0)
+    small = NodeCapacity(cores=2, gpus=0)
     config = parse_config({"replicas": 2}, {})
     (pool,) = pools(config, small).values()
     assert (pool.num_cpus, pool.num_gpus, pool.engine) == (
@@ -37,10 +37,12 @@ def test_pools_take_what_the_machine_has():
         0.0,
         {"device": "cpu", "num_threads": 1},
     )
-    assert list(pools(config, Machine(cores=32, gpus=4))) == ["gpu"]
-    assert list(pools(parse_config({"engine": {"device": "cpu"}}, {}), Machine(32, 4))) == ["cpu"]
+    assert list(pools(config, NodeCapacity(cores=32, gpus=4))) == ["gpu"]
+    assert list(pools(parse_config({"engine": {"device": "cpu"}}, {}), NodeCapacity(32, 4))) == [
+        "cpu"
+    ]
     both = parse_config({"pools": {"gpu": {"replicas": 3}, "cpu": {"num_cpus": 4.0}}}, {})
-    resolved = pools(both, Machine(32, 4))
+    resolved = pools(both, NodeCapacity(32, 4))
     assert (resolved["gpu"].num_cpus, resolved["gpu"].num_gpus) == (1.0, 1.0)
     assert resolved["cpu"].engine["num_threads"] == 4
     assert resolved["gpu"].engine == {"device": "cuda"}

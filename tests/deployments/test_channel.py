@@ -11,12 +11,12 @@ from functools import partial
 import msgspec
 import pytest
 
-from deployments.replica.server import Relay
+from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.transport.channel import (
     VERSION,
-    Beat,
     ChannelLimits,
+    Heartbeat,
     Hello,
     Proof,
     ReplicaEnd,
@@ -146,7 +146,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         frame(Proof(b"x" * 32, b"y" * 32, "r")),
         frame(Proof(b"", b"", "r")),
         frame(Submit(EngineRequest(1, [1], 1, SamplingParams(), seed=1))),
-        frame(Beat()),
+        frame(Heartbeat()),
         frame(["unknown", 1]),
         struct.pack("<I", 2000) + b"x" * 2000,
         struct.pack("<I", 2**31) + b"x",
@@ -194,21 +194,21 @@ def test_strangers_do_not_keep_a_router_out():
                 writer.close()
 
     async def case():
-        relay = Relay(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
-        await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
+        replica_server = ReplicaServer(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
+        await replica_server.start(EngineConfig(model="fake:"), "127.0.0.1")
         sources = ["127.0.0.1"] * 30 + ["127.0.0.2"] * 60
-        strangers = [asyncio.create_task(stay(relay.port, source)) for source in sources]
-        await until(lambda: len(relay._strangers) == 64)
+        strangers = [asyncio.create_task(stay(replica_server.port, source)) for source in sources]
+        await until(lambda: len(replica_server._unauthenticated) == 64)
         for count in range(1, 4):
-            router = RouterSide(relay.secret)
+            router = RouterSide(replica_server.secret)
             async with asyncio.timeout(1):
-                await router.connect(relay.port)
-                await until(lambda count=count: relay.num_routers == count)
-        assert len(relay._strangers) <= 64
+                await router.connect(replica_server.port)
+                await until(lambda count=count: replica_server.num_routers == count)
+        assert len(replica_server._unauthenticated) <= 64
         for task in strangers:
             task.cancel()
         await asyncio.gather(*strangers, return_exceptions=True)
-        await relay.stop()
+        await replica_server.stop()
 
     run(case())
 
@@ -217,18 +217,18 @@ def test_another_machines_strangers_do_not_take_each_others_places():
     """Bug: who opens many connections pushes out those of others."""
 
     async def case():
-        relay = Relay(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
-        await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
-        connect = partial(asyncio.open_connection, "127.0.0.1", relay.port)
+        replica_server = ReplicaServer(ChannelLimits(handshake=30), StallLimits(), LocalEngine)
+        await replica_server.start(EngineConfig(model="fake:"), "127.0.0.1")
+        connect = partial(asyncio.open_connection, "127.0.0.1", replica_server.port)
         quiet = [await connect(local_addr=("127.0.0.3", 0)) for _ in range(8)]
         many = [await connect(local_addr=("127.0.0.2", 0)) for _ in range(200)]
-        await until(lambda: len(relay._strangers) == 64)
+        await until(lambda: len(replica_server._unauthenticated) == 64)
         await asyncio.sleep(0.1)
-        addresses = [one.address for one in relay._strangers]
+        addresses = [one.address for one in replica_server._unauthenticated]
         assert addresses.count("127.0.0.3") == 8
         for _, writer in quiet + many:
             writer.close()
-        await relay.stop()
+        await replica_server.stop()
 
     run(case())
 
@@ -237,15 +237,15 @@ def test_strangers_do_not_fill_the_log(caplog):
     """Bug: a line for each connection without the secret: 57 MB in 100 s."""
 
     async def case():
-        relay = Relay(FAST, StallLimits(), LocalEngine)
-        await relay.start(EngineConfig(model="fake:"), "127.0.0.1")
+        replica_server = ReplicaServer(FAST, StallLimits(), LocalEngine)
+        await replica_server.start(EngineConfig(model="fake:"), "127.0.0.1")
         for _ in range(300):
-            reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", replica_server.port)
             writer.write(frame(Proof(bytes(32), bytes(32), "x")))
             await reader.read()
             writer.close()
-        relay._strangers._tell()  # as after ten seconds
-        await relay.stop()
+        replica_server._unauthenticated._tell()  # as after ten seconds
+        await replica_server.stop()
 
     with caplog.at_level(logging.INFO, "manta.replica"):
         run(case())
@@ -390,10 +390,10 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
     async def case():
         from deployments.backend import GenerationRequest, ModelCard
         from deployments.router.dispatcher import Dispatcher, DispatchLimits
-        from deployments.router.replica_client import Endpoint, Link
+        from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
 
         rounds, size = 300, 64
-        relay = Relay(FAST, StallLimits(), LocalEngine)
+        replica_server = ReplicaServer(FAST, StallLimits(), LocalEngine)
         end = ReplicaEnd(
             SECRET,
             FAST,
@@ -404,7 +404,7 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
         )
         sink = end._transport = _Sink()
         end.index = 1
-        relay._routers[1] = end
+        replica_server._routers[1] = end
         ids = [(1 << 40) | n for n in range(1, size + 1)]
         raw = [
             msgspec.msgpack.encode(
@@ -428,16 +428,16 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
 
         def engine_side() -> None:
             for one in raw:
-                relay.on_frame(decode(one))
+                replica_server.on_frame(decode(one))
 
         baseline, engine = seconds(null), seconds(engine_side)
 
         dispatcher = Dispatcher(
             ModelCard("m", 10**6, 1000, (2,), 0), None, DispatchLimits(channel=FAST), "r"
         )
-        link = Link(
+        client = ReplicaClient(
             "r0",
-            Endpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,), 2048),
+            ReplicaEndpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,), 2048),
             FAST,
             "r",
             dispatcher._fleet,
@@ -445,30 +445,30 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
             on_frame=dispatcher._on_frame,
             on_lost=lambda *_: None,
         )
-        link.retired = True
-        dispatcher._links["r0"] = link
+        client.retired = True
+        dispatcher._clients["r0"] = client
         params = SamplingParams(max_tokens=10**5)
-        entries = [
+        all_inflight = [
             dispatcher.generate(GenerationRequest("q", "m", [1], params, seed=1))
             for _ in range(size)
         ]
-        for entry in entries:
-            link.choices[entry.choices[0].id] = entry.choices[0]
-        receive = link._protocol()
+        for inflight in all_inflight:
+            client.choices[inflight.choices[0].id] = inflight.choices[0]
+        receive = client._protocol()
         receive.open, receive._max_frame = True, 2**20
-        relay.on_frame(decode(raw[0]))
+        replica_server.on_frame(decode(raw[0]))
         wire = sink.last
 
         def router_side() -> None:
             for _ in range(rounds):
                 receive.data_received(wire)
-                for entry in entries:
-                    entry._items.clear()
+                for inflight in all_inflight:
+                    inflight._items.clear()
 
         router = seconds(router_side)
-        for entry in entries:
-            entry.abort()
-        link._task.cancel()
+        for inflight in all_inflight:
+            inflight.abort()
+        client._task.cancel()
         record_property("engine_us", engine)
         record_property("router_us", router)
         print(

@@ -24,7 +24,7 @@ from deployments.cli.main import cli
 from deployments.cli.serving.processes import descendants
 from deployments.config.load import load_config
 from deployments.environment import make_auth_token
-from deployments.plan.memory import GIB, GPUS, Device, plan
+from deployments.plan.memory import GIB, GPUS, Hardware, plan
 from engine.config import EngineConfig
 from engine.errors import ConfigError, MantaError
 from engine.model_config import ModelConfig
@@ -253,7 +253,7 @@ def test_chat_tells_what_the_server_did(
     server: Callable[[Handler], str], answer: Handler, message: str
 ) -> None:
     """A stream that breaks off must not look like a short answer."""
-    target = chat.Server(server(answer))
+    target = chat.ChatServer(server(answer))
     with pytest.raises(MantaError, match=message):
         list(target.stream_chat({"messages": []}))
 
@@ -267,7 +267,7 @@ def test_chat_goes_on_when_its_stream_is_cut() -> None:
     from tests.deployments.fake_backend import FakeBackend
 
     with http(build_asgi(FakeBackend())) as port, cutter(port) as edge:
-        target = chat.Server(f"http://127.0.0.1:{edge.port}")
+        target = chat.ChatServer(f"http://127.0.0.1:{edge.port}")
         expected = "".join(target.stream_chat(CHAT))
         for limits in ([1500], [500, 0, 2000]):
             edge.limits, before = list(limits), edge.connections
@@ -283,7 +283,7 @@ def test_chat_names_the_url_that_it_called(server: Callable[[Handler], str]) -> 
     url = server(lambda h, b: reply(h, 404, {"error": {"message": "gone"}}))
     for given in (url, f"{url}/v1", f"{url}/v1/"):
         with pytest.raises(MantaError) as raised:
-            list(chat.Server(given).stream_chat({"messages": []}))
+            list(chat.ChatServer(given).stream_chat({"messages": []}))
         assert raised.value.message == f"{url}/v1/chat/completions answered 404: gone"
 
 
@@ -316,12 +316,12 @@ def test_chat_sends_the_key(
     url = server(answer)
     key = tmp_path / "key"
     key.write_text("secret\n")
-    chat.run(url, "hi", chat.Options(), key)
+    chat.run(url, "hi", chat.ChatOptions(), key)
     monkeypatch.setenv("OPENAI_API_KEY", "other")
-    chat.run(url, "hi", chat.Options(), None)
+    chat.run(url, "hi", chat.ChatOptions(), None)
     assert seen == ["Bearer secret", "Bearer other"]
     with pytest.raises(ConfigError, match="cannot be read"):
-        chat.run(url, "hi", chat.Options(), tmp_path / "none")
+        chat.run(url, "hi", chat.ChatOptions(), tmp_path / "none")
 
 
 # -- plan
@@ -349,7 +349,7 @@ def llama_8b() -> ModelConfig:
 
 def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
     """The figures people size clusters by: 16 GB of weights, 128 KiB of KV a token."""
-    result = plan(llama_8b, EngineConfig(model="x"), Device("H100", "cuda", GPUS["h100"]))
+    result = plan(llama_8b, EngineConfig(model="x"), Hardware("H100", "cuda", GPUS["h100"]))
     assert result.parameters == 8_030_261_248
     assert result.weights == 2 * result.parameters + 131072 * 128 * 4  # and the rotary table
     assert result.block_bytes == 16 * 128 * 1024
@@ -360,13 +360,13 @@ def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
 def test_plan_refuses_with_figures(llama_8b: ModelConfig) -> None:
     """Out of memory is cheapest before the download."""
     with pytest.raises(ConfigError, match=r"does not fit on L4: .* GiB are left .*lower"):
-        plan(llama_8b, EngineConfig(model="x"), Device("L4", "cuda", GPUS["l4"]))
+        plan(llama_8b, EngineConfig(model="x"), Hardware("L4", "cuda", GPUS["l4"]))
     config = EngineConfig(model="x", max_model_len=4096, max_num_seqs=16)
-    small = plan(llama_8b, config, Device("L4", "cuda", GPUS["l4"]))
+    small = plan(llama_8b, config, Hardware("L4", "cuda", GPUS["l4"]))
     assert small.full_length_requests >= 1
     with pytest.raises(ConfigError, match="131072"):
         long = EngineConfig(model="x", max_model_len=131073)
-        plan(llama_8b, long, Device("L4", "cuda", GPUS["l4"]))
+        plan(llama_8b, long, Hardware("L4", "cuda", GPUS["l4"]))
 
 
 def test_plan_command(default_model: Path) -> None:
@@ -404,7 +404,7 @@ def test_doctor_exits_1_with_the_way_out(
 
 def test_doctor_refuses_an_open_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray dashboard that everyone reaches without a token runs everyone's code."""
-    open_port = ports.Listener("0.0.0.0", 8265, "1")
+    open_port = ports.ListeningSocket("0.0.0.0", 8265, "1")
     monkeypatch.setattr(doctor, "listeners", lambda: [open_port])
     monkeypatch.setattr(doctor, "holder", lambda port: "pid 1 (ray::Dashboard)")
     monkeypatch.setattr(doctor, "auth_token_source", lambda: None)

@@ -11,13 +11,13 @@ import pytest
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.displaced import Displaced
-from deployments.router.failover.losses import Losses
-from deployments.router.inflight import Entry
+from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.failover.losses import ReplicaLosses
+from deployments.router.inflight import InflightRequest
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
-from deployments.router.replica_client import Endpoint
-from deployments.router.replica_clients import Links
+from deployments.router.replica_client import ReplicaEndpoint
+from deployments.router.replica_clients import ReplicaClients
 from deployments.routing.fleet import Fleet
 from deployments.transport.channel import Submit
 from engine.errors import MantaError
@@ -27,10 +27,10 @@ from engine.sampling_params import SamplingParams
 CARD = ModelCard("m", 4096, 1000, (2,), 0)
 
 
-class FakeLink:
+class FakeReplicaClient:
     """A link whose connection keeps what it is sent."""
 
-    def __init__(self, fleet: Fleet, name: str, endpoint: Endpoint) -> None:
+    def __init__(self, fleet: Fleet, name: str, endpoint: ReplicaEndpoint) -> None:
         self.replica, self.endpoint = name, endpoint
         self.sent: list[Any] = []
         self.connection: Any = SimpleNamespace(send=self.sent.append)
@@ -75,47 +75,51 @@ def published(**more: Any) -> dict[str, Any]:
 class Parts:
     def __init__(self, vocabulary: str = "", wait: float = 5.0, **replicas: dict[str, Any]) -> None:
         self.fleet = Fleet()
-        self.links = Links(lambda name, told: FakeLink(self.fleet, name, told), vocabulary)  # type: ignore[arg-type, return-value]
-        self.displaced = Displaced(wait)
+        self.clients = ReplicaClients(
+            lambda name, told: FakeReplicaClient(self.fleet, name, told), vocabulary
+        )  # type: ignore[arg-type, return-value]
+        self.displaced = DisplacedChoices(wait)
         self.metrics = RouterMetrics()
-        self.entries: set[Entry] = set()
+        self.all_inflight: set[InflightRequest] = set()
         self.placement = Placement(
-            self.links, self.fleet, self.displaced, self.metrics, Random(1), lambda: 4096
+            self.clients, self.fleet, self.displaced, self.metrics, Random(1), lambda: 4096
         )
-        self.losses = Losses(1, self.entries, self.displaced, self.metrics, self.placement.place)
-        self.links.replace(replicas)
+        self.losses = ReplicaLosses(
+            1, self.all_inflight, self.displaced, self.metrics, self.placement.place
+        )
+        self.clients.replace(replicas)
 
-    def entry(self, n: int = 1) -> Entry:
+    def inflight(self, n: int = 1) -> InflightRequest:
         request = GenerationRequest("q", "m", [5] * 10, SamplingParams(n=n, max_tokens=9), seed=1)
         place = self.placement
-        entry = Entry(
+        inflight = InflightRequest(
             request,
             place.numbers(n),
             self.metrics,
-            self.entries.discard,
+            self.all_inflight.discard,
             place.take_off,
             place.bring_back,
         )
-        self.entries.add(entry)
-        return entry
+        self.all_inflight.add(inflight)
+        return inflight
 
     def submits(self, name: str) -> list[int]:
-        return [one.request.id for one in self.links[name].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+        return [one.request.id for one in self.clients[name].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
 
 
 async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_taken_off():
     """n > 1 spread over replicas, each of which computes the prompt; or a booking that outlives
     the request whose client has left."""
     parts = Parts(a=published(), b=published())
-    entry = parts.entry(n=3)
-    parts.placement.place(entry.choices)
-    (name,) = {choice.place for choice in entry.choices}
-    state = parts.links[name].state
+    inflight = parts.inflight(n=3)
+    parts.placement.place(inflight.choices)
+    (name,) = {choice.place for choice in inflight.choices}
+    state = parts.clients[name].state
     assert parts.submits(name) == [1, 2, 3] and state.booked == state.held == 3
-    entry.abort(1)
-    assert parts.links[name].sent[-1] == Abort([2]) and state.booked == 2
-    entry.abort()
-    assert parts.links[name].sent[-1] == Abort([1, 3])
+    inflight.abort(1)
+    assert parts.clients[name].sent[-1] == Abort([2]) and state.booked == 2
+    inflight.abort()
+    assert parts.clients[name].sent[-1] == Abort([1, 3])
     assert (state.booked, state.held, state.booked_tokens, len(parts.displaced)) == (0, 0, 0, 0)
     assert parts.placement.numbers(1) == 4, "a number that was used is not used again"
 
@@ -123,66 +127,66 @@ async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_ta
 async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
     """The second half of an answer by another model."""
     parts = Parts(a=published(weights="old"), b=published(weights="new"))
-    entry = parts.entry()
-    (choice,) = entry.choices
+    inflight = parts.inflight()
+    (choice,) = inflight.choices
     parts.placement.place([choice], ["a"])
     choice.emitted = [7, 8]
-    lost = parts.links["a"].lose()  # type: ignore[attr-defined]
-    parts.losses.lost(parts.links["a"], lost, "test")
+    lost = parts.clients["a"].lose()  # type: ignore[attr-defined]
+    parts.losses.lost(parts.clients["a"], lost, "test")
     assert not parts.submits("b") and len(parts.displaced) == 1
-    parts.links.replace({"b": published(weights="new"), "c": published(weights="old")})
+    parts.clients.replace({"b": published(weights="new"), "c": published(weights="old")})
     parts.placement.place_displaced()
     assert choice.place == "c" and not parts.displaced
-    (sent,) = [one for one in parts.links["c"].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+    (sent,) = [one for one in parts.clients["c"].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
     assert sent.request.token_ids == [5] * 10 + [7, 8]
-    assert entry.migrations == 1 and entry.replicas == ["a", "c"]
-    entry.abort()
+    assert inflight.migrations == 1 and inflight.replicas == ["a", "c"]
+    inflight.abort()
 
 
 async def test_a_loss_moves_at_once_who_is_not_to_blame_and_gives_up_who_lost_too_many():
     """One request that takes replica after replica with it."""
     parts = Parts(a=published(), b=published(), c=published())
-    given, new = parts.entry(), parts.entry()
-    for entry in (given, new):
-        parts.placement.place(entry.choices, ["a"])
+    given, new = parts.inflight(), parts.inflight()
+    for inflight in (given, new):
+        parts.placement.place(inflight.choices, ["a"])
     given.choices[0].emitted = [7] * 9  # more than what clears it
-    parts.losses.lost(parts.links["a"], parts.links["a"].lose(), "test")  # type: ignore[attr-defined]
+    parts.losses.lost(parts.clients["a"], parts.clients["a"].lose(), "test")  # type: ignore[attr-defined]
     assert given.choices[0].place in "bc" and len(parts.displaced) == 1, "who gave nothing waits"
     await asyncio.sleep(0.3)
     second = new.choices[0].place
     assert second in "bc" and not parts.displaced
-    parts.losses.lost(parts.links[second], parts.links[second].lose(), "test")  # type: ignore[attr-defined]
+    parts.losses.lost(parts.clients[second], parts.clients[second].lose(), "test")  # type: ignore[attr-defined]
     with pytest.raises(MantaError):
         await new.next()
-    assert given in parts.entries and new not in parts.entries
+    assert given in parts.all_inflight and new not in parts.all_inflight
     given.abort()
 
 
 async def test_what_nobody_can_take_fails_after_its_time_and_is_forgotten():
     """A request without a replica that waits for ever, or a timer that outlives it."""
     parts = Parts(wait=0.05)
-    late, gone = parts.entry(n=2), parts.entry()
-    for entry in (late, gone):
-        parts.placement.place(entry.choices)
+    late, gone = parts.inflight(n=2), parts.inflight()
+    for inflight in (late, gone):
+        parts.placement.place(inflight.choices)
     assert len(parts.displaced) == 3
     gone.abort()
     assert len(parts.displaced) == 2
     with pytest.raises(MantaError, match="no replica became ready"):
         await late.next()
-    assert not parts.displaced and not parts.entries
+    assert not parts.displaced and not parts.all_inflight
 
 
 def test_links_keep_what_left_until_its_choices_have_ended_and_leave_other_tokenizers_alone():
     """A replica that scales down and takes its streams with it; or an update in which old routers
     read the new model's tokens with the old tokenizer."""
     parts = Parts("mine", a=published(), b=published(tokenizer="other"))
-    assert set(parts.links) == {"a"}
-    link = parts.links["a"]
-    link.choices[1] = SimpleNamespace(id=1, place="a")  # type: ignore[assignment]
-    parts.links.replace({})
-    assert not parts.links and parts.links.closing == {link} and link.retired
-    assert parts.links.holding(link.choices[1]) is link
-    assert parts.links.holding(SimpleNamespace(id=2, place="a")) is None  # type: ignore[arg-type]
+    assert set(parts.clients) == {"a"}
+    client = parts.clients["a"]
+    client.choices[1] = SimpleNamespace(id=1, place="a")  # type: ignore[assignment]
+    parts.clients.replace({})
+    assert not parts.clients and parts.clients.closing == {client} and client.retired
+    assert parts.clients.holding(client.choices[1]) is client
+    assert parts.clients.holding(SimpleNamespace(id=2, place="a")) is None  # type: ignore[arg-type]
     assert not parts.fleet.replicas
 
 
@@ -190,12 +194,12 @@ def test_cards_are_of_the_shortest_replica_and_of_each_adapter():
     """An adapter that promises the context that its virtual tokens take, or forgets what replicas
     have said when the adapters change."""
     cards = ModelCards(CARD)
-    cards.learn(Endpoint.parse(published(max_model_len=2000, vocab_size=7)))
-    cards.learn(Endpoint.parse(published(max_model_len=3000, vocab_size=7)))
+    cards.learn(ReplicaEndpoint.parse(published(max_model_len=2000, vocab_size=7)))
+    cards.learn(ReplicaEndpoint.parse(published(max_model_len=3000, vocab_size=7)))
     assert (cards.base.max_model_len, cards.base.vocab_size) == (2000, 7)
     record = AdapterRecord(name="a", path="/a", revision="r", version=5 * 10**9, virtual_tokens=50)
     cards.set_adapters({"a": record})
-    cards.learn(Endpoint.parse(published(max_model_len=1000)))
+    cards.learn(ReplicaEndpoint.parse(published(max_model_len=1000)))
     assert set(cards.by_name) == {"m", "a"}
     adapter = cards.by_name["a"]
     assert (adapter.max_model_len, adapter.parent, adapter.created) == (950, "m", 5)

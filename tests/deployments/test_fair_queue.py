@@ -13,7 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.router.admission.fair_queue import AdmissionLimits, Capacity, OutputEstimate, Queue
+from deployments.router.admission.fair_queue import (
+    AdmissionLimits,
+    Capacity,
+    FairQueue,
+    OutputEstimate,
+)
 from tests.deployments.simulated import Replica, Request, Router, poisson, run
 
 LIMITS = AdmissionLimits()
@@ -21,15 +26,15 @@ CAPACITY = 48.0  # requests of `poisson` a second that a simulated replica can d
 SLOW = Capacity(rate=1000.0, rows=8, free=0)  # 4,000 tokens may wait
 
 
-def queue(**more: float) -> Queue[str]:
-    return Queue(AdmissionLimits(**{"queue_seconds": 4.0, **more}), lambda: 0.0)
+def queue(**more: float) -> FairQueue[str]:
+    return FairQueue(AdmissionLimits(**{"queue_seconds": 4.0, **more}), lambda: 0.0)
 
 
-def push(q: Queue[str], item: str, key: str = "", priority: int = 0, tokens: float = 100.0):
+def push(q: FairQueue[str], item: str, key: str = "", priority: int = 0, tokens: float = 100.0):
     return q.push(item, key, priority, tokens, 1, SLOW.rate)
 
 
-def drained(q: Queue[str]) -> list[str]:
+def drained(q: FairQueue[str]) -> list[str]:
     return [q.pop() for _ in range(len(q))]
 
 
@@ -160,11 +165,13 @@ def test_ten_thousand_that_leave_hold_nothing_while_one_stays():
 # -- bounds, and what those sent away are told
 
 
-def refused(q: Queue[str], key: str = "", priority: int = 0, tokens: float = 100.0, now=0.0, **m):
+def refused(
+    q: FairQueue[str], key: str = "", priority: int = 0, tokens: float = 100.0, now=0.0, **m
+):
     return q.refusal(key, priority, tokens, now, m.get("capacity", SLOW), m.get("deadline"))
 
 
-def fill(q: Queue[str], key: str = "", priority: int = 0, **more) -> int:
+def fill(q: FairQueue[str], key: str = "", priority: int = 0, **more) -> int:
     """Push until it is refused; how many went in."""
     count = 0
     while refused(q, key, priority, **more) is None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from deployments.backend import BackendState
-from deployments.observe.figures import Figures, Shared
+from deployments.observe.figures import ApplicationMetrics, SingleFlight
 from deployments.observe.metrics import RouterMetrics, families
 from deployments.router.serve import peers
-from deployments.router.serve.peers import Peers
+from deployments.router.serve.peers import PeerRouters
 from engine.messages import EngineStats
 from tests.deployments.live import parse_metrics
 
@@ -24,7 +24,7 @@ class Router:
         self.replicas: dict[str, EngineStats] = {}
         self.silent = False
         self.fleet = fleet
-        self.figures = Figures(
+        self.figures = ApplicationMetrics(
             name,
             "m",
             lambda: families(self.metrics, BackendState(in_flight=1)),
@@ -147,7 +147,7 @@ def test_many_scrapes_at_once_cost_two() -> None:
         return began[-1]
 
     async def scrapes() -> None:
-        shared = Shared(work)
+        shared = SingleFlight(work)
         first = asyncio.create_task(shared())
         await asyncio.sleep(0.001)  # it has begun
         others = [asyncio.create_task(shared()) for _ in range(100)]
@@ -198,7 +198,7 @@ def test_a_silent_router_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatc
 
     async def ask() -> tuple[list[str], float]:
         began = asyncio.get_running_loop().time()
-        answers = await Peers("router", "app").ask(0.1, "figures", 1)
+        answers = await PeerRouters("router", "app").ask(0.1, "figures", 1)
         await asyncio.sleep(0)
         return answers, asyncio.get_running_loop().time() - began
 

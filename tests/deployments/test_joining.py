@@ -168,6 +168,6 @@ def test_a_server_that_does_not_answer(silent: str) -> None:
     """`manta adapter` waited ten minutes for what takes no model."""
     began = time.monotonic()
     with pytest.raises(chat.ServerError, match="cannot be reached"):
-        chat.Server(silent).ask("GET", "/adapters", timeout=0.3)
+        chat.ChatServer(silent).ask("GET", "/adapters", timeout=0.3)
     assert time.monotonic() - began < 3
     assert chat._CONNECT + 1 < 10 and chat._QUICK < 10

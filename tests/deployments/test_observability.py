@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.backend import BackendState
-from deployments.cli.status import Look, page, summarise
+from deployments.cli.status import StatusSnapshot, page, summarise
 from deployments.observe.metrics import (
     PREFIX,
     SCALING_HELP,
@@ -254,7 +254,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     """A load that is counted once for each router; rates since the start of time."""
     one, two = RouterMetrics(), RouterMetrics()
     one.first_token.observe(0.05, 100)  # before we looked
-    before = Look(
+    before = StatusSnapshot(
         10.0,
         "manta",
         "RUNNING",
@@ -270,7 +270,7 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
     new = EngineStats(
         step=9, running=3, output_tokens=300, total_blocks=10, free_blocks=4, rows=8, draining=True
     )
-    after = Look(
+    after = StatusSnapshot(
         12.0,
         "manta",
         "RUNNING",
@@ -313,12 +313,12 @@ def test_status_adds_routers_up_and_takes_the_newest_of_each_replica() -> None:
 
 def test_status_without_an_earlier_look_or_any_router() -> None:
     """The first second of an application, and the last."""
-    found = summarise(Look(1.0, "manta", "DEPLOYING", {"cpu": {"STARTING": 1}}, []))
+    found = summarise(StatusSnapshot(1.0, "manta", "DEPLOYING", {"cpu": {"STARTING": 1}}, []))
     assert found["rates"]["requests"] is None and found["model"] is None
     page(found)
     fresh = router("new", RouterMetrics())
-    before = Look(1.0, "manta", "RUNNING", {}, [router("gone", RouterMetrics())])
-    page(summarise(Look(2.0, "manta", "RUNNING", {}, [fresh]), before))
+    before = StatusSnapshot(1.0, "manta", "RUNNING", {}, [router("gone", RouterMetrics())])
+    page(summarise(StatusSnapshot(2.0, "manta", "RUNNING", {}, [fresh]), before))
 
 
 def test_quantiles() -> None:

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from deployments.replica.adapters import Held
-from deployments.replica.server import Relay
-from deployments.replica.suspect_queue import Quarantine
+from deployments.replica.adapters import SubmittedRequest
+from deployments.replica.server import ReplicaServer
+from deployments.replica.suspect_queue import SuspectQueue
 from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
-from deployments.router.failover.poison import LONG_TRIAL, PROOF, TRIAL, Blame
-from deployments.router.inflight import Entry
+from deployments.router.failover.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
+from deployments.router.inflight import InflightRequest
 from engine.config import EngineConfig
 from engine.errors import MantaError, RequestFailed
 from engine.messages import EngineRequest, Failed
@@ -33,23 +33,25 @@ def deaths(fleet: Fleet) -> int:
     return sum(not engine.alive for engine in fleet.engines.values())
 
 
-async def given_up(entry: Entry) -> None:
+async def given_up(inflight: InflightRequest) -> None:
     with pytest.raises(RequestFailed):
-        await read(entry)
+        await read(inflight)
 
 
-async def whole(entries: list[Entry]) -> None:
-    for entry, said in zip(entries, await asyncio.gather(*map(read, entries)), strict=True):
-        assert said == dict.fromkeys(range(len(entry.choices)), WHOLE)
+async def whole(all_inflight: list[InflightRequest]) -> None:
+    for inflight, said in zip(
+        all_inflight, await asyncio.gather(*map(read, all_inflight)), strict=True
+    ):
+        assert said == dict.fromkeys(range(len(inflight.choices)), WHOLE)
 
 
 def nothing_left(fleet: Fleet) -> bool:
-    quarantines = [relay._quarantine for relay in fleet.relays.values()]
+    suspect_queues = [replica_server._suspects for replica_server in fleet.replica_servers.values()]
     return not any(
         (
             *fleet.dispatcher.held().values(),
             *fleet.load().values(),
-            *(one.suspect or one._suspects or one._passed for one in quarantines),
+            *(one.suspect or one._suspects or one._passed for one in suspect_queues),
         )
     )
 
@@ -62,52 +64,52 @@ OWN = Failed("engine_dead", "")
 def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
     """A bystander that is blamed although the culprit is known, or was not in the engine at all; or
     that stays suspected, until it has been at too many deaths."""
-    suspect, waiting, passed, bystander, new = (Blame() for _ in range(5))
-    for blame in (suspect, waiting, passed):
-        assert not blame.lost("r0", 1, 20, OWN, 1)
-        assert (blame.turn, blame.tokens, blame.deaths) == ("alone", TRIAL, ["r0"])
+    suspect, waiting, passed, bystander, new = (Suspicion() for _ in range(5))
+    for suspicion in (suspect, waiting, passed):
+        assert not suspicion.lost("r0", 1, 20, OWN, 1)
+        assert (suspicion.turn, suspicion.tokens, suspicion.deaths) == ("alone", PROBATION, ["r0"])
     passed.passes()
     assert passed.turn == "after"
-    told = Failed("engine_dead", "", trial=[1], deaths=["r0"])
+    told = Failed("engine_dead", "", suspects=[1], deaths=["r0"])
     assert suspect.lost("r1", 1, 0, told, 1)
     assert not waiting.lost("r1", 2, 0, told, 1) and waiting.turn == "alone"
     assert not passed.lost("r1", 3, 0, told, 1) and passed.turn == "after"
     assert not bystander.lost("r1", 4, 5, told, 1) and not bystander.turn
     assert not new.lost("r1", 5, 0, told, 1) and new.turn == "alone"  # it may as well be this one
-    for blame in (waiting, passed, new):
-        blame.acquit(["r0"])
+    for suspicion in (waiting, passed, new):
+        suspicion.acquit(["r0"])
     assert (waiting.deaths, passed.deaths, new.deaths) == ([], [], ["r1"])
-    assert waiting.lost("r2", 2, 0, Failed("engine_dead", "", trial=[2]), 1)  # there were two
+    assert waiting.lost("r2", 2, 0, Failed("engine_dead", "", suspects=[2]), 1)  # there were two
 
 
 def test_a_death_of_which_no_trial_tells():
     """A poison that is slower than the trials, which kills engines for ever."""
-    slow = Blame()
-    for replica, given, tokens in (("r0", 100, TRIAL), ("r1", 10, 10 + TRIAL)):
+    slow = Suspicion()
+    for replica, given, tokens in (("r0", 100, PROBATION), ("r1", 10, 10 + PROBATION)):
         assert not slow.lost(replica, 1, given, OWN, 1)
         assert slow.tokens == tokens
         slow.passes()
     assert slow.lost("r2", 1, 100, OWN, 1)
-    bystander = Blame()
+    bystander = Suspicion()
     for replica in ("r0", "r1"):
         assert not bystander.lost(replica, 1, 1000, OWN, 1)
         bystander.passes()
     bystander.acquit(["r0"])
     assert bystander.deaths == ["r1"]
     assert not bystander.lost("r2", 1, 1000, OWN, 1)
-    assert bystander.tokens == LONG_TRIAL
+    assert bystander.tokens == LONG_PROBATION
 
 
 @pytest.mark.parametrize("failed", [None, Failed("engine_killed", "")])
 def test_deaths_from_outside_are_nobodys_fault_unless_they_go_on(failed):
     """Twenty kills that fail a stream; a request that makes the kernel kill engines for ever."""
-    blame = Blame()
-    assert not any(blame.lost("r0", 1, PROOF, failed, 1) for _ in range(100))
-    assert not blame.turn
-    assert not blame.lost("r0", 1, 0, failed, 1)
-    assert blame.lost("r0", 1, 0, failed, 1)
-    blame = Blame()
-    assert [bool(blame.lost("r0", 1, 2, failed, 1)) for _ in range(4)] == [False] * 3 + [True]
+    suspicion = Suspicion()
+    assert not any(suspicion.lost("r0", 1, PROOF, failed, 1) for _ in range(100))
+    assert not suspicion.turn
+    assert not suspicion.lost("r0", 1, 0, failed, 1)
+    assert suspicion.lost("r0", 1, 0, failed, 1)
+    suspicion = Suspicion()
+    assert [bool(suspicion.lost("r0", 1, 2, failed, 1)) for _ in range(4)] == [False] * 3 + [True]
 
 
 # -- requests that kill
@@ -130,7 +132,7 @@ def test_a_poison_is_given_up_at_its_second_death(kind: str, n: int):
     async def case():
         async with Fleet(5, limits=LIMITS, options=LETHAL + options) as fleet:
             others = [fleet.generate(max_tokens=TOKENS, n=1 + i % 2) for i in range(20)]
-            await until(lambda: all(entry.choices[0].emitted for entry in others))
+            await until(lambda: all(inflight.choices[0].emitted for inflight in others))
             poison = fleet.generate(max_tokens=TOKENS, n=n, prompt=POISON)
             others += [fleet.generate(max_tokens=TOKENS) for _ in range(8)]
             await given_up(poison)
@@ -167,7 +169,7 @@ def test_one_poison_after_the_other_fails_no_bystander():
         async with Fleet(2, limits=LIMITS, options=LETHAL) as fleet:
             others = [fleet.generate(max_tokens=3000) for _ in range(12)]
             for number in range(4):
-                await until(lambda: all(entry.begun for entry in others))
+                await until(lambda: all(inflight.begun for inflight in others))
                 await given_up(fleet.generate(prompt=POISON))
                 assert deaths(fleet) == 2 * number + 2
                 for name in (f"a{number}", f"b{number}"):
@@ -176,7 +178,7 @@ def test_one_poison_after_the_other_fails_no_bystander():
                 fleet.publish(*alive)
                 await until(lambda: len(fleet.dispatcher.state().replicas) == 2)
             assert await asyncio.gather(*map(read, others)) == [{0: text(len(PROMPT), 3000)}] * 12
-            assert max(entry.migrations for entry in others) > 3
+            assert max(inflight.migrations for inflight in others) > 3
 
     run(case())
 
@@ -187,22 +189,22 @@ def test_a_suspect_that_comes_to_a_killed_engine_is_not_convicted():
 
     async def case():
         async with Fleet(2, limits=LIMITS) as fleet:
-            entry = fleet.generate(max_tokens=TOKENS)
-            choice = entry.choices[0]
-            await until(lambda: entry.begun)
+            inflight = fleet.generate(max_tokens=TOKENS)
+            choice = inflight.choices[0]
+            await until(lambda: inflight.begun)
             first, second = choice.place, ({"r0", "r1"} - {choice.place}).pop()
             fleet.engines[second].gone = True
             fleet.engines[first].crash()
-            quarantine = fleet.relays[second]._quarantine
-            await until(lambda: quarantine.suspect is not None)
-            assert not quarantine.given
+            suspects = fleet.replica_servers[second]._suspects
+            await until(lambda: suspects.suspect is not None)
+            assert not suspects.given
             await asyncio.sleep(0.05)
-            assert fleet.relays[second].failed is None, "its client knows better what of"
+            assert fleet.replica_servers[second].failed is None, "its client knows better what of"
             await fleet.add("r2")
             fleet.publish("r2", second)
             fleet.engines[second].die()
-            assert await read(entry) == {0: WHOLE}
-            assert choice.blame.deaths == [first]
+            assert await read(inflight) == {0: WHOLE}
+            assert choice.suspicion.deaths == [first]
             await until(lambda: nothing_left(fleet))
 
     run(case())
@@ -214,23 +216,23 @@ def test_suspects_are_tried_in_the_order_of_the_engine():
 
     async def case():
         async with Fleet(1, limits=LIMITS) as fleet:
-            relay = fleet.relays["r0"]
+            replica_server = fleet.replica_servers["r0"]
             tried = []
-            quarantine = Quarantine(lambda held: tried.append(held.request.id))
-            (router,) = relay._routers.values()
+            suspects = SuspectQueue(lambda held: tried.append(held.request.id))
+            (router,) = replica_server._routers.values()
 
             def suspect(id: int, priority: int, begun: bool) -> None:
                 prompt = 2 if begun else 3
                 request = EngineRequest(id, [5, 6, 7], prompt, SamplingParams(), 0)
                 request.priority = priority
                 router.live.add(id)
-                quarantine.submit(Held(router, request, "", 0), "alone", [])
+                suspects.submit(SubmittedRequest(router, request, "", 0), "alone", [])
 
             for id, priority, begun in ((1, 0, True), (2, 1, True), (3, 0, False), (4, 0, True)):
                 suspect(id, priority, begun)
             for _ in range(3):
                 router.live.discard(tried[-1])
-                quarantine.advance()
+                suspects.advance()
             assert tried == [1, 4, 3, 2]
             router.live.discard(tried[-1])
 
@@ -268,24 +270,24 @@ def test_suspects_that_wait_can_be_taken_back_or_handed_over():
         async with Fleet(3, limits=LIMITS) as fleet:
             for engine in fleet.engines.values():
                 engine.pace = 0.01
-            entries = [fleet.generate(max_tokens=TOKENS, n=2) for _ in range(30)]
+            all_inflight = [fleet.generate(max_tokens=TOKENS, n=2) for _ in range(30)]
             hurried = fleet.generate(max_tokens=TOKENS, deadline=time.monotonic() + 0.6)
-            await until(lambda: all(entry.begun for entry in [*entries, hurried]))
+            await until(lambda: all(inflight.begun for inflight in [*all_inflight, hurried]))
             fleet.engines[hurried.choices[0].place].crash()
             left = [name for name, engine in fleet.engines.items() if engine.alive]
-            quarantines = [fleet.relays[name]._quarantine for name in left]
-            await until(lambda: all(one.suspect and one._suspects for one in quarantines))
-            on_trial = {one.suspect.request.id & 0xFFFF for one in quarantines}
-            gone = [e for e in entries if any(c.id in on_trial for c in e.choices)]
-            waiting = [e for e in entries if e.choices[0].blame.tokens and e not in gone]
-            for entry in [*gone, *waiting[:3]]:
-                entry.abort()
-                entries.remove(entry)
-            fleet.relays[left[0]].hand_over()
+            suspect_queues = [fleet.replica_servers[name]._suspects for name in left]
+            await until(lambda: all(one.suspect and one._suspects for one in suspect_queues))
+            on_trial = {one.suspect.request.id & 0xFFFF for one in suspect_queues}
+            gone = [e for e in all_inflight if any(c.id in on_trial for c in e.choices)]
+            waiting = [e for e in all_inflight if e.choices[0].suspicion.tokens and e not in gone]
+            for inflight in [*gone, *waiting[:3]]:
+                inflight.abort()
+                all_inflight.remove(inflight)
+            fleet.replica_servers[left[0]].hand_over()
             with pytest.raises(MantaError) as caught:
                 await read(hurried)
             assert caught.value.code == "deadline_exceeded"
-            await whole(entries)
+            await whole(all_inflight)
             await until(lambda: nothing_left(fleet))
 
     run(case())
@@ -296,15 +298,15 @@ def test_who_is_no_suspect_does_not_wait_for_the_trials():
 
     async def case():
         async with Fleet(2, limits=LIMITS) as fleet:
-            entries = [fleet.generate(max_tokens=TOKENS) for _ in range(60)]
-            await until(lambda: all(entry.begun for entry in entries))
+            all_inflight = [fleet.generate(max_tokens=TOKENS) for _ in range(60)]
+            await until(lambda: all(inflight.begun for inflight in all_inflight))
             fleet.engines["r0"].crash()
-            quarantine = fleet.relays["r1"]._quarantine
-            await until(lambda: quarantine.suspect is not None)
+            suspects = fleet.replica_servers["r1"]._suspects
+            await until(lambda: suspects.suspect is not None)
             new = fleet.generate(max_tokens=5)
             assert await read(new) == {0: WHOLE[:5]}
-            assert len(quarantine._suspects) > 10
-            await whole(entries)
+            assert len(suspects._suspects) > 10
+            await whole(all_inflight)
 
     run(case())
 
@@ -334,7 +336,7 @@ def test_twenty_deaths_from_outside_fail_nothing():
     async def case():
         async with Fleet(3, limits=LIMITS) as fleet:
             long = [fleet.generate(max_tokens=3000) for _ in range(4)]
-            short: list[Entry] = []
+            short: list[InflightRequest] = []
             for number in range(20):
                 short += [fleet.generate(max_tokens=TOKENS) for _ in range(4)]
                 await asyncio.sleep(0.1)
@@ -342,11 +344,11 @@ def test_twenty_deaths_from_outside_fail_nothing():
                 if number % 2:
                     fleet.engines[victim].die()
                 else:
-                    await fleet.relays[victim].stop()
+                    await fleet.replica_servers[victim].stop()
                 await fleet.add(f"n{number}")
                 fleet.publish(*(name for name, one in fleet.engines.items() if one.alive))
             await whole(short)
-            assert max(entry.migrations for entry in long) > 3
+            assert max(inflight.migrations for inflight in long) > 3
             assert await asyncio.gather(*map(read, long)) == [{0: text(len(PROMPT), 3000)}] * 4
 
     run(case())
@@ -365,8 +367,10 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
         async with Fleet(0, limits=LIMITS) as fleet:
             model = f"fake:{LETHAL},step_seconds=0.02{KINDS[kind][0]}"
             for number in range(3):
-                relay = fleet.relays[f"r{number}"] = Relay(FAST, StallLimits())
-                fleet._ready = await relay.start(EngineConfig(model=model), "127.0.0.1")
+                replica_server = fleet.replica_servers[f"r{number}"] = ReplicaServer(
+                    FAST, StallLimits()
+                )
+                fleet._ready = await replica_server.start(EngineConfig(model=model), "127.0.0.1")
             fleet.publish("r0")
             await until(lambda: fleet.connected() == 1)
             others = [fleet.generate(max_tokens=TOKENS) for _ in range(50)]
@@ -374,9 +378,9 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
             fleet.publish()
             gaps = [0.0] * len(others)
 
-            async def watch(number: int, entry: Entry) -> None:
+            async def watch(number: int, inflight: InflightRequest) -> None:
                 last, tokens = 0.0, []
-                while items := await entry.next():
+                while items := await inflight.next():
                     now = time.monotonic()
                     gaps[number] = max(gaps[number], now - last if last else 0.0)
                     last = now
@@ -388,7 +392,13 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
             await asyncio.sleep(0.5)
             await given_up(poison)
             await asyncio.gather(*watching)
-            assert sum(relay.failed is not None for relay in fleet.relays.values()) == 2
+            assert (
+                sum(
+                    replica_server.failed is not None
+                    for replica_server in fleet.replica_servers.values()
+                )
+                == 2
+            )
             gaps.sort()
             print(f"{kind}: longest gap {gaps[-1]:.2f} s, median {gaps[len(gaps) // 2]:.2f} s")
             assert gaps[-1] < 8.0

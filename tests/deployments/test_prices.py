@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployments.config.load import PoolConfig
-from deployments.plan.memory import GIB, GPUS, Device, Plan, plan
+from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, plan
 from deployments.plan.prices import NodeType, Prices, offers
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -36,14 +36,14 @@ def config(**fields: object) -> EngineConfig:
     return EngineConfig(model="", max_model_len=8192, **fields)  # type: ignore[arg-type]
 
 
-def adapters(planned: Plan) -> int:
+def adapters(planned: EnginePlan) -> int:
     words = ("LoRA", "adapters")
     return sum(size for purpose, size in planned.memory.rows if purpose.startswith(words))
 
 
 def test_adapters_take_memory_from_the_kv_cache(tmp_path: Path) -> None:
     """64 slots of rank 64 are ten gigabytes: a plan without them fits where the engine does not."""
-    model, device = llama(tmp_path), Device("H100", "cuda", GPUS["h100"])
+    model, device = llama(tmp_path), Hardware("H100", "cuda", GPUS["h100"])
     without = plan(model, config(), device)
     assert adapters(without) == 0
     some = plan(model, config(max_loras=16, max_lora_rank=64), device)
@@ -53,7 +53,7 @@ def test_adapters_take_memory_from_the_kv_cache(tmp_path: Path) -> None:
     assert lost == pytest.approx(adapters(some) + GIB, rel=0.02)  # and graphs for both
     with pytest.raises(ConfigError, match="max_loras"):
         plan(model, config(max_loras=256, max_lora_rank=256), device)
-    cpu = Device("CPU", "cpu", 64 * GIB)
+    cpu = Hardware("CPU", "cpu", 64 * GIB)
     assert adapters(plan(model, config(max_loras=16), cpu)) == 4 * GIB
     assert adapters(plan(model, config(max_loras=16, lora_host_bytes=GIB), cpu)) == GIB
 
@@ -113,16 +113,16 @@ def test_what_the_engine_refuses_is_not_planned(tmp_path: Path) -> None:
     can, for an H200."""
     model, prices = llama(tmp_path, num_hidden_layers=8), Prices.load()
     with pytest.raises(ConfigError, match=r"T4 has no bfloat16.* set dtype: float16"):
-        plan(model, config(max_num_seqs=16), Device.gpu("t4"))
+        plan(model, config(max_num_seqs=16), Hardware.gpu("t4"))
     assert (
-        plan(model, config(max_num_seqs=16, dtype="float16"), Device.gpu("t4")).dtype == "float16"
+        plan(model, config(max_num_seqs=16, dtype="float16"), Hardware.gpu("t4")).dtype == "float16"
     )
     for dtype, there in (("auto", False), ("bfloat16", False), ("float16", True)):
         found = offers("gpu", PoolConfig(), model, config(max_num_seqs=16, dtype=dtype), prices)
         names = [offer.node.name for offer in found]
         assert ("g4dn.xlarge" in names) == there and "g6.xlarge" in names
     with pytest.raises(ConfigError, match="'int8' does not run on cuda"):
-        plan(model, config(max_num_seqs=16, quantization="int8"), Device.gpu("h200"))
+        plan(model, config(max_num_seqs=16, quantization="int8"), Hardware.gpu("h200"))
     assert not offers("gpu", PoolConfig(), model, config(quantization="int8"), prices)
 
 
@@ -130,7 +130,7 @@ def test_what_the_engine_refuses_is_not_planned(tmp_path: Path) -> None:
 def test_int8_weights_are_counted_as_they_are_kept(tmp_path: Path, tied: bool) -> None:
     """Bug: the plan left `quantization` out, and counted two bytes a weight for one."""
     model = llama(tmp_path, tie_word_embeddings=tied)
-    cpu = Device("CPU", "cpu", 64 * GIB)
+    cpu = Hardware("CPU", "cpu", 64 * GIB)
     whole, half = (plan(model, config(quantization=name), cpu) for name in ("none", "int8"))
     table = model.vocab_size * model.hidden_size
     layers = whole.parameters - table * (1 if tied else 2)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from deployments.replica.server import Relay
+from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import DispatchLimits
 from deployments.transport.channel import RouterEnd, Submit
@@ -30,11 +30,11 @@ class Router:
         self.failed: Failed | None = None
         self.closed = ""
 
-    async def connect(self, relay: Relay) -> "Router":
+    async def connect(self, replica_server: ReplicaServer) -> "Router":
         opened = asyncio.get_running_loop().create_future()
         _, self.end = await asyncio.get_running_loop().create_connection(
             lambda: RouterEnd(
-                relay.secret,
+                replica_server.secret,
                 FAST,
                 "test",
                 on_open=opened.set_result,
@@ -42,7 +42,7 @@ class Router:
                 on_close=self._close,
             ),
             "127.0.0.1",
-            relay.port,
+            replica_server.port,
         )
         await opened
         return self
@@ -75,8 +75,11 @@ def test_two_routers_with_the_same_numbers_never_meet():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            one, two = await Router().connect(relay), await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            one, two = (
+                await Router().connect(replica_server),
+                await Router().connect(replica_server),
+            )
             for id in range(5):
                 one.submit(id, prompt=10)
                 two.submit(id, prompt=20)
@@ -93,14 +96,17 @@ def test_a_router_that_goes_takes_only_its_own_requests_along():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            one, two = await Router().connect(relay), await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            one, two = (
+                await Router().connect(replica_server),
+                await Router().connect(replica_server),
+            )
             for id in range(4):
                 one.submit(id, max_tokens=4000)
                 two.submit(id, max_tokens=300)
-            await until(lambda: relay.in_flight == 8)
+            await until(lambda: replica_server.in_flight == 8)
             one.end.close("test")
-            await until(lambda: relay.in_flight == 4 and relay.stats.running == 4)
+            await until(lambda: replica_server.in_flight == 4 and replica_server.stats.running == 4)
             await until(lambda: all(two.finish(id) == "length" for id in range(4)))
             assert two.tokens(3) == text(10, 300)
             assert not fleet.engines["r0"].core.has_work()
@@ -113,18 +119,18 @@ def test_numbers_that_are_wrong_end_the_connection_alone():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            good = await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            good = await Router().connect(replica_server)
             good.submit(1, max_tokens=200)
             for id in (-1, 2**40, 7):
-                bad = await Router().connect(relay)
+                bad = await Router().connect(replica_server)
                 bad.submit(id, max_tokens=4000)
                 bad.submit(id, max_tokens=4000)
                 await until(lambda bad=bad: bool(bad.closed))
-            bad = await Router().connect(relay)
+            bad = await Router().connect(replica_server)
             bad.end.send(Abort([1, -5, 2**50]))  # not its own: ignored
             await until(lambda: good.finish(1) == "length")
-            await until(lambda: relay.in_flight == 0)
+            await until(lambda: replica_server.in_flight == 0)
 
     run(case())
 
@@ -134,8 +140,11 @@ def test_an_idle_router_hears_of_the_load_that_others_make():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            one, two = await Router().connect(relay), await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            one, two = (
+                await Router().connect(replica_server),
+                await Router().connect(replica_server),
+            )
             one.submit(1, max_tokens=4000)
             await until(lambda: any(f.stats.running for f in two.frames), seconds=0.5)
             assert not any(frame.deltas for frame in two.frames)
@@ -148,17 +157,17 @@ def test_death_of_the_engine_is_told_and_nobody_else_is_let_in():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            router = await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            router = await Router().connect(replica_server)
             router.submit(1, max_tokens=4000)
             await until(lambda: bool(router.tokens(1)))
-            relay.check_health()
+            replica_server.check_health()
             fleet.engines["r0"].die()
             await until(lambda: router.failed is not None, seconds=0.2)
             with pytest.raises(EngineDead):
-                relay.check_health()
+                replica_server.check_health()
             with pytest.raises(OSError):
-                await Router().connect(relay)
+                await Router().connect(replica_server)
 
     run(case())
 
@@ -168,21 +177,21 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
 
     async def case():
         async with Fleet(0, stall=StallLimits(tick=0.02, silent=0.2)) as fleet:
-            relay = await fleet.add("r0")
-            router = await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            router = await Router().connect(replica_server)
             await asyncio.sleep(0.3)
-            relay.check_health()  # idle for longer than the limit
+            replica_server.check_health()  # idle for longer than the limit
             router.submit(1, max_tokens=400)
             await until(lambda: router.finish(1) == "length")
-            relay.check_health()
+            replica_server.check_health()
             await asyncio.sleep(0.3)
             router.submit(2, max_tokens=4000)
             await until(lambda: bool(router.tokens(2)))
-            relay.check_health()
+            replica_server.check_health()
             fleet.engines["r0"].stuck = True
             await until(lambda: router.failed is not None, seconds=2)
             with pytest.raises(EngineDead) as caught:
-                relay.check_health()
+                replica_server.check_health()
             assert caught.value.code == router.failed.code == "engine_stalled"
 
     run(case())
@@ -192,21 +201,21 @@ def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
     """A relay that only works with the tests' engine; a killed process that nobody notices."""
 
     async def case():
-        relay = Relay(FAST, StallLimits())
-        await relay.start(EngineConfig(model="fake:step_seconds=0.002"), "127.0.0.1")
+        replica_server = ReplicaServer(FAST, StallLimits())
+        await replica_server.start(EngineConfig(model="fake:step_seconds=0.002"), "127.0.0.1")
         try:
-            router = await Router().connect(relay)
+            router = await Router().connect(replica_server)
             router.submit(1)
             await until(lambda: router.finish(1) == "length")
             assert router.tokens(1) == text(10, 30)
             router.submit(2, max_tokens=4000)
             await until(lambda: bool(router.tokens(2)))
             began = time.monotonic()
-            os.kill(relay._engine.pid, signal.SIGKILL)
+            os.kill(replica_server._engine.pid, signal.SIGKILL)
             await until(lambda: router.failed is not None)
             assert time.monotonic() - began < 0.5
         finally:
-            await relay.stop()
+            await replica_server.stop()
 
     run(case())
 
@@ -218,24 +227,24 @@ def test_a_real_engine_process_that_is_stuck(how):
 
     async def case():
         stall = StallLimits(tick=0.5, silent=1.5, hung=2.0)
-        relay = Relay(FAST, stall)
+        replica_server = ReplicaServer(FAST, stall)
         options = "step_seconds=0.002" + (",hang_step=20" if how == "hung" else "")
-        await relay.start(EngineConfig(model=f"fake:{options}"), "127.0.0.1")
+        await replica_server.start(EngineConfig(model=f"fake:{options}"), "127.0.0.1")
         try:
-            router = await Router().connect(relay)
+            router = await Router().connect(replica_server)
             await asyncio.sleep(0.6)  # the process is not taken for stuck while it idles
             router.submit(1, max_tokens=4000)
             await until(lambda: bool(router.tokens(1)))
             began = time.monotonic()
             if how == "stopped":
-                os.kill(relay._engine.pid, signal.SIGSTOP)
+                os.kill(replica_server._engine.pid, signal.SIGSTOP)
             await until(lambda: router.failed is not None, seconds=6)
             assert 1.0 < time.monotonic() - began < 4
             assert router.failed.code == "engine_stalled"
             assert ("no sign of life" in router.failed.message) == (how == "stopped")
         finally:
-            os.kill(relay._engine.pid, signal.SIGKILL)
-            await relay.stop()
+            os.kill(replica_server._engine.pid, signal.SIGKILL)
+            await replica_server.stop()
 
     run(case())
 
@@ -246,10 +255,10 @@ def test_a_poisoned_device_ends_its_engine_and_the_requests_move():
 
     async def case():
         async with Fleet(1, limits=DispatchLimits(wait_seconds=5, channel=FAST)) as fleet:
-            lost = Relay(FAST, StallLimits())
+            lost = ReplicaServer(FAST, StallLimits())
             model = "fake:vocab_size=1000,step_seconds=0.005,fail_step=40"
             await lost.start(EngineConfig(model=model), "127.0.0.1")
-            fleet.relays["r1"] = lost
+            fleet.replica_servers["r1"] = lost
             fleet.publish()
             await until(lambda: fleet.connected() == 2)
             entries = [fleet.generate(max_tokens=120, n=2) for _ in range(6)]
@@ -271,10 +280,10 @@ def test_a_start_that_fails_says_why():
     """A replica that is up without an engine, or an error without its cause."""
 
     async def case():
-        relay = Relay(FAST, StallLimits())
+        replica_server = ReplicaServer(FAST, StallLimits())
         with pytest.raises(ConfigError, match="told not to start"):
-            await relay.start(EngineConfig(model="fake:fail_start=true"), "127.0.0.1")
-        await relay.stop()
+            await replica_server.start(EngineConfig(model="fake:fail_start=true"), "127.0.0.1")
+        await replica_server.stop()
 
     run(case())
 
@@ -285,8 +294,11 @@ def test_each_router_is_told_which_of_its_requests_the_figures_count():
 
     async def case():
         async with Fleet(0) as fleet:
-            relay = await fleet.add("r0")
-            one, other = await Router().connect(relay), await Router().connect(relay)
+            replica_server = await fleet.add("r0")
+            one, other = (
+                await Router().connect(replica_server),
+                await Router().connect(replica_server),
+            )
             for id in range(3):
                 one.submit(id, max_tokens=4)
                 other.submit(id + 1, max_tokens=400)  # the other's numbers are its own

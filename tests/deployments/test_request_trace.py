@@ -12,8 +12,8 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
-from deployments.router.request_trace import Stories, Story
-from deployments.routing.decision import Decision
+from deployments.router.request_trace import RequestTrace, RequestTraces
+from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
@@ -24,25 +24,25 @@ KEYS = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two", b"root
 ADMIN = frozenset({hashlib.sha256(b"root").digest()})
 
 
-def story(id: str = "a", owner: str = "", arrived: float = 100.0, **more: Any) -> Story:
+def trace(id: str = "a", owner: str = "", arrived: float = 100.0, **more: Any) -> RequestTrace:
     request = GenerationRequest(
         id, "m", [1] * 12, SamplingParams(n=2, max_tokens=8), seed=1, owner=owner, **more
     )
-    return Story(request, arrived)
+    return RequestTrace(request, arrived)
 
 
 def test_a_request_is_told_step_by_step() -> None:
     """Times that do not add up, or are given as zero before they are known."""
-    one = story(adapter="legal@abc")
+    one = trace(adapter="legal@abc")
     told = one.tell("router-1", 100.5)
     assert told["state"] == "waiting" and told["timing_ms"]["queue"] == 500.0
     assert told["timing_ms"]["first_token"] is told["timing_ms"]["decode"] is None
     assert told["adapter"] == {"name": "legal", "revision": "abc", "loaded": False, "load_ms": None}
-    one.sent(Decision("gpu/1", "adapter", 0.25, cached=4), 101.0, 0)
+    one.sent(RoutingDecision("gpu/1", "adapter", 0.25, cached=4), 101.0, 0)
     one.begun(Delta(1, [7], cached=4, queued_us=200_000, adapter_us=150_000), 101.5)
     one.begun(Delta(2, [7], cached=8, queued_us=100_000, adapter_us=0), 101.6)
     one.moves("gpu/1", "lost: gone", 102.0)
-    one.sent(Decision("cpu/2", "only", 1.0), 102.5, 5)
+    one.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
     one.finish += ["stop", "length"]
     one.ends(13, "", 104.0)
     told = one.tell("router-1", 999.0)
@@ -67,30 +67,30 @@ def test_a_request_is_told_step_by_step() -> None:
 
 def test_memory_is_bounded() -> None:
     """Every request that was ever served; a request that moves for ever; prompts kept whole."""
-    stories = Stories(kept=3)
+    traces = RequestTraces(kept=3)
     for number in range(10):
-        stories.add(story(str(number), arrived=number))
-    assert [len(list(stories.find(str(n), None))) for n in range(10)] == [0] * 7 + [1] * 3
-    one = story()
+        traces.add(trace(str(number), arrived=number))
+    assert [len(list(traces.find(str(n), None))) for n in range(10)] == [0] * 7 + [1] * 3
+    one = trace()
     for number in range(1000):
-        one.sent(Decision("r", "load", 0.1), number, 0)
+        one.sent(RoutingDecision("r", "load", 0.1), number, 0)
         one.moves("r", "lost", number)
     told = one.tell("", 1.0)
     assert len(told["route"]) == len(told["moves"]) == 32
-    held = [getattr(one, name) for name in Story.__slots__]
+    held = [getattr(one, name) for name in RequestTrace.__slots__]
     assert sum(map(sys.getsizeof, held)) < 4096
 
 
 def test_an_id_means_nothing_without_its_key() -> None:
     """The caller chooses the id: somebody else's request of the same one."""
-    stories = Stories()
-    stories.add(story("x", owner="k1", arrived=1.0))
-    stories.add(story("x", owner="k2", arrived=2.0))
-    running = [story("x", owner="k1", arrived=0.5)]
-    assert [s.arrived for s in stories.find("x", "k1", running)] == [0.5, 1.0]
-    assert [s.arrived for s in stories.find("x", "k2", running)] == [2.0]
-    assert not list(stories.find("x", "", running))
-    assert len(list(stories.find("x", None, running))) == 3
+    traces = RequestTraces()
+    traces.add(trace("x", owner="k1", arrived=1.0))
+    traces.add(trace("x", owner="k2", arrived=2.0))
+    running = [trace("x", owner="k1", arrived=0.5)]
+    assert [s.arrived for s in traces.find("x", "k1", running)] == [0.5, 1.0]
+    assert [s.arrived for s in traces.find("x", "k2", running)] == [2.0]
+    assert not list(traces.find("x", "", running))
+    assert len(list(traces.find("x", None, running))) == 3
 
 
 def test_the_router_keeps_the_story_of_each_request() -> None:
@@ -98,15 +98,15 @@ def test_the_router_keeps_the_story_of_each_request() -> None:
 
     async def case() -> None:
         async with Fleet(2) as fleet:
-            entry = fleet.generate(n=2)
+            inflight = fleet.generate(n=2)
             other = fleet.generate(max_tokens=2000)
-            await until(lambda: bool(entry.choices[1].emitted))
+            await until(lambda: bool(inflight.choices[1].emitted))
             explain = fleet.dispatcher.explain
             first, _ = explain("q", "")
             assert first["state"] == "running" and first["output_tokens"] == 0
             lost = first["route"][0]["replica"]
             fleet.engines[lost].die()
-            await read(entry)
+            await read(inflight)
             other.abort()
             first, second = explain("q", None)
             assert first["state"] == second["state"] == "finished"
@@ -129,10 +129,10 @@ def test_lines_of_a_request_carry_its_id(caplog: pytest.LogCaptureFixture) -> No
 
     async def case() -> None:
         async with Fleet(2) as fleet:
-            entry = fleet.generate()
-            await until(lambda: bool(entry.choices[0].emitted))
-            fleet.engines[entry.choices[0].place].die()
-            await read(entry)
+            inflight = fleet.generate()
+            await until(lambda: bool(inflight.choices[0].emitted))
+            fleet.engines[inflight.choices[0].place].die()
+            await read(inflight)
 
     with caplog.at_level(logging.DEBUG, "manta"):
         asyncio.run(case())

@@ -91,13 +91,15 @@ def test_a_stream_goes_on_at_another_router(kind: str, replicas: str, tmp_path: 
             expected = told([data for _, data in whole])
             for count in (3, 12, len(whole) // 2):
                 first = await second(fleet)
-                await until(lambda first=first: len(first.state().replicas) == len(fleet.relays))
+                await until(
+                    lambda first=first: len(first.state().replicas) == len(fleet.replica_servers)
+                )
                 reply = await cut(front(first), body, count, first)
                 begun = [event for event in events(reply) if event[0]]
                 assert len(begun) >= count
                 if replicas != "live":
-                    for name in list(fleet.relays):
-                        await fleet.relays.pop(name).stop()
+                    for name in list(fleet.replica_servers):
+                        await fleet.replica_servers.pop(name).stop()
                         await fleet.add(f"{name}x")
                     fleet.publish()
                 for engine in fleet.engines.values():
@@ -115,7 +117,7 @@ def test_a_stream_goes_on_at_another_router(kind: str, replicas: str, tmp_path: 
                 asked = [one for engine in fleet.engines.values() for one in engine.requests]
                 given_ = [len(one.token_ids) - one.num_prompt_tokens for one in asked]
                 assert all(given_) if replicas == "live" and count > 3 else asked
-                assert other.held() == {"entries": 0, "waiting": 0, "choices": 0}
+                assert other.held() == {"requests": 0, "waiting": 0, "choices": 0}
                 other.close()
 
     run(case())

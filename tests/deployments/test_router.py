@@ -13,7 +13,7 @@ from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.dispatcher import DispatchLimits
-from deployments.router.inflight import Entry
+from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
@@ -34,9 +34,9 @@ def test_two_replicas_share_the_load_and_every_choice_gets_its_own_tokens():
 
     async def case():
         async with Fleet(2) as fleet:
-            entries = [fleet.generate(n=2) for _ in range(10)]
+            all_inflight = [fleet.generate(n=2) for _ in range(10)]
             await until(lambda: min(fleet.load().values()) >= 8)
-            for tokens in await asyncio.gather(*map(read, entries)):
+            for tokens in await asyncio.gather(*map(read, all_inflight)):
                 assert tokens == {0: WHOLE[0], 1: WHOLE[0]}
             assert fleet.load() == {"r0": 0, "r1": 0}
             assert fleet.dispatcher.state().in_flight == 0
@@ -52,14 +52,14 @@ def test_a_row_is_not_given_twice_during_a_long_step():
         async with Fleet(1, rows=8) as fleet:
             await read(fleet.generate(max_tokens=5))  # steps are known to be quick
             fleet.engines["r0"].pace = 0.8
-            entries = [fleet.generate() for _ in range(16)]
-            state = fleet.dispatcher._links["r0"].state
+            all_inflight = [fleet.generate() for _ in range(16)]
+            state = fleet.dispatcher._clients["r0"].state
             for _ in range(7):
                 await asyncio.sleep(0.1)
                 assert state.booked == 10 and state.room() <= 0
                 assert len(fleet.engines["r0"].requests) == 11, "8 rows, 2 to spare, the first one"
             fleet.engines["r0"].pace = 0.002
-            for tokens in await asyncio.gather(*map(read, entries)):
+            for tokens in await asyncio.gather(*map(read, all_inflight)):
                 assert tokens == WHOLE
             assert (state.booked, state.held) == (0, 0)
 
@@ -72,18 +72,18 @@ def test_a_lost_replica_is_a_pause_not_an_error(how):
 
     async def case():
         async with Fleet(2) as fleet:
-            entries = [fleet.generate(n=2) for _ in range(8)]
-            await until(lambda: all(entry.choices[1].emitted for entry in entries))
+            all_inflight = [fleet.generate(n=2) for _ in range(8)]
+            await until(lambda: all(inflight.choices[1].emitted for inflight in all_inflight))
             if how == "engine dies":
                 fleet.engines["r0"].die()
             elif how == "connection breaks":
-                next(iter(fleet.relays["r0"]._routers.values())).close("test")
+                next(iter(fleet.replica_servers["r0"]._routers.values())).close("test")
             else:
-                await fleet.relays["r0"].stop()
-            for tokens in await asyncio.gather(*map(read, entries)):
+                await fleet.replica_servers["r0"].stop()
+            for tokens in await asyncio.gather(*map(read, all_inflight)):
                 assert tokens == {0: WHOLE[0], 1: WHOLE[0]}
             assert fleet.dispatcher.metrics.migrations.values[()] > 0
-            told = [entry.timing() for entry in entries]
+            told = [inflight.timing() for inflight in all_inflight]
             assert sum(t.migrations for t in told) == fleet.dispatcher.metrics.migrations.values[()]
             assert all(t.replicas[-1] == "r1" for t in told if t.migrations)
             assert all(0 < t.queue_s < 5 for t in told)
@@ -137,9 +137,9 @@ def test_a_request_that_moves_is_the_same_request():
         for name in shared - {"token_ids", "params"}:
             kind = type(getattr(request, name))
             setattr(request, name, kind(7))
-        entry = Entry(request, 40, RouterMetrics(), lambda _: None, lambda _: None)
-        choice = entry.choices[1]
-        entry.take(choice, Delta(41, [8, 9]), 1.0)
+        inflight = InflightRequest(request, 40, RouterMetrics(), lambda _: None, lambda _: None)
+        choice = inflight.choices[1]
+        inflight.take(choice, Delta(41, [8, 9]), 1.0)
         moved = choice.as_request()
         assert moved.token_ids == [*PROMPT, 8, 9] and moved.num_prompt_tokens == len(PROMPT)
         assert (moved.id, moved.choice, moved.params) == (41, 1, request.params)
@@ -154,14 +154,14 @@ def test_the_only_replica_is_lost_and_comes_back():
 
     async def case():
         async with Fleet(1) as fleet:
-            entry = fleet.generate()
-            await until(lambda: len(entry.choices[0].emitted) > 5)
-            await fleet.relays["r0"].stop()
+            inflight = fleet.generate()
+            await until(lambda: len(inflight.choices[0].emitted) > 5)
+            await fleet.replica_servers["r0"].stop()
             await until(lambda: not fleet.dispatcher.ready())
             late = fleet.generate()
             await fleet.add("r1")
             fleet.publish("r1")
-            assert await read(entry) == WHOLE
+            assert await read(inflight) == WHOLE
             assert await read(late) == WHOLE
 
     run(case())
@@ -172,21 +172,21 @@ def test_each_wait_for_a_replica_has_its_own_time():
 
     async def case():
         async with Fleet(1, limits=DispatchLimits(wait_seconds=1.0, channel=FAST)) as fleet:
-            entry = fleet.generate(max_tokens=4000)
-            emitted = entry.choices[0].emitted
+            inflight = fleet.generate(max_tokens=4000)
+            emitted = inflight.choices[0].emitted
             for lost, new in (("r0", "r1"), ("r1", "r2")):
                 before = len(emitted)
                 await until(lambda before=before: len(emitted) > before + 5)
-                await fleet.relays[lost].stop()
+                await fleet.replica_servers[lost].stop()
                 await until(lambda: not fleet.dispatcher.ready())
                 await asyncio.sleep(0.7)
-                assert fleet.dispatcher._waiting
+                assert fleet.dispatcher._displaced
                 await fleet.add(new)
                 fleet.publish(new)
             before = len(emitted)
             await until(lambda: len(emitted) > before)
-            assert not fleet.dispatcher._waiting
-            entry.abort()
+            assert not fleet.dispatcher._displaced
+            inflight.abort()
 
     run(case())
 
@@ -198,19 +198,19 @@ def test_without_a_replica_a_request_waits_a_bounded_time():
         limits = DispatchLimits(wait_seconds=0.2, waiting=2, channel=FAST)
         async with Fleet(0, limits=limits) as fleet:
             began = time.monotonic()
-            entries = [fleet.generate(), fleet.generate(n=2)]
-            for entry in entries:
+            all_inflight = [fleet.generate(), fleet.generate(n=2)]
+            for inflight in all_inflight:
                 with pytest.raises(Overloaded) as caught:
-                    await entry.next()
+                    await inflight.next()
                 assert caught.value.code == "no_replica"
                 assert caught.value.retry_after >= 1
             assert 0.15 < time.monotonic() - began < 1.0
             assert fleet.dispatcher.state().in_flight == 0
-            entry = fleet.generate(n=2)
+            inflight = fleet.generate(n=2)
             with pytest.raises(Overloaded):  # two choices wait already
                 fleet.generate()
-            entry.abort()
-            assert await entry.next() == []
+            inflight.abort()
+            assert await inflight.next() == []
 
     run(case())
 
@@ -220,19 +220,19 @@ def test_abort_frees_the_replica_and_ends_the_stream():
 
     async def case():
         async with Fleet(1) as fleet:
-            entry = fleet.generate(n=2, max_tokens=4000)
-            await entry.next()
-            entry.abort(0)
+            inflight = fleet.generate(n=2, max_tokens=4000)
+            await inflight.next()
+            inflight.abort(0)
             await until(lambda: fleet.load() == {"r0": 1})
-            reader = asyncio.create_task(read(entry))
+            reader = asyncio.create_task(read(inflight))
             await asyncio.sleep(0.05)
-            entry.abort()
-            entry.abort()
+            inflight.abort()
+            inflight.abort()
             await asyncio.wait_for(reader, 1)
             await until(lambda: not fleet.engines["r0"].core.has_work())
             assert fleet.load() == {"r0": 0}
             assert fleet.dispatcher.state().in_flight == 0
-            assert not fleet.dispatcher._links["r0"].choices
+            assert not fleet.dispatcher._clients["r0"].choices
             assert fleet.dispatcher.metrics.finished.values[("abort",)] == 2
 
     run(case())
@@ -244,15 +244,15 @@ def test_replicas_that_die_at_once_are_not_blamed_on_the_requests():
 
     async def case():
         async with Fleet(3, limits=DispatchLimits(wait_seconds=5, channel=FAST)) as fleet:
-            entries = [fleet.generate() for _ in range(9)]
-            await until(lambda: all(entry.choices[0].emitted for entry in entries))
+            all_inflight = [fleet.generate() for _ in range(9)]
+            await until(lambda: all(inflight.choices[0].emitted for inflight in all_inflight))
             late = fleet.generate()  # without a token yet
             for name in ("r0", "r1", "r2"):
                 fleet.engines[name].die()
             await until(lambda: not fleet.dispatcher.ready())
             await fleet.add("r3")
             fleet.publish("r3")
-            assert await asyncio.gather(*map(read, [*entries, late])) == [WHOLE] * 10
+            assert await asyncio.gather(*map(read, [*all_inflight, late])) == [WHOLE] * 10
 
     run(case())
 
@@ -267,11 +267,11 @@ def test_silence_is_no_death_to_blame_a_request_for(times: int):
         async with Fleet(2, limits=limits) as fleet:
             for engine in fleet.engines.values():
                 engine.stuck = True
-            entry = fleet.generate()
-            choice, links = entry.choices[0], fleet.dispatcher._links
+            inflight = fleet.generate()
+            choice, clients = inflight.choices[0], fleet.dispatcher._clients
             for _ in range(times):
-                await until(lambda: choice.done or choice.id in links[choice.place].choices)
-                connection = links[choice.place].connection
+                await until(lambda: choice.done or choice.id in clients[choice.place].choices)
+                connection = clients[choice.place].connection
                 connection._missed, connection._heard = 99, False
                 connection._tick()
                 await until(lambda c=connection: not c.open)
@@ -279,10 +279,10 @@ def test_silence_is_no_death_to_blame_a_request_for(times: int):
                 engine.stuck = False
                 engine._wake()
             if times == 3:
-                assert await read(entry) == WHOLE
+                assert await read(inflight) == WHOLE
             else:
                 with pytest.raises(MantaError, match="4 replicas"):
-                    await read(entry)
+                    await read(inflight)
 
     run(case())
 
@@ -293,13 +293,13 @@ def test_what_came_before_a_failure_is_handed_out_first():
     async def case():
         limits = DispatchLimits(wait_seconds=0.1, channel=FAST)
         async with Fleet(1, limits=limits) as fleet:
-            entry = fleet.generate()
-            await until(lambda: len(entry.choices[0].emitted) > 3)
+            inflight = fleet.generate()
+            await until(lambda: len(inflight.choices[0].emitted) > 3)
             fleet.engines["r0"].die()
             await until(lambda: fleet.dispatcher.state().in_flight == 0)
-            assert len(await entry.next()) > 3
+            assert len(await inflight.next()) > 3
             with pytest.raises(Overloaded):
-                await entry.next()
+                await inflight.next()
 
     run(case())
 
@@ -309,13 +309,13 @@ def test_a_reader_that_lags_gets_everything_in_one_call():
 
     async def case():
         async with Fleet(1) as fleet:
-            entry = fleet.generate()
+            inflight = fleet.generate()
             await until(lambda: fleet.dispatcher.state().in_flight == 0)
-            items = await entry.next()
+            items = await inflight.next()
             assert [token for _, delta in items for token in delta.token_ids] == WHOLE[0]
             assert items[-1][1].finish == "length"
             assert items[0][1].cached == 0 and {d.cached for _, d in items[1:]} == {-1}
-            assert await entry.next() == []
+            assert await inflight.next() == []
 
     run(case())
 
@@ -325,13 +325,13 @@ def test_prompt_logprobs_and_cached_tokens_come_once_over_a_failover():
 
     async def case():
         async with Fleet(2) as fleet:
-            entry = fleet.generate(prompt_logprobs=1)
-            await until(lambda: len(entry.choices[0].emitted) > 3)
-            first = entry.choices[0].place
+            inflight = fleet.generate(prompt_logprobs=1)
+            await until(lambda: len(inflight.choices[0].emitted) > 3)
+            first = inflight.choices[0].place
             other = "r1" if first == "r0" else "r0"
             fleet.engines[first].die()
             await until(lambda: fleet.dispatcher.state().in_flight == 0)
-            items = await entry.next()
+            items = await inflight.next()
             assert [delta.cached >= 0 for _, delta in items].count(True) == 1
             assert fleet.engines[first].requests[0].params.prompt_logprobs == 1
             assert fleet.engines[other].requests[0].params.prompt_logprobs is None
@@ -345,10 +345,10 @@ def test_limits_and_deadlines():
     async def case():
         limits = DispatchLimits(in_flight=2, channel=FAST)
         async with Fleet(1, limits=limits) as fleet:
-            entries = [fleet.generate(max_tokens=4000) for _ in range(2)]
+            all_inflight = [fleet.generate(max_tokens=4000) for _ in range(2)]
             with pytest.raises(Overloaded):
                 fleet.generate()
-            entries[0].abort()
+            all_inflight[0].abort()
             hurried = fleet.generate(max_tokens=4000, deadline=time.monotonic() + 0.1)
             with pytest.raises(MantaError) as caught:
                 await read(hurried)
@@ -390,15 +390,15 @@ def test_a_draining_replica_gets_nothing_new_and_hands_over_what_does_not_end():
         async with Fleet(2) as fleet:
             long = [fleet.generate(max_tokens=1000) for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
-            drain = asyncio.create_task(fleet.relays["r0"].drain(0.3))
-            await until(lambda: fleet.dispatcher._links["r0"].state.stats.draining)
+            drain = asyncio.create_task(fleet.replica_servers["r0"].drain(0.3))
+            await until(lambda: fleet.dispatcher._clients["r0"].state.stats.draining)
             seen = len(fleet.engines["r0"].requests)
             short = [fleet.generate() for _ in range(6)]
             assert await asyncio.gather(*map(read, short)) == [WHOLE] * 6
             assert len(fleet.engines["r0"].requests) == seen
             await drain
             fleet.publish("r1")
-            await fleet.relays["r0"].stop()
+            await fleet.replica_servers["r0"].stop()
             assert await asyncio.gather(*map(read, long)) == [{0: text(len(PROMPT), 1000)}] * 4
 
     run(case())
@@ -409,14 +409,14 @@ def test_a_replica_that_serve_takes_out_finishes_and_is_left():
 
     async def case():
         async with Fleet(2) as fleet:
-            entries = [fleet.generate() for _ in range(4)]
+            all_inflight = [fleet.generate() for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
             fleet.publish("r1")
-            assert fleet.relays["r0"].num_routers == 1, "cut off with requests in flight"
-            assert await asyncio.gather(*map(read, entries)) == [WHOLE] * 4
-            await until(lambda: fleet.relays["r0"].num_routers == 0)
+            assert fleet.replica_servers["r0"].num_routers == 1, "cut off with requests in flight"
+            assert await asyncio.gather(*map(read, all_inflight)) == [WHOLE] * 4
+            await until(lambda: fleet.replica_servers["r0"].num_routers == 0)
             assert fleet.dispatcher.metrics.migrations.values[()] == 0
-            assert not fleet.dispatcher._links.closing
+            assert not fleet.dispatcher._clients.closing
 
     run(case())
 
@@ -426,13 +426,13 @@ def test_a_silent_replica_is_noticed_by_the_missing_beats():
 
     async def case():
         async with Fleet(2) as fleet:
-            entries = [fleet.generate(max_tokens=500) for _ in range(4)]
+            all_inflight = [fleet.generate(max_tokens=500) for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
             fleet.engines["r0"].stuck = True
-            for end in fleet.relays["r0"]._routers.values():
+            for end in fleet.replica_servers["r0"]._routers.values():
                 end.send = lambda message: None  # type: ignore[method-assign]
             began = time.monotonic()
-            await asyncio.gather(*map(read, entries))
+            await asyncio.gather(*map(read, all_inflight))
             assert time.monotonic() - began < 3
 
     run(case())
@@ -447,31 +447,33 @@ def test_random_requests_aborts_and_losses_leave_nothing_behind():
         async with Fleet(3, limits=limits) as fleet:
 
             async def one() -> None:
-                entry = fleet.generate(n=dice.choice([1, 1, 3]), max_tokens=dice.randrange(1, 60))
+                inflight = fleet.generate(
+                    n=dice.choice([1, 1, 3]), max_tokens=dice.randrange(1, 60)
+                )
                 if dice.random() < 0.4:
                     await asyncio.sleep(dice.random() * 0.05)
-                    entry.abort()
+                    inflight.abort()
                 elif dice.random() < 0.5:
-                    entry.abort(0)
-                count = entry.request.params.max_tokens
-                for index, tokens in (await read(entry)).items():
+                    inflight.abort(0)
+                count = inflight.request.params.max_tokens
+                for index, tokens in (await read(inflight)).items():
                     whole = text(len(PROMPT), count)
                     assert tokens == whole[: len(tokens)]
-                    assert len(tokens) == count or entry.choices[index].done
+                    assert len(tokens) == count or inflight.choices[index].done
 
             tasks = []
             for number in range(400):
                 tasks.append(asyncio.create_task(one()))
                 if number % 100 == 50:
-                    end = dice.choice(list(fleet.relays.values()))
+                    end = dice.choice(list(fleet.replica_servers.values()))
                     for connection in list(end._routers.values()):
                         connection.close("test")
                 await asyncio.sleep(0.002)
             await asyncio.gather(*tasks)
-            await until(lambda: fleet.load() == dict.fromkeys(fleet.relays, 0))
+            await until(lambda: fleet.load() == dict.fromkeys(fleet.replica_servers, 0))
             await until(lambda: not any(e.core.has_work() for e in fleet.engines.values()))
-            assert not fleet.dispatcher._entries and not fleet.dispatcher._waiting
-            assert not any(link.choices for link in fleet.dispatcher._links.values())
+            assert not fleet.dispatcher._requests and not fleet.dispatcher._displaced
+            assert not any(client.choices for client in fleet.dispatcher._clients.values())
             loop = asyncio.get_running_loop()
             timers = [t for t in getattr(loop, "_scheduled", []) if not t.cancelled()]
             assert len(timers) < 20, "timers of requests that ended"
@@ -485,7 +487,7 @@ def test_channel_limits_are_the_configured_ones():
     async def case():
         limits = DispatchLimits(channel=ChannelLimits(heartbeat=0.05, timeout=0.2))
         async with Fleet(1, limits=limits) as fleet:
-            connection = fleet.dispatcher._links["r0"].connection
+            connection = fleet.dispatcher._clients["r0"].connection
             assert connection is not None and connection._limits.heartbeat == 0.05
 
     run(case())

@@ -9,15 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.decision import Decision, Work
+from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import Fleet
-from deployments.routing.prefix_index import LINK_BYTES, STRIDE, PrefixIndex, chain, pack, unpack
+from deployments.routing.prefix_index import (
+    HASH_BYTES,
+    STRIDE,
+    PrefixIndex,
+    hash_prefix,
+    pack_hashes,
+    unpack_hashes,
+)
 from deployments.routing.route import route
-from deployments.routing.step_cost import Cost, StepModel
+from deployments.routing.step_cost import StepCost, StepCostModel
 from engine.messages import EngineStats
 
-WORK = Work(prompt_tokens=100, max_tokens=64)
-FAST = Cost(0.005, 0.0001, 0.00003)
+WORK = RoutingRequest(prompt_tokens=100, max_tokens=64)
+FAST = StepCost(0.005, 0.0001, 0.00003)
 
 
 def stats(**more) -> EngineStats:
@@ -42,28 +49,28 @@ def see(made: Fleet, name: str, figures: EngineStats, now: float = 0.0, taken=()
 _choices = count(1)
 
 
-def sent(made: Fleet, decision: Decision, work: Work, now: float = 0.0) -> int:
+def sent(made: Fleet, decision: RoutingDecision, work: RoutingRequest, now: float = 0.0) -> int:
     """The choice's number."""
     choice = next(_choices)
     made.send(made.replicas[decision.replica], [choice], decision, work, now)
     return choice
 
 
-def choose(made: Fleet, work: Work = WORK, now: float = 0.0, **more) -> Counter:
+def choose(made: Fleet, work: RoutingRequest = WORK, now: float = 0.0, **more) -> Counter:
     decisions = [route(work, made, Random(n), now, **more) for n in range(100)]
     return Counter(one and one.replica for one in decisions)
 
 
-def send(made: Fleet, work: Work, now: float = 0.0, seed: int = 0) -> Decision:
+def send(made: Fleet, work: RoutingRequest, now: float = 0.0, seed: int = 0) -> RoutingDecision:
     decision = route(work, made, Random(seed), now)
     sent(made, decision, work, now)
     return decision
 
 
-def prompt(seed: int, links: int = 8) -> Work:
+def prompt(seed: int, prefix_hashes: int = 8) -> RoutingRequest:
     dice = Random(seed)
-    names = [dice.randbytes(LINK_BYTES) for _ in range(links)]
-    return Work(links * STRIDE + 10, 64, links=names)
+    names = [dice.randbytes(HASH_BYTES) for _ in range(prefix_hashes)]
+    return RoutingRequest(prefix_hashes * STRIDE + 10, 64, prefix_hashes=names)
 
 
 def test_equal_replicas_are_chosen_by_lot():
@@ -82,7 +89,7 @@ def test_the_shorter_queue_wins_and_so_does_the_emptier_batch():
 def test_a_slow_replica_gets_work_only_when_the_fast_one_is_behind():
     """A CPU replica that is given half of the traffic because it is idle."""
     made = fleet(gpu=stats(running=20), cpu=stats())
-    made.replicas["cpu"].steps.cost = Cost(0.03, 0.005, 0.001)
+    made.replicas["cpu"].steps.cost = StepCost(0.03, 0.005, 0.001)
     see(made, "cpu", stats(), 0.0)
     assert choose(made) == {"gpu": 100}
     see(made, "gpu", stats(running=20, waiting_tokens=100_000), 0.0)
@@ -109,7 +116,7 @@ def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     one = made.replicas["a"]
     fixed = made.terms[0, one.row]
     decision = route(WORK, made, Random(0), 0.0)
-    made.send(one, [1, 2], decision, Work(100, 64, 2), 0.0)
+    made.send(one, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
     assert (one.booked, one.booked_tokens, one.uncached_tokens) == (2, 200, 100)
     assert made.terms[0, one.row] > fixed
     made.unbook(one, 1)
@@ -149,7 +156,7 @@ def test_who_has_the_prefix_gets_it_until_it_is_too_busy():
 def test_routers_agree_without_talking():
     """Each router placing the same new prefix or adapter somewhere else."""
     for seed in range(20):
-        for work in (prompt(seed), Work(100, 64, adapter=f"adapter-{seed}")):
+        for work in (prompt(seed), RoutingRequest(100, 64, adapter=f"adapter-{seed}")):
             places = {
                 route(work, fleet(a=stats(), b=stats(), c=stats()), Random(n), 0.0).replica
                 for n in range(5)
@@ -182,11 +189,11 @@ def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
         made.popularity.count(name, 0.0)
     see(made, "a", stats(adapters=["x", "y"]), 0.0)
     see(made, "b", stats(adapters=["z", "w"]), 0.0)
-    decision = route(Work(100, 64, adapter="x"), made, Random(0), 0.0)
+    decision = route(RoutingRequest(100, 64, adapter="x"), made, Random(0), 0.0)
     assert (decision.replica, decision.reason, decision.loads) == ("a", "adapter", False)
-    decision = route(Work(100, 64, adapter="new"), made, Random(0), 0.0)
+    decision = route(RoutingRequest(100, 64, adapter="new"), made, Random(0), 0.0)
     assert (decision.replica, decision.loads) == ("a", True)  # y is wanted less than w
-    choice = sent(made, decision, Work(100, 64, adapter="new"))
+    choice = sent(made, decision, RoutingRequest(100, 64, adapter="new"))
     one = made.replicas["a"]
     assert made.adapters_of(one) == ("new", "x")
     see(made, "a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
@@ -231,29 +238,29 @@ def test_a_replica_that_left_leaves_nothing():
 def test_chains_of_prompts():
     """Two prompts that share blocks in the engine and no link here, or the other way round."""
     tokens = list(range(3 * STRIDE + 1))
-    links = chain(tokens)
-    assert len(links) == 3 and unpack(pack(links)) == links
-    assert len(chain(tokens[:-1])) == 2  # the last token is always computed
-    assert chain([*tokens, 7]) == links
-    assert chain([9, *tokens[1:]])[-1] != links[-1]
-    assert chain(tokens, "adapter") != links != chain(tokens, "", "salt")
+    prefix_hashes = hash_prefix(tokens)
+    assert len(prefix_hashes) == 3 and unpack_hashes(pack_hashes(prefix_hashes)) == prefix_hashes
+    assert len(hash_prefix(tokens[:-1])) == 2  # the last token is always computed
+    assert hash_prefix([*tokens, 7]) == prefix_hashes
+    assert hash_prefix([9, *tokens[1:]])[-1] != prefix_hashes[-1]
+    assert hash_prefix(tokens, "adapter") != prefix_hashes != hash_prefix(tokens, "", "salt")
 
 
 def test_the_index_finds_the_longest_and_is_bounded():
     """A record that grows for ever, or that answers with who holds only a part."""
     index = PrefixIndex(limit=20)
-    links = prompt(1).links
-    index.add(links[:3], 0)
-    index.add(links, 1)
-    assert index.match(links) == [(0b10, 8), (0b01, 3)]
-    assert index.match(links[:2]) == [(0b11, 2)]
-    assert index.match(prompt(2).links) == []
+    prefix_hashes = prompt(1).prefix_hashes
+    index.add(prefix_hashes[:3], 0)
+    index.add(prefix_hashes, 1)
+    assert index.match(prefix_hashes) == [(0b10, 8), (0b01, 3)]
+    assert index.match(prefix_hashes[:2]) == [(0b11, 2)]
+    assert index.match(prompt(2).prefix_hashes) == []
     for n in range(30):
-        index.add(prompt(n).links, n)
+        index.add(prompt(n).prefix_hashes, n)
         assert len(index) <= 20
-    assert index.match(prompt(29).links) == [(1 << 29, 8)]
+    assert index.match(prompt(29).prefix_hashes) == [(1 << 29, 8)]
     index.forget(29)
-    assert index.match(prompt(29).links) == []
+    assert index.match(prompt(29).prefix_hashes) == []
 
 
 # -- what steps cost
@@ -261,12 +268,12 @@ def test_the_index_finds_the_longest_and_is_bounded():
 
 @pytest.mark.parametrize(
     "cost",
-    [Cost(0.01, 0.0, 3e-5), Cost(0.001, 0.01, 1e-3), Cost(0.02, 0.003, 1e-4)],
+    [StepCost(0.01, 0.0, 3e-5), StepCost(0.001, 0.01, 1e-3), StepCost(0.02, 0.003, 1e-4)],
     ids=["gpu", "cpu", "between"],
 )
 def test_a_step_model_finds_what_things_cost(cost):
     """A model through the origin, by which the fuller of two GPUs always looks cheaper."""
-    model, dice = StepModel(Cost.mean([])), Random(1)
+    model, dice = StepCostModel(StepCost.mean([])), Random(1)
     for _ in range(400):
         steps, outputs = dice.randrange(1, 5), dice.randrange(1, 33)
         prompts = dice.choice([0, 0, 100, 512])
@@ -282,11 +289,11 @@ def test_a_step_model_finds_what_things_cost(cost):
 def test_a_step_model_hears_of_busy_seconds():
     """A router that was busy for three steps and then reads them at once takes the replica for one
     that costs nothing; idle time, a first frame or a new engine's counts taken for steps."""
-    model = StepModel(Cost.mean([]))
+    model = StepCostModel(StepCost.mean([]))
     last = EngineStats(step=9, output_tokens=7, busy_seconds=3.0)
     model.observe_frame(last)
     model.observe_frame(last)
-    assert not model.measured and model.cost == Cost.mean([])
+    assert not model.measured and model.cost == StepCost.mean([])
     for _ in range(80):
         now = EngineStats(last.step + 2, output_tokens=last.output_tokens + 8)
         now.busy_seconds = last.busy_seconds + 0.04
@@ -302,8 +309,8 @@ def test_a_step_model_hears_of_busy_seconds():
 def test_a_step_model_whose_frames_have_the_seconds_of_the_step_after():
     """On a GPU: the launch of a long prompt is waited for with the step before it, so that its
     tokens looked free and a router sent prompts to whoever had the fewest sequences."""
-    cost, dice = Cost(0.0045, 5e-5, 2e-5), Random(1)
-    model = StepModel(Cost.mean([]))
+    cost, dice = StepCost(0.0045, 5e-5, 2e-5), Random(1)
+    model = StepCostModel(StepCost.mean([]))
     frame, ahead = EngineStats(step=1), 0.0
     for step in range(2, 3000):
         outputs = dice.randrange(5, 25)
@@ -345,8 +352,8 @@ SNAPSHOTS = st.lists(
 def test_the_choice_is_available(snapshots, tokens, output, n, adapter):
     """A choice outside the list, or a crash on extreme figures."""
     made = fleet(**{f"r{index}": figures for index, figures in enumerate(snapshots)})
-    links = prompt(tokens).links if tokens > 1000 else ()
-    work = Work(tokens, output, n, links, "x" if adapter else "")
+    prefix_hashes = prompt(tokens).prefix_hashes if tokens > 1000 else ()
+    work = RoutingRequest(tokens, output, n, prefix_hashes, "x" if adapter else "")
     decision = route(work, made, Random(0), 0.0)
     available = {f"r{i}" for i, figures in enumerate(snapshots) if not figures.draining}
     if not available:
@@ -364,7 +371,7 @@ def test_a_decision_is_quick(replicas, limit, record_property):
     made = fleet(**{f"r{n}": stats(running=n % 40, waiting_tokens=n * 7) for n in range(replicas)})
     work = prompt(1, 32)
     for n in range(replicas):
-        made.index.add(work.links[: n % 9], n)
+        made.index.add(work.prefix_hashes[: n % 9], n)
     best, dice = float("inf"), Random(0)
     for _ in range(20):
         began = time.process_time()

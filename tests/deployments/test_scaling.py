@@ -7,13 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.scaling.decide import Demand, Memory, Pool, Promise, Seen, decide
-from deployments.scaling.policy import PoolPolicy, PoolsPolicy, Rates, _demand
+from deployments.scaling.decide import (
+    Demand,
+    PoolModel,
+    PoolState,
+    ScalingHistory,
+    ServiceObjective,
+    decide,
+)
+from deployments.scaling.policy import CounterRates, PoolPolicy, PoolsPolicy, _demand
 
-GPU = Pool(10_000, 5_000, start_seconds=30, price=1.0, maximum=20)
+GPU = PoolModel(10_000, 5_000, start_seconds=30, price=1.0, maximum=20)
 GPU_60 = replace(GPU, maximum=60)
-CPU = Pool(500, 100, start_seconds=5, price=0.05, maximum=10)
-PROMISE = Promise(ttft=2.0, busy=0.9, calm_seconds=60, idle_seconds=100)
+CPU = PoolModel(500, 100, start_seconds=5, price=0.05, maximum=10)
+PROMISE = ServiceObjective(ttft=2.0, busy=0.9, calm_seconds=60, idle_seconds=100)
 
 
 def play(demands, *, pools=None, start=None, memory=None, since=0.0):
@@ -21,13 +28,13 @@ def play(demands, *, pools=None, start=None, memory=None, since=0.0):
     pools = pools or {"gpu": GPU}
     ready = dict(start or dict.fromkeys(pools, 0))
     coming = {name: [] for name in pools}
-    memory, plans = memory or Memory(), []
+    memory, plans = memory or ScalingHistory(), []
     for second, (prompt, output, waiting) in enumerate(demands):
         now = since + second
         for name, times in coming.items():
             ready[name] += sum(when <= now for when in times)
             coming[name] = [when for when in times if when > now]
-        seen = {name: Seen(ready[name], len(coming[name])) for name in pools}
+        seen = {name: PoolState(ready[name], len(coming[name])) for name in pools}
         demand = Demand(now, prompt, output, waiting, int(waiting / 100))
         plan = decide(pools, seen, demand, memory, PROMISE)
         memory = plan.memory
@@ -90,11 +97,11 @@ def test_what_waits_counts():
 
 def test_a_full_kv_cache_counts():
     """Long contexts: little work a second, and no room."""
-    seen = {"gpu": Seen(4, 0, kv_used=0.97)}
-    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2], 500), Memory(), PROMISE)
+    seen = {"gpu": PoolState(4, 0, kv_used=0.97)}
+    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2], 500), ScalingHistory(), PROMISE)
     assert plan.targets["gpu"] == 5 and "KV" in plan.reasons["gpu"]
     # Full, and nobody waits for it: as it should be.
-    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2]), Memory(), PROMISE)
+    plan = decide({"gpu": GPU}, seen, Demand(0, *work(1)[:2]), ScalingHistory(), PROMISE)
     assert plan.targets["gpu"] == 4
 
 
@@ -102,13 +109,15 @@ def test_what_waits_must_be_little_for_those_that_stay():
     """52 replicas to 23 while there is still a second's work for 52, and one up and down again."""
     queue = [work(2)] * 60 + [work(20)] * 400
     ready, waiting, counts = 3, 0.0, []
-    memory, coming = Memory(), []
+    memory, coming = ScalingHistory(), []
     for now, (prompt, output, _) in enumerate(queue):
         ready += sum(when <= now for when in coming)
         coming = [when for when in coming if when > now]
         waiting = max(0.0, waiting + prompt - ready * 5_000)
         demand = Demand(now, prompt, output, waiting, int(waiting / 100))
-        plan = decide({"gpu": GPU_60}, {"gpu": Seen(ready, len(coming))}, demand, memory, PROMISE)
+        plan = decide(
+            {"gpu": GPU_60}, {"gpu": PoolState(ready, len(coming))}, demand, memory, PROMISE
+        )
         memory, wanted = plan.memory, plan.targets["gpu"]
         coming += [now + GPU.start_seconds] * (wanted - ready - len(coming))
         ready = min(ready, wanted)
@@ -136,7 +145,7 @@ def test_what_has_just_grown_stays():
 
 def test_limits_hold_and_are_named():
     """A bill without an upper end."""
-    small = {"gpu": Pool(10_000, 5_000, 30, minimum=2, maximum=3)}
+    small = {"gpu": PoolModel(10_000, 5_000, 30, minimum=2, maximum=3)}
     plan = play([work(10)] * 10, pools=small, start={"gpu": 2})[-1]
     assert plan.targets["gpu"] == 3 and "maximum, " in plan.reasons["gpu"]
     plan = play([work(0)] * 200, pools=small, start={"gpu": 2})[-1]
@@ -148,7 +157,7 @@ def test_idle_pools_go_to_zero_and_wake():
     plans = play([work(1)] * 10 + [(0, 0, 0)] * 150, start={"gpu": 2})
     assert plans[100].targets["gpu"] >= 1 and plans[-1].targets["gpu"] == 0
     woken = decide(
-        {"gpu": GPU}, {"gpu": Seen(0)}, Demand(400, 0, 0, 0, 1), plans[-1].memory, PROMISE
+        {"gpu": GPU}, {"gpu": PoolState(0)}, Demand(400, 0, 0, 0, 1), plans[-1].memory, PROMISE
     )
     assert woken.targets["gpu"] == 1
 
@@ -200,7 +209,7 @@ def test_the_third_pool_takes_what_two_at_their_maximum_leave():
 def test_a_start_is_no_idleness():
     """A pool that is given up before its first replica is there, because that takes longer than
     idle_seconds: it never comes."""
-    slow = Pool(10_000, 5_000, start_seconds=3 * PROMISE.idle_seconds, maximum=2)
+    slow = PoolModel(10_000, 5_000, start_seconds=3 * PROMISE.idle_seconds, maximum=2)
     plans = play([(0, 0, 0)] * int(4.5 * PROMISE.idle_seconds), pools={"gpu": slow})
     counts = [plan.targets["gpu"] for plan in plans]
     assert set(counts[: int(3.9 * PROMISE.idle_seconds)]) == {1} and counts[-1] == 0
@@ -312,9 +321,11 @@ def test_a_new_policy_leaves_a_gpu_that_is_there():
 
 def test_a_long_answer_is_no_idleness():
     """The only replica is stopped under the stream of a request that came before idle_seconds."""
-    memory = Memory()
+    memory = ScalingHistory()
     for now in range(300):
-        plan = decide({"gpu": GPU}, {"gpu": Seen(1)}, Demand(now, 0, 0, running=1), memory, PROMISE)
+        plan = decide(
+            {"gpu": GPU}, {"gpu": PoolState(1)}, Demand(now, 0, 0, running=1), memory, PROMISE
+        )
         memory = plan.memory
     assert plan.targets == {"gpu": 1}
 
@@ -339,7 +350,7 @@ def test_the_deployment_policy_stands_alone():
 
 def test_rates_of_counters():
     """A first rate since the beginning of time, or a division by nothing."""
-    rates = Rates(0.0)
+    rates = CounterRates(0.0)
     assert rates.update(0.1, tokens=50) == {"tokens": 0.0}
     rates.update(1.0, tokens=100)
     assert rates.update(3.0, tokens=300) == {"tokens": 100.0}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.checkpoints.resolve import Identity
+from deployments.checkpoints.resolve import ModelIdentity
 from deployments.replica import deployment
 from engine.errors import Overloaded
 from tests.deployments.fleet import PROMPT, Fleet, read, text, until
@@ -33,16 +33,18 @@ def test_who_is_handed_over_is_not_to_blame():
         async with Fleet(3) as fleet:
             for engine in fleet.engines.values():
                 engine.pace = 0.5  # nothing has come when they leave
-            entries = [fleet.generate(max_tokens=3) for _ in range(12)]
+            all_inflight = [fleet.generate(max_tokens=3) for _ in range(12)]
             for name in ("r0", "r1"):
                 await asyncio.sleep(0.05)
-                await fleet.relays[name].drain(0.0)
-            choices = [entry.choices[0] for entry in entries]
+                await fleet.replica_servers[name].drain(0.0)
+            choices = [inflight.choices[0] for inflight in all_inflight]
             assert {choice.place for choice in choices} == {"r2"}
-            blames = [choice.blame for choice in choices]
-            assert {(one.losses, one.doubts, one.turn) for one in blames} == {(0, 0, "")}
-            assert max(entry.migrations for entry in entries) >= 1
-            assert await asyncio.gather(*map(read, entries)) == [{0: text(len(PROMPT), 3)}] * 12
+            suspicions = [choice.suspicion for choice in choices]
+            assert {(one.losses, one.doubts, one.turn) for one in suspicions} == {(0, 0, "")}
+            assert max(inflight.migrations for inflight in all_inflight) >= 1
+            assert (
+                await asyncio.gather(*map(read, all_inflight)) == [{0: text(len(PROMPT), 3)}] * 12
+            )
 
     run(case())
 
@@ -53,13 +55,13 @@ def test_what_is_handed_over_is_not_computed_twice():
 
     async def case():
         async with Fleet(2) as fleet:
-            entry = fleet.generate(max_tokens=4000)
-            await until(lambda: len(entry.choices[0].emitted) > 5)
-            first = entry.choices[0].place
-            fleet.relays[first].hand_over()
-            await until(lambda: entry.choices[0].place not in ("", first))
+            inflight = fleet.generate(max_tokens=4000)
+            await until(lambda: len(inflight.choices[0].emitted) > 5)
+            first = inflight.choices[0].place
+            fleet.replica_servers[first].hand_over()
+            await until(lambda: inflight.choices[0].place not in ("", first))
             await until(lambda: not fleet.engines[first].core.has_work())
-            entry.abort()
+            inflight.abort()
 
     run(case())
 
@@ -70,15 +72,15 @@ def test_what_comes_after_the_farewell_is_given_back():
 
     async def case():
         async with Fleet(2) as fleet:
-            link = fleet.dispatcher._links["r0"]
-            fleet.relays["r0"].hand_over()
-            link.state.stats.draining = False  # the news has not come yet
-            fleet.dispatcher._fleet.opened(link.state, 0.0)
-            entries = [fleet.generate() for _ in range(8)]
-            read_all = asyncio.gather(*map(read, entries))
+            client = fleet.dispatcher._clients["r0"]
+            fleet.replica_servers["r0"].hand_over()
+            client.state.stats.draining = False  # the news has not come yet
+            fleet.dispatcher._fleet.opened(client.state, 0.0)
+            all_inflight = [fleet.generate() for _ in range(8)]
+            read_all = asyncio.gather(*map(read, all_inflight))
             assert await read_all == [{0: text(len(PROMPT), 50)}] * 8
             assert not fleet.engines["r0"].requests
-            assert {entry.choices[0].blame.losses for entry in entries} == {0}
+            assert {inflight.choices[0].suspicion.losses for inflight in all_inflight} == {0}
 
     run(case())
 
@@ -114,7 +116,7 @@ def test_replicas_with_another_tokenizer_are_left_to_their_routers():
     async def case():
         async with Fleet(0) as fleet:
             dispatcher = fleet.dispatcher
-            dispatcher._links._vocabulary = "mine"
+            dispatcher._clients._vocabulary = "mine"
             await fleet.add("r0")
             dispatcher.set_replicas({"r0": told(fleet, "r0", tokenizer="other")})
             waiting = fleet.generate()
@@ -132,18 +134,18 @@ def test_new_replicas_of_unknown_speed_keep_the_queue():
 
     async def case():
         async with Fleet(1, rows=2) as fleet:
-            gate = fleet.dispatcher._gate
-            entries = [fleet.generate(max_tokens=1000) for _ in range(4)]
-            await until(lambda: gate.seconds() >= 0 and gate._rate < float("inf"))
+            queue = fleet.dispatcher._queue
+            all_inflight = [fleet.generate(max_tokens=1000) for _ in range(4)]
+            await until(lambda: queue.seconds() >= 0 and queue._rate < float("inf"))
             await fleet.add("r1")
             fleet.dispatcher.set_replicas({"r1": told(fleet, "r1")})
             await until(lambda: "r1" in fleet.dispatcher.state().replicas)
             try:
-                entries += [fleet.generate(max_tokens=1000) for _ in range(4)]
+                all_inflight += [fleet.generate(max_tokens=1000) for _ in range(4)]
             except Overloaded as refusal:
                 pytest.fail(f"refused: {refusal}")
-            for entry in entries:
-                entry.abort()
+            for inflight in all_inflight:
+                inflight.abort()
 
     run(case())
 
@@ -152,20 +154,20 @@ def test_an_identity_is_of_what_is_in_the_files(tmp_path: Path):
     """Weights told apart by their times, so that the same model on two machines is two; or by their
     names, so that another training under the same name is the same."""
 
-    def folder(name: str, weights: bytes, tokenizer: bytes = b"{}") -> Identity:
+    def folder(name: str, weights: bytes, tokenizer: bytes = b"{}") -> ModelIdentity:
         made = tmp_path / name
         made.mkdir()
         (made / "config.json").write_bytes(b"{}")
         (made / "tokenizer.json").write_bytes(tokenizer)
         (made / "model.safetensors").write_bytes(weights)
-        return Identity.of(made)
+        return ModelIdentity.of(made)
 
     a, again = folder("a", b"1" * 100), folder("again", b"1" * 100)
     assert a == again and a.weights and a.tokenizer
     tuned = folder("tuned", b"1" * 99 + b"2")
     assert tuned.weights != a.weights and tuned.tokenizer == a.tokenizer
     assert folder("other", b"1" * 100, b"[]").tokenizer != a.tokenizer
-    assert Identity.of("fake:first=40") == Identity("fake:first=40")
+    assert ModelIdentity.of("fake:first=40") == ModelIdentity("fake:first=40")
 
 
 def test_a_notice_with_a_deadline_hands_over_before_it(monkeypatch: pytest.MonkeyPatch):
@@ -186,6 +188,6 @@ def test_a_notice_with_a_deadline_hands_over_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(deployment, "_BEFORE_DEADLINE", 0.2)
     here = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(deployment, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    run(deployment.EngineReplica._await_notice(SimpleNamespace(_relay=Told())))
+    run(deployment.EngineReplica._await_notice(SimpleNamespace(_server=Told())))
     assert [what for what, _ in calls] == ["refuse", "hand over"]
     assert calls[0][1] < 0.35 < calls[1][1] < 0.6

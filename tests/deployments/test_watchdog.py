@@ -1,8 +1,8 @@
-"""Watch: what counts as stuck, and what does not."""
+"""Watchdog: what counts as stuck, and what does not."""
 
 import pytest
 
-from deployments.replica.watchdog import StallLimits, Watch
+from deployments.replica.watchdog import StallLimits, Watchdog
 from engine.messages import Pulse
 
 LIMITS = StallLimits(step=30.0, tick=0.5, silent=3.0, hung=8.0)
@@ -12,7 +12,7 @@ class Engine:
     """One that is watched; `tick` is half a second of it. Seconds until it is told to be stuck."""
 
     def __init__(self) -> None:
-        self.watch = Watch(LIMITS)
+        self.watch = Watchdog(LIMITS)
         self.pulses = self.step = 0
         self.cpu = 0.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.plan.memory import GIB, Device, plan
+from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
 from engine.config import EngineConfig
 from engine.layers.linear import Linear
@@ -85,7 +85,7 @@ def test_the_sum_is_what_is_there(
     core, ready = factory.build(config)
     runner: Any = core._runner
     model = runner.model
-    sums = plan(model.config, config, Device("here", "cpu", 64 * GIB)).memory
+    sums = plan(model.config, config, Hardware("here", "cpu", 64 * GIB)).memory
     found = dict(sums.rows)
     virtual = found.get("virtual tokens (3 times 5)", 0)
     assert bool(virtual) == adapters

@@ -20,8 +20,8 @@ def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
         limits = DispatchLimits(wait_seconds=5, channel=FAST)
         for moment in range(TOKENS + 1):
             async with Fleet(2, limits=limits) as fleet:
-                entry = fleet.generate(max_tokens=TOKENS, n=2, logprobs=2)
-                first, second = entry.choices
+                inflight = fleet.generate(max_tokens=TOKENS, n=2, logprobs=2)
+                first, second = inflight.choices
                 while len(first.emitted) < moment:
                     await asyncio.sleep(0)
                 place = first.place
@@ -30,10 +30,10 @@ def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
                 elif how == "engine itself":  # both are tried, the end may fall into that
                     fleet.engines[place].crash()
                 else:
-                    for router in list(fleet.relays[place]._routers.values()):
+                    for router in list(fleet.replica_servers[place]._routers.values()):
                         router.close("test")
-                said = await read(entry)
+                said = await read(inflight)
                 assert said == {0: text(len(PROMPT), TOKENS), 1: text(len(PROMPT), TOKENS)}, moment
-                assert first.done and second.done and not fleet.dispatcher._entries
+                assert first.done and second.done and not fleet.dispatcher._requests
 
     asyncio.run(asyncio.wait_for(case(), 60))

@@ -94,13 +94,13 @@ async def test_f19_thousands_of_disconnects_leave_nothing():
             f"{time.monotonic() - began:.1f} s, {memory() - mib:+.1f} MiB, "
             f"ended: {dict(metrics.finished.values)}, refused: {dict(metrics.failed.values)}"
         )
-        assert two.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
+        assert two.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
         assert app.in_flight == 0 and holdings() == before
         assert memory() - mib < 20
-        gate = two.dispatcher._gate
-        assert (gate.choices, gate.tokens, gate._queue.keys, gate._tickets) == (0, 0, 0, {})
-        for link in two.dispatcher._links.values():
-            state = link.state
+        queue = two.dispatcher._queue
+        assert (queue.choices, queue.tokens, queue._queue.keys, queue._tickets) == (0, 0, 0, {})
+        for client in two.dispatcher._clients.values():
+            state = client.state
             assert not state.held and not state._unbegun and not state.booked
         for engine in two.engines.values():
             engine.core.check_integrity()

@@ -15,8 +15,7 @@ import uvicorn
 
 from deployments.api.app import Api, build_asgi
 from deployments.api.options import ApiOptions
-from deployments.api.uvicorn_hooks import Protocol
-from deployments.router import inflight
+from deployments.api.uvicorn_hooks import HttpProtocol
 from deployments.router.dispatcher import DispatchLimits
 from deployments.router.inflight import UNREAD_BYTES
 from engine.errors import MantaError
@@ -26,14 +25,14 @@ from tests.deployments.fleet import FAST, Fleet, read, until
 BODY = {"model": "m", "prompt": "the answer", "ignore_eos": True, "stream": True}
 
 
-class Hurried(Protocol):
+class Hurried(HttpProtocol):
     """Protocol, its half minutes made short."""
 
     head_seconds = 0.5
     reader_seconds = 0.5
 
 
-class Crowded(Protocol):
+class Crowded(HttpProtocol):
     """So short that a test can wait for it, and long enough to open a thousand connections."""
 
     head_seconds = 4.0
@@ -41,7 +40,7 @@ class Crowded(Protocol):
 
 @contextlib.asynccontextmanager
 async def serving(
-    fleet: Fleet, protocol: type[Protocol] = Protocol
+    fleet: Fleet, protocol: type[HttpProtocol] = HttpProtocol
 ) -> AsyncIterator[tuple[int, Api]]:
     """(port, application) of the fleet's router. The kernel's buffers are small, so that a client
     that does not read is felt soon. A body has as long as a head."""
@@ -123,51 +122,51 @@ async def test_f20_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(lo
     row of the batch with it."""
     async with fleet_of_one() as fleet:
         fleet.engines["r0"].pace = 0.0
-        entry = fleet.generate(max_tokens=25_000, n=2, logprobs=logprobs)
+        inflight = fleet.generate(max_tokens=25_000, n=2, logprobs=logprobs)
         await until(lambda: fleet.dispatcher.metrics.paused.values[()] == 1, 15)
         await until(lambda: fleet.load() == {"r0": 0})
-        kept = size(entry._items)
-        print(f"{len(entry._items)} deltas, {kept / 2**20:.2f} MiB")
+        kept = size(inflight._items)
+        print(f"{len(inflight._items)} deltas, {kept / 2**20:.2f} MiB")
         assert 0.2 * UNREAD_BYTES < kept <= UNREAD_BYTES
-        assert fleet.dispatcher.held() == {"entries": 1, "waiting": 0, "choices": 0}
-        before = len(entry.choices[0].emitted)
-        await entry.next()
-        again = asyncio.create_task(entry.next())
+        assert fleet.dispatcher.held() == {"requests": 1, "waiting": 0, "choices": 0}
+        before = len(inflight.choices[0].emitted)
+        await inflight.next()
+        again = asyncio.create_task(inflight.next())
         await until(lambda: fleet.load() == {"r0": 2})
         ((_, delta), *_) = await again
         assert before > 300 and delta.token_ids
-        entry.abort()
+        inflight.abort()
 
 
 async def test_f20_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
     """Tokens lost or told twice where a stream paused; or, its old number in use, the whole
     connection to the replica closed."""
-    monkeypatch.setattr(inflight, "UNREAD_BYTES", 2**16)
+    monkeypatch.setattr("deployments.router.inflight.UNREAD_BYTES", 2**16)
     async with fleet_of_one() as fleet:
         fleet.engines["r0"].pace = 0.0
-        entry = fleet.generate(max_tokens=2000)
+        inflight = fleet.generate(max_tokens=2000)
         tokens: list[int] = []
         for pause in range(3):
             paused = fleet.dispatcher.metrics.paused.values
             await until(lambda n=pause, p=paused: p[()] == n + 1, 15)
-            tokens += [t for _, delta in await entry.next() for t in delta.token_ids]
-            tokens += [t for _, delta in await entry.next() for t in delta.token_ids]
-        tokens += (await read(entry))[0]
+            tokens += [t for _, delta in await inflight.next() for t in delta.token_ids]
+            tokens += [t for _, delta in await inflight.next() for t in delta.token_ids]
+        tokens += (await read(inflight))[0]
         first = 32
         assert tokens == [first + p % (250 - first) for p in range(10, 2010)]
         assert fleet.dispatcher.metrics.channels.values[()] == 1
-        assert fleet.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
+        assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
 
 async def test_f20_a_reader_that_does_not_come_back_is_ended_with_an_error():
     """A paused stream, with what is kept for it, for as long as the client likes."""
     async with fleet_of_one(reader_seconds=0.3) as fleet:
         fleet.engines["r0"].pace = 0.0
-        entry = fleet.generate(max_tokens=25_000)
-        await until(lambda: not fleet.dispatcher._entries, 15)
-        assert await entry.next()
+        inflight = fleet.generate(max_tokens=25_000)
+        await until(lambda: not fleet.dispatcher._requests, 15)
+        assert await inflight.next()
         with pytest.raises(MantaError) as caught:
-            await entry.next()
+            await inflight.next()
         assert caught.value.code == "slow_reader"
 
 
@@ -185,7 +184,7 @@ async def test_f20_slow_readers_do_not_touch_other_streams_and_are_cut_off():
         assert p99[1] < 3 * p99[0] + 0.03
         await until(lambda: app.in_flight == 0, 10)
         await until(lambda: fleet.load() == {"r0": 0})
-        assert fleet.dispatcher.held() == {"entries": 0, "waiting": 0, "choices": 0}
+        assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
         for _, writer in slow:
             writer.close()
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from deployments.api.errors import NO_RETRY, SERVER, ApiError, invalid
-from deployments.api.generation.openai_request import Call
-from deployments.api.http_exchange import Exchange
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http_exchange import HttpExchange
 
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"
@@ -35,7 +35,7 @@ _MAC_BYTES = 12
 _MAX_ID = 8192  # characters: those of 32 prompts with 8 choices have 3,500
 
 
-class Shown:
+class ChoiceProgress:
     """What a client has of one choice.
 
     tokens: how many, of the choice's output. check: CRC-32 of them. cached: of its prompt, what
@@ -61,7 +61,7 @@ class EventIds:
     def __init__(self, secret: bytes, binding: bytes, number: bytes, created: int) -> None:
         self.number = number
         self.created = created
-        self.shown: list[Shown] = []
+        self.shown: list[ChoiceProgress] = []
         self.usage_shown = False
         self.resumed = False
         self._secret = secret
@@ -75,7 +75,7 @@ class EventIds:
         """Drawn for a request that names none: it has to be the same when it comes again."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
-    def bind(self, call: Call) -> None:
+    def bind(self, call: OpenAIRequest) -> None:
         """The call is complete. Raises ApiError 409 if it means something else than when the
         stream began: an adapter that was replaced, a template that tells the date."""
         asked = fingerprint(call)
@@ -90,7 +90,7 @@ class EventIds:
             )
         self._asked = asked
         if not self.resumed:
-            self.shown = [Shown() for _ in range(count)]
+            self.shown = [ChoiceProgress() for _ in range(count)]
         call.seed = self.seed
         call.streams = [f"{self.number.hex()}.{i}" for i in range(len(call.prompts))]
         head = _HEAD.pack(_VERSION, self.created, self.number, asked)
@@ -155,7 +155,7 @@ class EventIds:
         at = _HEAD.size + 1
         while at < len(signed):
             value, at = _read_varint(signed, at)
-            shown = Shown(value & 3, value >> 2)
+            shown = ChoiceProgress(value & 3, value >> 2)
             if shown.tokens:
                 shown.check = int.from_bytes(signed[at : at + 4], "big")
                 shown.cached, at = _read_varint(signed, at + 4)
@@ -163,7 +163,7 @@ class EventIds:
         return found
 
 
-def event_ids(exchange: Exchange, caller: str, secret: bytes) -> EventIds | None:
+def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | None:
     """Those of this request, if it asks for ids or goes on after one. Legal once the body was
     read. caller: whose it is. Raises ApiError 400 invalid_event_id, event_id_expired."""
     last = b"".join(exchange.values(LAST)[:1])
@@ -176,7 +176,7 @@ def event_ids(exchange: Exchange, caller: str, secret: bytes) -> EventIds | None
     return EventIds(secret, binding, secrets.token_bytes(12), int(time.time()))
 
 
-def fingerprint(call: Call) -> bytes:
+def fingerprint(call: OpenAIRequest) -> bytes:
     """Of what the engines are asked beside the body: token ids, and the adapter's revision."""
     digest = hashlib.blake2b(digest_size=4)
     digest.update(b"" if call.adapter is None else call.adapter.key.encode())

@@ -12,7 +12,7 @@ without an answer to another one.
 
 import asyncio
 
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 from deployments.backend import Generation
 from engine.messages import Delta
 
@@ -23,7 +23,7 @@ HOLD_SECONDS = 45.0  # without a replica; usual limits on silence begin at 60
 
 
 async def first_items(
-    generation: Generation, exchange: Exchange, seconds: float
+    generation: Generation, exchange: HttpExchange, seconds: float
 ) -> list[tuple[int, Delta]]:
     """generation.next(); meanwhile a sign of life every so many seconds, 0 for none.
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from deployments.api.errors import SERVER, ApiError, from_backend
-from deployments.api.generation.openai_request import Call
+from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import RequestFailed
@@ -18,7 +18,7 @@ T = TypeVar("T")
 MAX_READY = 64  # deltas of several prompts that wait for the answer to take them
 
 
-class Merged:
+class MergedGenerations:
     """Several prompts as one Generation; choice = index of the prompt * n + its own choice. None
     for a prompt whose choices have all ended.
 
@@ -84,7 +84,7 @@ class Merged:
         )
 
 
-def start(call: Call, backend: Backend, request_id: str) -> Generation:
+def start(call: OpenAIRequest, backend: Backend, request_id: str) -> Generation:
     """Submit all prompts, or none. Raises MantaError."""
     started: list[Generation | None] = []
     try:
@@ -96,10 +96,10 @@ def start(call: Call, backend: Backend, request_id: str) -> Generation:
             generation.abort()
         raise
     only = started[0] if len(started) == 1 else None
-    return Merged(started, call.params.n) if only is None else only
+    return MergedGenerations(started, call.params.n) if only is None else only
 
 
-class Choice:
+class ChoiceOutput:
     """What has come of one choice: decoded text, kept tokens and their logprobs."""
 
     __slots__ = (
@@ -115,7 +115,7 @@ class Choice:
         "token_ids",
     )
 
-    def __init__(self, call: Call, *, offsets: bool = False) -> None:
+    def __init__(self, call: OpenAIRequest, *, offsets: bool = False) -> None:
         params = call.params
         self.decoder = ChoiceDecoder(call.tokenizer, params, offsets=offsets)
         self.text: list[str] = []
@@ -172,7 +172,7 @@ def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta
     for choice, delta in items:
         into = merged.get(choice)
         if into is None:
-            # A copy: the ledger may hold the original.
+            # A copy: the router may still hold the original.
             merged[choice] = msgspec.structs.replace(delta, token_ids=list(delta.token_ids))
             continue
         into.token_ids += delta.token_ids

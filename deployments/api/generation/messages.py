@@ -38,12 +38,12 @@ def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
         raise wrong_type("messages", "a list")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise invalid(f"messages must have 1 to {MAX_MESSAGES} items", "messages")
-    seen = _Seen(ignored)
+    seen = _ChatState(ignored)
     return [_message(item, f"messages[{i}]", seen) for i, item in enumerate(value)]
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ChatState:
     """Of the messages so far. asked: tool call ids that may be answered. brackets: in tools'
     arguments, which are JSON in a string and so were not counted with the body."""
 
@@ -54,7 +54,7 @@ class _Seen:
     brackets: int = 0
 
 
-def _message(item: Any, path: str, seen: _Seen) -> dict[str, Any]:
+def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise wrong_type(path, "an object")
     given = item.get("role")
@@ -98,7 +98,7 @@ def _message(item: Any, path: str, seen: _Seen) -> dict[str, Any]:
     return message
 
 
-def _content(content: Any, path: str, seen: _Seen) -> str:
+def _content(content: Any, path: str, seen: _ChatState) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -127,7 +127,7 @@ def _part(part: Any, path: str) -> str:
     return text
 
 
-def _tool_calls(calls: Any, path: str, seen: _Seen) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise wrong_type(path, "a list")
     if len(calls) > _MAX_CALLS:
@@ -161,7 +161,7 @@ def _tool_calls(calls: Any, path: str, seen: _Seen) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(value: Any, path: str, seen: _Seen) -> Any:
+def _arguments(value: Any, path: str, seen: _ChatState) -> Any:
     """The wire has JSON in a string; templates print an object."""
     if value is None or value == "":
         return {}

@@ -47,7 +47,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
 
 @dataclass(slots=True)
-class Call:
+class OpenAIRequest:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
     seed: drawn, for requests that nobody gives one.
@@ -186,12 +186,14 @@ def _known(name: str, backend: Backend) -> ModelCard | None:
     return card if card is not None and card.parent == model else None
 
 
-async def chat_call(body: dict[str, Any], size: int, backend: Backend, options: ApiOptions) -> Call:
+async def chat_call(
+    body: dict[str, Any], size: int, backend: Backend, options: ApiOptions
+) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
     ignored = check_names(body, CHAT, strict=options.strict)
     card = await find_model(body.get("model"), backend)
 
-    def work() -> Call:
+    def work() -> OpenAIRequest:
         messages = check_messages(body.get("messages"), ignored)
         call = _common(body, card, backend, chat=True, max_tokens=None)
         call.ignored = ignored + call.ignored
@@ -249,7 +251,7 @@ def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any
 
 async def completion_call(
     body: dict[str, Any], size: int, backend: Backend, options: ApiOptions
-) -> Call:
+) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
     ignored = check_names(body, COMPLETION, strict=options.strict)
     card = await find_model(body.get("model"), backend)
@@ -274,7 +276,7 @@ async def completion_call(
     return call
 
 
-def _fill_prompts(call: Call, prompt: Any, special: bool, max_prompts: int) -> None:
+def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: int) -> None:
     if prompt is None:
         raise invalid("prompt is required", "prompt", "missing_field")
     items: list[Any]
@@ -325,7 +327,7 @@ def _fill_prompts(call: Call, prompt: Any, special: bool, max_prompts: int) -> N
 
 def _common(
     body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
-) -> Call:
+) -> OpenAIRequest:
     refuse_constraints(body)
     params = sampling_params(body, max_tokens=max_tokens, chat=chat)
     try:
@@ -345,7 +347,7 @@ def _common(
             raise invalid("best_of must equal n; choices are not ranked", "best_of")
         if stream:
             raise invalid("best_of cannot be streamed", "best_of")
-    return Call(
+    return OpenAIRequest(
         card=card,
         tokenizer=backend.tokenizer(card.id),
         params=params,
@@ -373,7 +375,7 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
     return bool(usage), others
 
 
-def check_context(call: Call, body: dict[str, Any], *, chat: bool) -> None:
+def check_context(call: OpenAIRequest, body: dict[str, Any], *, chat: bool) -> None:
     """When the card is known to be the adapter's: it tells how much its virtual tokens leave.
     Raises InvalidRequest context_length_exceeded, about the prompt if that alone is too long;
     ApiError 400 where the log-probabilities of the prompt are too many."""
@@ -395,7 +397,7 @@ def check_context(call: Call, body: dict[str, Any], *, chat: bool) -> None:
         )
 
 
-def scored_entries(call: Call) -> int:
+def scored_entries(call: OpenAIRequest) -> int:
     """Log-probabilities of prompt tokens that the answer will have, alternatives included."""
     alternatives = call.params.prompt_logprobs or 0
     return sum(map(len, call.prompts)) * (1 + alternatives) * call.params.n

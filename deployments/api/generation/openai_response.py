@@ -22,11 +22,11 @@ from deployments.api.generation.logprobs import (
     prompt_logprobs,
     with_first,
 )
-from deployments.api.generation.merge import Choice, coalesce
-from deployments.api.generation.openai_request import Call, in_thread, scored_entries
-from deployments.api.generation.replay import Replay
-from deployments.api.http_exchange import Exchange
-from deployments.backend import Generation, Past
+from deployments.api.generation.merge import ChoiceOutput, coalesce
+from deployments.api.generation.openai_request import OpenAIRequest, in_thread, scored_entries
+from deployments.api.generation.replay import StreamReplay
+from deployments.api.http_exchange import HttpExchange
+from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
@@ -38,17 +38,17 @@ MAX_EVENTS = 4  # of one choice in one send; when more deltas have piled up they
 _json = msgspec.json.encode
 
 
-class Answer:
+class OpenAIResponse:
     """The answer to one call. chat: chat completions, else completions. ids: of its events; past:
     when it goes on after one, what replicas know of the choices."""
 
     def __init__(
         self,
-        call: Call,
+        call: OpenAIRequest,
         *,
         chat: bool,
         ids: EventIds | None = None,
-        past: Sequence[Past | None] = (),
+        past: Sequence[RecalledChoice | None] = (),
     ) -> None:
         self.call = call
         self.ids = ids
@@ -56,7 +56,7 @@ class Answer:
         self.wants_logprobs = call.params.logprobs is not None
         count = len(call.prompts) * call.params.n
         offsets = self.wants_logprobs and not chat
-        self.choices = [Choice(call, offsets=offsets) for _ in range(count)]
+        self.choices = [ChoiceOutput(call, offsets=offsets) for _ in range(count)]
         number = secrets.token_bytes(12) if ids is None else ids.number
         self.head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{number.hex()}",
@@ -65,9 +65,9 @@ class Answer:
             "model": call.card.id,
         }
         self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
-        self._replay: Replay | None = None
+        self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
-            self._replay = Replay(call, ids, self.choices, past)
+            self._replay = StreamReplay(call, ids, self.choices, past)
             n = call.params.n
             emitted = self._replay.emitted
             call.emitted = [emitted[i : i + n] for i in range(0, count, n)]
@@ -118,7 +118,7 @@ class Answer:
         outputs = sum(len(choice.logprobs) for choice in self.choices)
         return _ENTRY_CHARS * (prompts + outputs * (1 + (params.logprobs or 0)))
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         call = self.call
         text = "" if call.score_only else "".join(choice.text)
         shaped: dict[str, Any] = {"index": index}
@@ -150,7 +150,7 @@ class Answer:
         items = with_first(self.choices[index].prompt_logprobs, length)
         return prompt_logprobs(self.call.tokenizer, items)
 
-    def _completion_logprobs(self, index: int, choice: Choice) -> dict[str, Any] | None:
+    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
         call = self.call
@@ -204,7 +204,9 @@ class Answer:
 
     # --- streamed ---
 
-    async def stream(self, generation: Generation, exchange: Exchange, keepalive: float) -> None:
+    async def stream(
+        self, generation: Generation, exchange: HttpExchange, keepalive: float
+    ) -> None:
         """Write server-sent events until all choices have ended.
 
         The status is sent with the first tokens or the first sign of life, one every `keepalive`

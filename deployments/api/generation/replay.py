@@ -8,19 +8,21 @@ from deployments.api.generation.event_ids import (
     ENDED,
     FINISHED,
     OPENED,
+    ChoiceProgress,
     EventIds,
-    Shown,
     checksum,
     lost,
 )
-from deployments.api.generation.merge import Choice
-from deployments.api.generation.openai_request import Call
-from deployments.backend import Backend, Past
+from deployments.api.generation.merge import ChoiceOutput
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.backend import Backend, RecalledChoice
 from engine.messages import Delta
 from engine.text.detokenizer import ChoiceDecoder, Decoded
 
 
-async def recall(call: Call, ids: EventIds, backend: Backend) -> list[Past | None]:
+async def recall(
+    call: OpenAIRequest, ids: EventIds, backend: Backend
+) -> list[RecalledChoice | None]:
     """Of each choice what a replica knows of the tokens that were shown; None if none does, or
     none are needed. All are of the same weights."""
     n = call.params.n
@@ -30,7 +32,7 @@ async def recall(call: Call, ids: EventIds, backend: Backend) -> list[Past | Non
         if shown.tokens and shown.phase != FINISHED
     }
 
-    def match(found: list[Past]) -> dict[int, Past]:
+    def match(found: list[RecalledChoice]) -> dict[int, RecalledChoice]:
         return {
             wanted[past.stream, past.choice]: past
             for past in found
@@ -50,12 +52,12 @@ async def recall(call: Call, ids: EventIds, backend: Backend) -> list[Past | Non
     ]
 
 
-def _begins_with(token_ids: Sequence[int], shown: Shown) -> bool:
+def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
     count = shown.tokens
     return len(token_ids) >= count and checksum(token_ids[:count]) == shown.check
 
 
-class Replay:
+class StreamReplay:
     """Brings the choices of an answer to where their client is.
 
     Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
@@ -64,7 +66,11 @@ class Replay:
     """
 
     def __init__(
-        self, call: Call, ids: EventIds, choices: list[Choice], past: Sequence[Past | None]
+        self,
+        call: OpenAIRequest,
+        ids: EventIds,
+        choices: list[ChoiceOutput],
+        past: Sequence[RecalledChoice | None],
     ) -> None:
         self.emitted: list[list[int] | None] = []
         self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
@@ -74,7 +80,9 @@ class Replay:
             if shown.tokens and self.emitted[-1] == []:
                 self.skipping[index] = 0
 
-    def _bring(self, choice: Choice, shown: Shown, past: Past | None) -> list[int] | None:
+    def _bring(
+        self, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
+    ) -> list[int] | None:
         """Where it is to begin, [] for anew, None if it has ended."""
         if shown.phase == FINISHED:
             choice.finish_reason = choice.finish_reason or "told"
@@ -98,7 +106,7 @@ class Replay:
         decoder = ChoiceDecoder(self._call.tokenizer, self._call.params)
         return decoder.feed(tokens).finish_reason is not None
 
-    def skip(self, index: int, choice: Choice, delta: Delta) -> tuple[Delta, Decoded]:
+    def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
         """A delta of a choice in `skipping`: what is new of it. Raises ApiError 409 stream_lost,
         and as `Choice.feed`."""
         shown = self._ids.shown[index]

@@ -7,7 +7,7 @@ from typing import Any
 from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.errors import PERMISSION, ApiError, invalid, wrong_type
 from deployments.api.generation.fields import take_int, take_str
-from deployments.api.http_exchange import Exchange
+from deployments.api.http_exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
 DEADLINE = "deadline_seconds"
@@ -18,7 +18,7 @@ _DEADLINE_HEADER = b"x-deadline-seconds"
 _MAX_KEY = 256  # bytes of a name that goes into the key
 
 
-def key_of(exchange: Exchange, body: dict[str, Any], options: ApiOptions) -> str:
+def key_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
     """Who shares the service with whom, by `options.share_by`; "" for all that do not say."""
     if options.share_by == "api_key":
         return exchange.caller.id
@@ -30,7 +30,7 @@ def key_of(exchange: Exchange, body: dict[str, Any], options: ApiOptions) -> str
     return hashlib.sha256(given[0].strip()).hexdigest()[:32] if given else ""
 
 
-def salt_of(exchange: Exchange, body: dict[str, Any], options: ApiOptions) -> str:
+def salt_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
     """The root of its prefix-cache blocks: the key's own unless `options.share_prefixes`, with
     `cache_salt` under it. What is cached tells by its time, and by usage, what others have asked.
 
@@ -44,7 +44,7 @@ def salt_of(exchange: Exchange, body: dict[str, Any], options: ApiOptions) -> st
     return f"{own}/{salt or ''}" if own else salt or ""
 
 
-def priority_of(exchange: Exchange, body: dict[str, Any]) -> int:
+def priority_of(exchange: HttpExchange, body: dict[str, Any]) -> int:
     """Smaller runs earlier; 0 is the usual.
 
     Raises ApiError 400 invalid_type, invalid_value; 403 permission_denied: its key has no right to
@@ -64,7 +64,7 @@ def priority_of(exchange: Exchange, body: dict[str, Any]) -> int:
     return priority
 
 
-def deadline_of(exchange: Exchange, body: dict[str, Any], options: ApiOptions) -> float | None:
+def deadline_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> float | None:
     """When it must have ended, in monotonic seconds: the header or the field, the sooner of both,
     else the operator's default.
 

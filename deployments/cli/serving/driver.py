@@ -31,7 +31,7 @@ from deployments.environment import set_for_children
 from engine.errors import ConfigError, MantaError
 
 
-class LostError(MantaError):
+class RayLostError(MantaError):
     """Ray is gone, or does not answer any more."""
 
     code = "ray_lost"
@@ -76,7 +76,7 @@ class Driver:
             self._serve(self)
         except KeyboardInterrupt:
             code = 130
-        except LostError as error:
+        except RayLostError as error:
             self.tell(lost=error.message)
         except MantaError as error:
             self.tell(failed=error.message, code=2 if isinstance(error, ConfigError) else 1)

@@ -24,7 +24,7 @@ _KILL_SECONDS = 5.0  # for the kernel to end what got SIGKILL; a large GPU proce
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessInfo:
     """started: clock ticks since boot; with the pid it names one process for ever."""
 
     pid: int
@@ -34,7 +34,7 @@ class Process:
     name: str
 
 
-def table() -> dict[int, Process]:
+def table() -> dict[int, ProcessInfo]:
     """All live processes by pid; zombies are not among them."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -43,7 +43,7 @@ def table() -> dict[int, Process]:
     return found
 
 
-def read(pid: int) -> Process | None:
+def read(pid: int) -> ProcessInfo | None:
     """None for one that has ended, be it a zombie."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
@@ -52,10 +52,10 @@ def read(pid: int) -> Process | None:
     fields = rest.split()
     if fields[0] in "ZX":
         return None
-    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), name.partition("(")[2])
+    return ProcessInfo(pid, int(fields[1]), int(fields[3]), int(fields[19]), name.partition("(")[2])
 
 
-def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[int]:
+def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -> list[int]:
     """Live processes below one."""
     children: dict[int, list[int]] = {}
     for process in (table() if processes is None else processes).values():
@@ -110,7 +110,7 @@ def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
     return found - {os.getpid()}
 
 
-def leftovers() -> dict[int, Process]:
+def leftovers() -> dict[int, ProcessInfo]:
     """Live processes whose server was killed: of its mark, below one, or of its session."""
     processes = table()
     found: set[int] = set()

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from deployments.cli.console import Status, err, out
+from deployments.cli.console import StatusLine, err, out
 from deployments.cli.serving.cluster import STOP_SECONDS, Cluster
-from deployments.cli.serving.driver import Driver, LostError
+from deployments.cli.serving.driver import Driver, RayLostError
 from deployments.cli.serving.processes import (
     adopt_orphans,
     kill,
@@ -92,7 +92,7 @@ class Signals:
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
 
-class Child:
+class DriverProcess:
     """A driver and all that it has started. Our own Ray is part of it, a joined one is not."""
 
     def __init__(self, cluster: Cluster, serve: Serve, close: Close) -> None:
@@ -144,13 +144,13 @@ class Child:
                 self._node = {name: below.get(name, 0) for name in _NODE}
 
     def check(self) -> None:
-        """Raises LostError."""
+        """Raises RayLostError."""
         if gone := [_NODE[name] for name, pid in self._node.items() if read(pid) is None]:
-            raise LostError(f"{gone[0]} of Manta's Ray has ended")
+            raise RayLostError(f"{gone[0]} of Manta's Ray has ended")
         if self.ended:
-            raise LostError("the process that talks to Ray has ended")
+            raise RayLostError("the process that talks to Ray has ended")
         if self.serving and time.monotonic() - self._heard > _SILENT:
-            raise LostError(f"Ray has not answered for {_SILENT:.0f} s")
+            raise RayLostError(f"Ray has not answered for {_SILENT:.0f} s")
 
     def stop(self, drain_seconds: float | None) -> None:
         """Have it stop what it started; `ended` is true when it has."""
@@ -206,10 +206,10 @@ class Supervisor:
             while True:
                 try:
                     return self._once()
-                except LostError as lost:
+                except RayLostError as lost:
                     self._again(lost)
 
-    def _again(self, lost: LostError) -> None:
+    def _again(self, lost: RayLostError) -> None:
         """Say that we start again; raises it where we do not."""
         times = self._config.limits.restarts
         if not (self._cluster.own and self._served):
@@ -217,12 +217,14 @@ class Supervisor:
         now = time.monotonic()
         self._losses = [at for at in self._losses if now - at < _HOUR] + [now]
         if len(self._losses) > times:
-            raise LostError(f"{lost.message}; limits.restarts is {times}, so this is the end")
+            raise RayLostError(f"{lost.message}; limits.restarts is {times}, so this is the end")
         self._say(f"{lost.message}; starting again ({len(self._losses)} of {times} in an hour)")
 
     def _once(self) -> int:
         folder = tempfile.mkdtemp(prefix="manta-serve-")
-        child = Child(self._cluster, lambda driver: self._serve(driver, folder), self._close)
+        child = DriverProcess(
+            self._cluster, lambda driver: self._serve(driver, folder), self._close
+        )
         try:
             while self._signals.first is None:
                 for message in child.messages(_POLL):
@@ -237,10 +239,10 @@ class Supervisor:
             if err.is_terminal:
                 err.show_cursor(True)  # which a spinner that was killed has hidden
 
-    def _check(self, child: Child) -> None:
+    def _check(self, child: DriverProcess) -> None:
         try:
             child.check()
-        except LostError:
+        except RayLostError:
             # Whoever stops a service may signal all of its processes, and ours came first.
             time.sleep(_POLL)
             for message in child.messages(0):
@@ -248,15 +250,15 @@ class Supervisor:
             if self._signals.first is None:
                 raise
 
-    def _hear(self, child: Child, message: dict[str, Any]) -> bool:
+    def _hear(self, child: DriverProcess, message: dict[str, Any]) -> bool:
         """False: the serving is over. Raises MantaError."""
         if "failed" in message:
             if self._served and not child.serving:  # a start that may go better next time
-                raise LostError(message["failed"])
+                raise RayLostError(message["failed"])
             kind = ConfigError if message["code"] == 2 else ServeError
             raise kind(message["failed"])
         if "lost" in message:
-            raise LostError(message["lost"])
+            raise RayLostError(message["lost"])
         if "serving" in message:
             self._served = True
             for line in message["about"]:
@@ -275,7 +277,7 @@ class Supervisor:
         finally:
             self._signals.interrupts = False
 
-    def _stop(self, child: Child) -> int:
+    def _stop(self, child: DriverProcess) -> int:
         """A clean stop, as far as one is asked for and possible."""
         signals, own = self._signals, self._cluster.own
         terminated = signals.first == signal.SIGTERM
@@ -288,7 +290,7 @@ class Supervisor:
             seconds = self._config.limits.drain_seconds if drains else None
             deadline = time.monotonic() + (seconds or 0.0) + STOP_SECONDS
             child.stop(seconds)
-            with Status("Stopping"), contextlib.suppress(LostError):
+            with StatusLine("Stopping"), contextlib.suppress(RayLostError):
                 while not signals.hurry and time.monotonic() < deadline:
                     child.messages(_POLL)
                     child.check()

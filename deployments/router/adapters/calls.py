@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from random import Random
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.router.replica_calls import Asking
-from deployments.router.replica_client import Link
-from deployments.routing.decision import Work
+from deployments.router.replica_calls import ReplicaCalls
+from deployments.router.replica_client import ReplicaClient
+from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.route import route
 from deployments.transport.channel import AdapterVersion
@@ -22,18 +22,18 @@ _LOSSES = 2  # replicas that may be lost over one adapter
 
 
 class AdapterCalls:
-    """links: the replicas by name. wait_seconds: for one to be ready."""
+    """clients: of the replicas, by name. wait_seconds: for a replica to be ready."""
 
     def __init__(
         self,
-        asking: Asking,
-        links: Mapping[str, Link],
+        calls: ReplicaCalls,
+        clients: Mapping[str, ReplicaClient],
         fleet: Fleet,
         random: Random,
         wait_seconds: float,
     ) -> None:
-        self._asking = asking
-        self._links = links
+        self._calls = calls
+        self._clients = clients
         self._fleet = fleet
         self._random = random
         self._wait_seconds = wait_seconds
@@ -45,9 +45,9 @@ class AdapterCalls:
         Raises AdapterError; Overloaded if there is no replica.
         """
         for _ in range(_LOSSES):
-            link = await self._find(record.name)
-            order = AddAdapter(self._asking.ticket(), record.name, record.path)
-            answer = await self._asking.ask(link, order, LOAD_SECONDS)
+            client = await self._find(record.name)
+            order = AddAdapter(self._calls.ticket(), record.name, record.path)
+            answer = await self._calls.ask(client, order, LOAD_SECONDS)
             if answer is None:
                 continue
             assert isinstance(answer, AdapterAnswer)
@@ -61,26 +61,28 @@ class AdapterCalls:
         revision = "" if gone else record.revision
         await asyncio.gather(
             *(
-                self._asking.ask(
-                    link,
-                    AdapterVersion(self._asking.ticket(), record.name, record.version, revision),
+                self._calls.ask(
+                    client,
+                    AdapterVersion(self._calls.ticket(), record.name, record.version, revision),
                     TOLD_SECONDS,
                 )
-                for link in list(self._links.values())
-                if link.connection is not None
+                for client in list(self._clients.values())
+                if client.connection is not None
             )
         )
 
-    async def _find(self, adapter: str) -> Link:
+    async def _find(self, adapter: str) -> ReplicaClient:
         deadline = time.monotonic() + self._wait_seconds
         self.waiting += 1
         try:
             while True:
                 now = time.monotonic()
-                decision = route(Work(1, 1, adapter=adapter), self._fleet, self._random, now)
-                link = None if decision is None else self._links.get(decision.replica)
-                if link is not None and link.connection is not None:
-                    return link
+                decision = route(
+                    RoutingRequest(1, 1, adapter=adapter), self._fleet, self._random, now
+                )
+                client = None if decision is None else self._clients.get(decision.replica)
+                if client is not None and client.connection is not None:
+                    return client
                 if now > deadline:
                     raise Overloaded(
                         f"no replica became ready within {self._wait_seconds:g} s",

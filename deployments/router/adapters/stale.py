@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from deployments.adapters.paths import without_paths
-from deployments.adapters.registry import Adapters
-from deployments.router.inflight import Choice, Entry
+from deployments.adapters.registry import AdapterRegistry
+from deployments.router.inflight import InflightChoice, InflightRequest
 from engine.errors import MantaError
 from engine.messages import Delta
 
@@ -18,27 +18,29 @@ _PAUSE = 0.3  # seconds: the replica may know before it is in the book
 class StaleAdapters:
     """place(choices): send them, with what their entry's request says now."""
 
-    def __init__(self, adapters: Adapters, place: Callable[[list[Choice]], None]) -> None:
+    def __init__(
+        self, adapters: AdapterRegistry, place: Callable[[list[InflightChoice]], None]
+    ) -> None:
         self._adapters = adapters
         self._place = place
-        self._ended: dict[Entry, list[tuple[Choice, Delta]]] = {}
+        self._ended: dict[InflightRequest, list[tuple[InflightChoice, Delta]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def takes(self, choice: Choice, delta: Delta) -> bool:
+    def takes(self, choice: InflightChoice, delta: Delta) -> bool:
         """Whether this end of a choice is kept back. If not, its error is fit for its caller."""
-        entry, request = choice.entry, choice.entry.request
+        inflight, request = choice.inflight, choice.inflight.request
         if not request.adapter:
             return False
-        ended = self._ended.get(entry)
+        ended = self._ended.get(inflight)
         if ended is not None:
             ended.append((choice, delta))
             return True
         code = delta.error.partition(":")[0]
-        if code not in _STALE or entry.begun or not request.adapter_version:
+        if code not in _STALE or inflight.begun or not request.adapter_version:
             delta.error = without_paths(delta.error, request.adapter_path, request.model)
             return False
-        self._ended[entry] = [(choice, delta)]
-        task = asyncio.get_running_loop().create_task(self._look(entry))
+        self._ended[inflight] = [(choice, delta)]
+        task = asyncio.get_running_loop().create_task(self._look(inflight))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return True
@@ -47,8 +49,8 @@ class StaleAdapters:
         for task in self._tasks:
             task.cancel()
 
-    async def _look(self, entry: Entry) -> None:
-        request = entry.request
+    async def _look(self, inflight: InflightRequest) -> None:
+        request = inflight.request
         name = request.adapter.partition("@")[0]
         try:
             for pause in (0.0, _PAUSE):
@@ -58,18 +60,18 @@ class StaleAdapters:
                 if record.key != request.adapter or record.version > request.adapter_version:
                     break
         except MantaError as error:
-            del self._ended[entry]
-            entry.fail(error)
+            del self._ended[inflight]
+            inflight.fail(error)
             return
-        ended = self._ended.pop(entry)
+        ended = self._ended.pop(inflight)
         if record.key == request.adapter and record.version <= request.adapter_version:
             for choice, delta in ended:
                 if not choice.done:
                     delta.error = without_paths(delta.error, request.adapter_path, request.model)
-                    entry.take(choice, delta, time.monotonic())
+                    inflight.take(choice, delta, time.monotonic())
             return
         request.adapter, request.adapter_path = record.key, record.path
         request.adapter_version = record.version
-        choices = [choice for choice in entry.choices if not choice.done]
+        choices = [choice for choice in inflight.choices if not choice.done]
         if choices:
             self._place(choices)

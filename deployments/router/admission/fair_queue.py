@@ -115,7 +115,7 @@ class _Key:
         self.waiting = 0
 
 
-class Queue(Generic[T]):
+class FairQueue(Generic[T]):
     """One router's waiting requests.
 
     Order: start-time fair queueing. Virtual time is tokens of service that each busy key has had; a

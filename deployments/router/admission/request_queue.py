@@ -1,4 +1,4 @@
-"""Gate: where a router's requests wait until a replica has room for them; the queue of
+"""RequestQueue: where a router's requests wait until a replica has room for them; the queue of
 fair_queue.py with a clock and replicas."""
 
 import asyncio
@@ -11,11 +11,11 @@ from deployments.backend import GenerationRequest
 from deployments.router.admission.fair_queue import (
     AdmissionLimits,
     Capacity,
+    FairQueue,
     OutputEstimate,
-    Queue,
     Ticket,
 )
-from deployments.router.inflight import Entry
+from deployments.router.inflight import InflightRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
@@ -24,7 +24,7 @@ _CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good fo
 
 
 @dataclass(frozen=True, slots=True)
-class GateLimits:
+class RequestQueueLimits:
     """wait_seconds: how long a request waits at most. waiting: choices that may wait while no
     replica is ready."""
 
@@ -33,24 +33,24 @@ class GateLimits:
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
 
 
-class Gate:
+class RequestQueue:
     """fleet: the router's replicas. max_len: tokens of the longest request. send(entry, replicas):
     give it to one of these, which have room."""
 
     def __init__(
         self,
-        limits: GateLimits,
+        limits: RequestQueueLimits,
         fleet: Fleet,
         random: Callable[[], float],
         max_len: Callable[[], int],
-        send: Callable[[Entry, list[ReplicaState]], None],
+        send: Callable[[InflightRequest, list[ReplicaState]], None],
     ) -> None:
         self._limits = limits
         self._fleet = fleet
         self._max_len = max_len
         self._send = send
-        self._queue: Queue[Entry] = Queue(limits.admission, random)
-        self._tickets: dict[Entry, Ticket[Entry]] = {}
+        self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random)
+        self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
         self._capacity = (0.0, Capacity())  # good until, what
         self._rate = math.inf  # tokens/s, of the replicas when it was last known
@@ -86,31 +86,31 @@ class Gate:
         self._check(request.key, request.priority, self._work(request), request.deadline)
         return False
 
-    def enter(self, entry: Entry, *, now: bool) -> None:
+    def enter(self, inflight: InflightRequest, *, now: bool) -> None:
         """Send it now, or let it wait, as `check` has said."""
         if now:
-            self._send(entry, self._roomy())
+            self._send(inflight, self._roomy())
             return
-        request = entry.request
-        self._tickets[entry] = self._queue.push(
-            entry,
+        request = inflight.request
+        self._tickets[inflight] = self._queue.push(
+            inflight,
             request.key,
             request.priority,
             self._work(request),
-            len(entry.choices),
+            len(inflight.choices),
             self._capacity[1].rate,
         )
         loop = asyncio.get_running_loop()
-        entry.timers.append(loop.call_later(self._limits.wait_seconds, self._expire, entry))
+        inflight.timers.append(loop.call_later(self._limits.wait_seconds, self._expire, inflight))
 
-    def _expire(self, entry: Entry) -> None:
-        if entry in self._tickets:
+    def _expire(self, inflight: InflightRequest) -> None:
+        if inflight in self._tickets:
             seconds = f"{self._limits.wait_seconds:g} s"
             if self._ready():
-                entry.fail(Overloaded(f"no replica had room for it within {seconds}"))
+                inflight.fail(Overloaded(f"no replica had room for it within {seconds}"))
             else:
                 message = f"no replica became ready within {seconds}"
-                entry.fail(Overloaded(message, code="no_replica", retry_after=5))
+                inflight.fail(Overloaded(message, code="no_replica", retry_after=5))
 
     # -- out
 
@@ -118,27 +118,27 @@ class Gate:
         """Give replicas what waits, while one has room."""
         queue = self._queue
         while queue.head() is not None and (roomy := self._roomy()):
-            entry = queue.pop()
-            del self._tickets[entry]
-            self._send(entry, roomy)
+            inflight = queue.pop()
+            del self._tickets[inflight]
+            self._send(inflight, roomy)
 
     def news(self, replica: ReplicaState) -> None:
         """A frame of this replica has come."""
         if self._queue and replica.room() > 0:
             self.fill()
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, inflight: InflightRequest) -> None:
         """A request has ended, wherever it was."""
-        ticket = self._tickets.pop(entry, None)
+        ticket = self._tickets.pop(inflight, None)
         if ticket is not None:
             self._queue.remove(ticket)
             return
-        limit = self._limit(entry.request)
-        expected = self._estimate.expected(limit) * len(entry.choices)
-        for choice in entry.choices:
+        limit = self._limit(inflight.request)
+        expected = self._estimate.expected(limit) * len(inflight.choices)
+        for choice in inflight.choices:
             expected -= len(choice.emitted)
             self._estimate.learn(limit, len(choice.emitted))
-        self._queue.correct(entry.request.key, -expected)
+        self._queue.correct(inflight.request.key, -expected)
 
     # -- what it goes by
 

@@ -1,42 +1,42 @@
-"""Displaced: choices that had a replica, or were on their way to one, and have none to go to now.
-Those that have never been sent wait at the gate."""
+"""DisplacedChoices: choices that lost their replica while no other can take them. New requests wait
+in the request queue instead (admission/request_queue.py)."""
 
 import asyncio
 import itertools
 
-from deployments.router.inflight import Choice
+from deployments.router.inflight import InflightChoice
 from engine.errors import Overloaded
 
 
-class Displaced:
+class DisplacedChoices:
     """seconds: how long one waits at most; then its request fails."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._choices: dict[int, tuple[Choice, asyncio.TimerHandle]] = {}  # by id
+        self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}  # by id
 
     def __len__(self) -> int:
         return len(self._choices)
 
-    def put(self, choices: list[Choice]) -> None:
+    def put(self, choices: list[InflightChoice]) -> None:
         loop = asyncio.get_running_loop()
         error = Overloaded(
             f"no replica became ready within {self._seconds:g} s", code="no_replica", retry_after=5
         )
         for choice in choices:
-            timer = loop.call_later(self._seconds, choice.entry.fail, error)
+            timer = loop.call_later(self._seconds, choice.inflight.fail, error)
             self._choices[choice.id] = (choice, timer)
 
-    def take(self, choice: Choice) -> bool:
+    def take(self, choice: InflightChoice) -> bool:
         """It waits no longer. Whether it did."""
         _, timer = self._choices.pop(choice.id, (None, None))
         if timer is not None:
             timer.cancel()
         return timer is not None
 
-    def take_all(self) -> list[list[Choice]]:
+    def take_all(self) -> list[list[InflightChoice]]:
         """All of them, those of one request together."""
         waiting = [choice for choice, _ in self._choices.values()]
         for choice in waiting:
             self.take(choice)
-        return [list(group) for _, group in itertools.groupby(waiting, lambda one: one.entry)]
+        return [list(group) for _, group in itertools.groupby(waiting, lambda one: one.inflight)]

@@ -1,4 +1,4 @@
-"""Losses: what becomes of the choices of a replica that is lost, or that gives them back."""
+"""ReplicaLosses: what becomes of the choices of a replica that is lost, or that gives them back."""
 
 import asyncio
 import logging
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection
 
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.displaced import Displaced
+from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.poison import by_itself
-from deployments.router.inflight import Choice, Entry
-from deployments.router.replica_client import Link
+from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.replica_client import ReplicaClient
 from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")
@@ -18,58 +18,58 @@ _SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas tha
 _SUSPECTS_FIRST = 0.05  # seconds, in which all routers send the suspects of a death to their trial
 
 
-class Losses:
+class ReplicaLosses:
     """allowed: replicas, killed from outside, that a request may lose in a row without a token from
     any. entries: requests in flight. place(choices): of one request, to another replica."""
 
     def __init__(
         self,
         allowed: int,
-        entries: Collection[Entry],
-        displaced: Displaced,
+        requests: Collection[InflightRequest],
+        displaced: DisplacedChoices,
         metrics: RouterMetrics,
-        place: Callable[[list[Choice]], None],
+        place: Callable[[list[InflightChoice]], None],
     ) -> None:
         self._allowed = allowed
-        self._entries = entries
+        self._requests = requests
         self._displaced = displaced
         self._metrics = metrics
         self._place = place
 
-    def given_back(self, link: Link, choice: Choice) -> None:
+    def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
         """The replica is to stop, and the choice goes on elsewhere. Nobody is to blame."""
-        self._moves(link, choice, "it is to stop")
+        self._moves(client, choice, "it is to stop")
         self._place([choice])
 
-    def lost(self, link: Link, choices: list[Choice], reason: str) -> None:
+    def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
         """Its connection broke, and these were there."""
-        level = logging.WARNING if choices or not link.retired else logging.INFO
-        logger.log(level, "replica %s: %s; %d choices move", link.replica, reason, len(choices))
-        moving: dict[Entry, list[Choice]] = {}
-        passed: dict[Entry, list[Choice]] = {}
+        level = logging.WARNING if choices or not client.retired else logging.INFO
+        logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
+        moving: dict[InflightRequest, list[InflightChoice]] = {}
+        passed: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
-            if choice.done or self._give_up(link, choice):
+            if choice.done or self._give_up(client, choice):
                 continue  # done: its entry failed with another choice of this loop
-            self._moves(link, choice, f"lost: {reason}")
+            self._moves(client, choice, f"lost: {reason}")
             logger.warning(
                 "moves from %s after %d tokens: %s",
-                link.replica,
+                client.replica,
                 len(choice.emitted),
                 reason,
-                extra={"request_id": choice.entry.request.request_id},
+                extra={"request_id": choice.inflight.request.request_id},
             )
             choice.begun = len(choice.emitted)
-            if choice.blame.losses:
+            if choice.suspicion.losses:
                 # It may be the cause: let those that are not go first, to be ahead of its next
                 # death; and let all news of replicas that died at once arrive.
                 self._place_later([choice], _SUSPECT_PAUSE)
-            elif choice.blame.turn == "after":
-                passed.setdefault(choice.entry, []).append(choice)
+            elif choice.suspicion.turn == "after":
+                passed.setdefault(choice.inflight, []).append(choice)
             else:
-                moving.setdefault(choice.entry, []).append(choice)
-        if link.failed is not None and by_itself(link.failed):
-            for choice in (one for entry in self._entries for one in entry.choices):
-                choice.blame.acquit(link.failed.deaths)
+                moving.setdefault(choice.inflight, []).append(choice)
+        if client.failed is not None and by_itself(client.failed):
+            for choice in (one for inflight in self._requests for one in inflight.choices):
+                choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
             # Together: a poison with n > 1 must not be tried at two replicas.
             left = [choice for choice in together if not choice.done]
@@ -78,25 +78,25 @@ class Losses:
         for together in passed.values():
             self._place_later([choice for choice in together if not choice.done], _SUSPECTS_FIRST)
 
-    def _give_up(self, link: Link, choice: Choice) -> bool:
+    def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
         """Whether the request has cost too many replicas; then it has failed."""
-        why = choice.blame.lost(
-            link.replica, choice.id, choice.given, link.failed, self._allowed, link.silent
+        why = choice.suspicion.lost(
+            client.replica, choice.id, choice.given, client.failed, self._allowed, client.silent
         )
         if why:
-            request_id = choice.entry.request.request_id
+            request_id = choice.inflight.request.request_id
             logger.warning(
-                "given up at %s: %s", link.replica, why, extra={"request_id": request_id}
+                "given up at %s: %s", client.replica, why, extra={"request_id": request_id}
             )
-            choice.entry.fail(RequestFailed(why))
+            choice.inflight.fail(RequestFailed(why))
         return bool(why)
 
-    def _moves(self, link: Link, choice: Choice, why: str) -> None:
+    def _moves(self, client: ReplicaClient, choice: InflightChoice, why: str) -> None:
         self._metrics.migrations.add()
-        choice.entry.migrations += 1
-        choice.entry.story.moves(link.replica, why, time.monotonic())
+        choice.inflight.migrations += 1
+        choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
-    def _place_later(self, choices: list[Choice], seconds: float) -> None:
+    def _place_later(self, choices: list[InflightChoice], seconds: float) -> None:
         """They wait for so long, if there is a replica to go to then."""
 
         def place() -> None:

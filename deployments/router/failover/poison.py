@@ -1,4 +1,4 @@
-"""Blame: is this choice what its engines die of?
+"""Suspicion: is this choice what its engines die of?
 
 Who kills an engine from outside has no quarrel with the requests there. An engine that died by
 itself may have died of one of them, so all of them are suspects, and each is tried: it is placed
@@ -18,8 +18,8 @@ explains is tried however much it had given.
 from deployments.transport.channel import Turn
 from engine.messages import Failed
 
-TRIAL = 3  # tokens: an engine may have computed two more than it has told when it died
-LONG_TRIAL = 64  # the most for who has passed once: it may be slow
+PROBATION = 3  # tokens: an engine may have computed two more than it has told when it died
+LONG_PROBATION = 64  # the most for who has passed once: it may be slow
 DEATHS = 3  # that nobody explains: given up, also if no trial shows it
 PROOF = 8  # tokens from one replica that clear a choice of its death, if that came from outside
 
@@ -29,7 +29,7 @@ def by_itself(failed: Failed) -> bool:
     return failed.code != "engine_killed"
 
 
-class Blame:
+class Suspicion:
     """What one choice has been at.
 
     deaths: replicas whose engines died by themselves, nobody knows of what. tokens: that it has to
@@ -77,7 +77,7 @@ class Blame:
         heard of it any more; its process may well live.
         """
         if failed is not None:
-            if self._waited(id, given, failed.trial):
+            if self._waited(id, given, failed.suspects):
                 return ""
             if by_itself(failed):
                 return self._died(replica, id, given, failed)
@@ -91,17 +91,17 @@ class Blame:
             return f"{self.doubts} replicas were lost soon after this request had come to them"
         return ""
 
-    def _waited(self, id: int, given: int, trial: list[int] | None) -> bool:
+    def _waited(self, id: int, given: int, suspects: list[int] | None) -> bool:
         """It was there, but not in the engine."""
         if self.tokens:
-            return id not in (trial or ())
-        return self.passed and not given and trial is not None and id not in trial
+            return id not in (suspects or ())
+        return self.passed and not given and suspects is not None and id not in suspects
 
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
         """The engine has, by itself, and it was in it."""
         self.losses = 0
-        if failed.trial is not None:
-            if id not in failed.trial:
+        if failed.suspects is not None:
+            if id not in failed.suspects:
                 if given:
                     return ""
             elif not failed.doubt:
@@ -110,5 +110,5 @@ class Blame:
         # Who is innocent and has bad company once more: not yet.
         if len(self.deaths) >= DEATHS + failed.doubt:
             return f"{len(self.deaths)} engines died while they ran this request"
-        self.tokens = TRIAL if len(self.deaths) == 1 else min(given + TRIAL, LONG_TRIAL)
+        self.tokens = PROBATION if len(self.deaths) == 1 else min(given + PROBATION, LONG_PROBATION)
         return ""

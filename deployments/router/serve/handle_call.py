@@ -28,7 +28,7 @@ def path_for(body: dict[str, Any]) -> str:
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
     """The answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside it."""
-    exchange = _Exchange(app, {**body, "stream": False})
+    exchange = _AsgiCall(app, {**body, "stream": False})
     try:
         await exchange.started.wait()
         parts = [part async for part in exchange.parts()]
@@ -51,7 +51,7 @@ async def stream(
         headers.append((WANTED, b"1"))
         if last_event_id:
             headers.append((LAST, last_event_id.encode("ascii", "replace")))
-    exchange = _Exchange(app, {**body, "stream": True}, headers)
+    exchange = _AsgiCall(app, {**body, "stream": True}, headers)
     try:
         await exchange.started.wait()
         if exchange.status != 200:
@@ -75,7 +75,7 @@ async def stream(
         await exchange.end()
 
 
-class _Exchange:
+class _AsgiCall:
     """One request in a task of its own, its body parts in a queue."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Peers: questions to all routers of an application, through Serve."""
+"""PeerRouters: questions to all routers of an application, through Serve."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 logger = logging.getLogger("manta.router")
 
 
-class Peers:
+class PeerRouters:
     """Of one router, which is among those that are asked."""
 
     def __init__(self, deployment: str, app: str) -> None:

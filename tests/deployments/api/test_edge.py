@@ -9,7 +9,7 @@ from ray.serve._private import http_util
 from starlette.applications import Starlette
 
 from deployments.api.app import build_asgi
-from deployments.api.uvicorn_hooks import Edge, JsonRefusals, install
+from deployments.api.uvicorn_hooks import EdgeMiddleware, JsonRefusals, install
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_backend import FakeBackend
 
@@ -23,7 +23,7 @@ def answering(status: int, content_type: bytes | None, body: bytes = b"replica a
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    return Edge(http_util.RequestIdMiddleware(app))
+    return EdgeMiddleware(http_util.RequestIdMiddleware(app))
 
 
 def get(app: Any, path: str = "/x", *headers: tuple[bytes, bytes]) -> Reply:
@@ -71,7 +71,7 @@ def test_an_exception_has_the_error_object() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "secret")
 
-    reply = get(Edge(app))
+    reply = get(EdgeMiddleware(app))
     assert (reply.status, reply.json()["error"]["code"]) == (500, "internal_error")
     assert (reply.header("x-request-id") or "").startswith("req-") and b"secret" not in reply.body
 
@@ -95,7 +95,7 @@ def test_a_log_line_of_an_exception_is_short(caplog: pytest.LogCaptureFixture) -
         def admit(self, key: str) -> None:
             deeper("")
 
-    assert get(Edge(app)).status == 500
+    assert get(EdgeMiddleware(app)).status == 500
     reply = asyncio.run(Client(build_asgi(Recursive())).chat())
     assert reply.status == 500
     lines = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
@@ -112,7 +112,7 @@ def test_an_exception_in_mid_answer_goes_on() -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        get(Edge(app))
+        get(EdgeMiddleware(app))
 
 
 def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +126,9 @@ def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     protocols = uvicorn.config.HTTP_PROTOCOLS
     monkeypatch.setitem(protocols, "auto", protocols["auto"])  # put back afterwards
     options = http_util.configure_http_middlewares(http_util.HTTPOptions())
-    assert [middleware.cls for middleware in options.middlewares] == [Edge]
+    assert [middleware.cls for middleware in options.middlewares] == [EdgeMiddleware]
     app = http_util._apply_middlewares(Starlette(), options.middlewares)
-    assert isinstance(app, Edge), "outside of Serve's own middleware"
+    assert isinstance(app, EdgeMiddleware), "outside of Serve's own middleware"
     config = uvicorn.Config(app)  # with Serve's choice of parser: uvicorn's default
     config.load()
     protocol: Any = config.http_protocol_class
