@@ -188,7 +188,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_failure_is_forgotten(
     made: tuple[LoraReader, Path], tmp_path: Path, clock: Clock
 ) -> None:
-    """F27: an adapter that was mended and stays broken, or is read again for each request: to the
+    """An adapter that was mended and stays broken, or is read again for each request: to the
     router that asks first, to an engine that reads its weights, to one that hears of it."""
     good = made[1] / "good"
     shutil.copytree(good, tmp_path / "a")
@@ -238,12 +238,12 @@ def test_an_object_store_that_cannot_be_had(
     fault: Exception | None,
     code: str,
 ) -> None:
-    """F26: a client that is told that its request was wrong, or a 500, when the disk is full or the
+    """A client that is told that its request was wrong, or a 500, when the disk is full or the
     store does not answer; or requests without the adapter that fail or wait with it."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        store.pipe(f"/f26/a/{name}", (made[1] / "good" / name).read_bytes())
+        store.pipe(f"/store/a/{name}", (made[1] / "good" / name).read_bytes())
 
     class Loader(AdapterLoader):
         def __init__(self, seconds: float) -> None:
@@ -270,7 +270,7 @@ def test_an_object_store_that_cannot_be_had(
 
     async def case() -> None:
         nonlocal broken
-        given = settings(tmp_path, paths={"a": "memory://f26/a"})
+        given = settings(tmp_path, paths={"a": "memory://store/a"})
         async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
             client = Client(build_asgi(fleet.dispatcher))
 

@@ -150,7 +150,7 @@ def usual(port: int) -> bool:
 
 
 def test_request_id_comes_back_once_and_clean(port: int) -> None:
-    """Row 24: Serve echoes whatever came, of any length; a folded header is the only way a line
+    """Serve echoes whatever came, of any length; a folded header is the only way a line
     break could get here."""
     for given, expected in (
         (b"mine-1", b"mine-1"),
@@ -187,7 +187,7 @@ def test_refusal_does_not_stand_inside_an_answer(port: int, backend: FakeBackend
 
 
 def test_keep_alive_after_errors_and_pipelining(port: int) -> None:
-    """Row 78: an error answered without reading all of its body must not poison the connection."""
+    """An error answered without reading all of its body must not poison the connection."""
     bad = b'{"model":"tiny","prompt":"a","max_tokens":-1}'
     requests = [
         (post(USUAL) + BODY, 200),
@@ -211,7 +211,7 @@ def test_keep_alive_after_errors_and_pipelining(port: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["close", "half-close", "reset"])
 def test_hang_up_frees_at_once(port: int, backend: FakeBackend, stream: bool, how: str) -> None:
-    """Row 77, with a real socket: during the wait for the first token and in mid-stream."""
+    """A client that leaves, over a real socket, before the first token and in mid-stream."""
     body = b'{"model":"tiny","prompt":"a","max_tokens":200,"ignore_eos":true,"stream":%b}' % (
         b"true" if stream else b"false"
     )

@@ -5,7 +5,7 @@ replicas, requests through the HTTP endpoint.
 
 A GPU pool of 0 to 3 replicas (on the CPU; Ray is told of GPUs) and a CPU pool of 0 or 1 on nodes of
 their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more,
-which comes as Serve's controller is killed (F14); then that of half of one; then nothing; then one
+which comes as Serve's controller is killed; then that of half of one; then nothing; then one
 request. Every text is compared with that of the quiet beginning. Writes what came of it as JSON:
 phases, counts of replicas and nodes, decisions, and how long after the kill the first one came that
 asks for a GPU.

@@ -91,7 +91,7 @@ def test_the_first_request_pins_the_revision(tmp_path):
 
 
 def test_replaced_while_requests_run(tmp_path):
-    """F28. Running requests that go on with the new weights; or new ones, through a router that has
+    """Running requests that go on with the new weights; or new ones, through a router that has
     not heard, with the old."""
 
     async def case():
@@ -409,7 +409,7 @@ TRAVERSALS = [
 
 
 def test_only_what_is_inside_the_roots_can_be_added(tmp_path, monkeypatch):
-    """D12: a path that leads out of the allowed folders, by whatever spelling."""
+    """A path that leads out of the allowed folders, by whatever spelling."""
     root = tmp_path / "root"
     make_folder(root / "good")
     make_folder(tmp_path / "rootx" / "x")
@@ -433,7 +433,7 @@ def test_only_what_is_inside_the_roots_can_be_added(tmp_path, monkeypatch):
 
 
 def test_messages_without_paths():
-    """D13: an error that tells a client the folders of the machine."""
+    """An error that tells a client the folders of the machine."""
     for message in (
         "/srv/a b/x: rank 300 is over max_lora_rank 64",
         "/srv/a b/x/adapter_model.safetensors: holds no tensor",

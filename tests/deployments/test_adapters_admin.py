@@ -100,7 +100,7 @@ def _audit(event: str, arguments: tuple) -> None:
 
 
 def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
-    """D12: a path that leads out of the roots through the route itself: a 500, a path that one
+    """A path that leads out of the roots through the route itself: a 500, a path that one
     layer reads in another way than the one that allowed it, or a look at a file outside."""
     root = tmp_path / "root"
     make_folder(root / "good")
@@ -139,7 +139,7 @@ def test_nothing_outside_the_roots_is_opened(tmp_path, monkeypatch):
 
 
 def test_a_link_that_comes_later(tmp_path):
-    """D12: a folder that was allowed when it was added, or found in the watched one, and is a link
+    """A folder that was allowed when it was added, or found in the watched one, and is a link
     to somewhere else when it is read again."""
     made = [tmp_path / name for name in ("root/a", "watch/b", "watch/c")]
 

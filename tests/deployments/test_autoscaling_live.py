@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(420)]
 def test_nodes_and_replicas_follow_the_load(tmp_path: Path) -> None:
     """Bug: what is right in the simulator and does nothing in Serve: metrics under other names, a
     pool given up while it starts, a GPU asked for what a CPU can do, requests refused or lost while
-    one pool takes over from the other. F14: a killed controller that comes back without the policy,
+    one pool takes over from the other. A killed controller that comes back without the policy,
     or without the routers' and engines' reports."""
     report = report_of("tests.deployments.autoscaling_live", tmp_path / "report.json", 360)
     assert not report["error"] and not report["failed"], report

@@ -345,7 +345,7 @@ def overloaded(load: float, routers: int = 1, seconds: float = 40.0) -> list[Req
 
 @pytest.mark.parametrize("routers", [1, 4])
 def test_at_ten_times_the_load_goodput_is_that_of_the_best(routers):
-    """F22: an overloaded server that does much for nobody: each answer too late, or thrown away."""
+    """An overloaded server that does much for nobody: each answer too late, or thrown away."""
     best = max(goodput(overloaded(load), 10, 40, slo=6.0) for load in (0.9, 1.0, 1.1))
     flood = overloaded(10.0, routers)
     held = goodput(flood, 10, 40, slo=6.0)

@@ -1,4 +1,5 @@
-"""What issue 2 promises of a running server, on the default model, on the CPU, behind haproxy."""
+"""A running server with the default model on the CPU, behind haproxy: nothing left behind, OpenAI's
+client, the library's answers, health and metrics."""
 
 import asyncio
 import json

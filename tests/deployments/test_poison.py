@@ -1,4 +1,4 @@
-"""F7. A request that its engines die of is given up at the second death, and nobody else is."""
+"""A request that its engines die of is given up at the second death, and nobody else is."""
 
 import asyncio
 import time

@@ -222,7 +222,7 @@ def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
 
 @pytest.mark.parametrize("how", ["stopped", "hung"])
 def test_a_real_engine_process_that_is_stuck(how):
-    """F11. A stopped process, or a step that never ends in one that lives, that holds its streams
+    """A stopped process, or a step that never ends in one that lives, that holds its streams
     until somebody looks."""
 
     async def case():
@@ -250,7 +250,7 @@ def test_a_real_engine_process_that_is_stuck(how):
 
 
 def test_a_poisoned_device_ends_its_engine_and_the_requests_move():
-    """F9. A step raises and the device is lost with it: the process goes on with a context that is
+    """A step raises and the device is lost with it: the process goes on with a context that is
     gone, or nobody hears of its end; real processes, and a router's dispatcher."""
 
     async def case():

@@ -259,8 +259,8 @@ def test_replicas_that_die_at_once_are_not_blamed_on_the_requests():
 
 @pytest.mark.parametrize("times", [3, 4])
 def test_silence_is_no_death_to_blame_a_request_for(times: int):
-    """F22 on a busy machine: replicas that stood still for some seconds, in turns, and 500 for each
-    request that had waited at two of them. Four times is enough, whatever the cause."""
+    """An overload on a busy machine: replicas that stood still for some seconds, in turns, and 500
+    for each request that had waited at two of them. Four times is enough, whatever the cause."""
 
     async def case():
         limits = DispatchLimits(wait_seconds=5, losses=1, channel=FAST)

@@ -52,7 +52,7 @@ class Engine:
     ],
 )
 def test_how_long_an_engine_may_do_nothing(what: str, how: dict, seconds: float) -> None:
-    """Bug: a stuck engine that holds its streams for half a minute (F11 allows 10 s), or one that
+    """Bug: a stuck engine that holds its streams for half a minute (10 s are allowed), or one that
     is taken for stuck although it computes."""
     engine = Engine()
     for _ in range(4):

@@ -62,7 +62,7 @@ class Engine:
     "device",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-def test_f9_a_poisoned_device_ends_the_process(
+def test_a_poisoned_device_ends_the_process(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: the process goes on with a context that is gone, or hangs in it, or blames a request; or

@@ -1,4 +1,4 @@
-"""F13, F23 and F24 in full: scale-downs, rolling updates and a node's notice under load.
+"""Scale-downs, rolling updates and a node's notice under load.
 
     python -m tests.faults.drain
 

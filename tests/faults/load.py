@@ -1,4 +1,4 @@
-"""Load with kills in it: F4, short in the tests and long from the command line (soak.py)."""
+"""Load with kills in it: short in the tests, long from the command line (soak.py)."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""F4 in full: the default model in float32 on three replicas, 20 kills in 10 minutes, a report.
+"""The default model in float32 on three replicas, 20 kills in 10 minutes, a report.
 
     python -m tests.faults.soak
 

@@ -1,4 +1,5 @@
-"""F13, F23, F24 in short; `python -m tests.faults.drain` is the long run."""
+"""Scale-downs, updates and a node's notice, a few of each; the long run is `python -m
+tests.faults.drain`."""
 
 import json
 import subprocess
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(420)]
 
 
-def test_f13_f23_f24_scale_downs_updates_and_a_notice(tmp_path: Path) -> None:
+def test_scale_downs_updates_and_a_notice(tmp_path: Path) -> None:
     """Bug: a replica that stops cuts what it streams, or an update sends requests to nobody, or
     lets one model go on with another's answer, or a node's deadline comes before the hand-over."""
     out = tmp_path / "drain"

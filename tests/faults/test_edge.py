@@ -1,6 +1,5 @@
-"""Behind haproxy, as `manta serve` runs it. F15, F16: the edge's own processes are killed. F19,
-F20, F22 in short: clients that leave, that do not read, and too many; the long run is `python -m
-tests.faults.abuse`."""
+"""Behind haproxy, as `manta serve` runs it: HAProxy, its manager or a router is killed; clients
+leave, do not read, or are too many. Their long run is `python -m tests.faults.abuse`."""
 
 import asyncio
 import signal
@@ -71,7 +70,7 @@ def until(condition: Any, seconds: float) -> float:
     return time.monotonic() - began
 
 
-def test_f16_a_router_is_killed_and_whole_answers_come_from_the_other(
+def test_a_router_is_killed_and_whole_answers_come_from_the_other(
     live: Live, instance: Instance
 ) -> None:
     """Bug: a request whose answer has not begun is lost with its router, although nobody has seen a
@@ -99,7 +98,7 @@ def test_f16_a_router_is_killed_and_whole_answers_come_from_the_other(
 
 
 @pytest.mark.parametrize("target", ["haproxy", "manager", "proxy"])
-def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, target: str) -> None:
+def test_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, target: str) -> None:
     """Bug: a node's edge that stays away, that leaves requests running at the engines for clients
     that are gone, that hangs or garbles what it breaks, or takes connections with it that are not
     its own. manager: Serve's actor that starts haproxy, which then ends with its last stream. The
@@ -140,7 +139,7 @@ def test_f15_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, t
     until(lambda: idle(live), 20)
 
 
-def test_f15_f16_a_client_that_goes_on_loses_nothing(live: Live, instance: Instance) -> None:
+def test_a_client_that_goes_on_loses_nothing(live: Live, instance: Instance) -> None:
     """Bug: streams end with their router or edge: 12 of 27 with a router, 27 of 27 with haproxy.
     The long run is `python -m tests.faults.resume`."""
     until(lambda: idle(live), 40)
@@ -164,29 +163,29 @@ def told(report: Report) -> list[str]:
     return report.wrong()
 
 
-def test_f19_clients_that_leave_hold_nothing(live: Live) -> None:
+def test_clients_that_leave_hold_nothing(live: Live) -> None:
     """Bug: a socket, a task, a ledger entry or a block for each client that hangs up, in haproxy's
     or uvicorn's ways of telling it, which no test in one process has."""
     report = Report()
     asyncio.run(disconnects(live, report, 300, 30, TENANTS[0]))
     asyncio.run(freed(live, report, 20, TENANTS[0]))
     assert not told(report)
-    assert all(report.value(f"F19/{when}") for when in ("before the body", "in the answer"))
+    assert all(report.value(f"disconnects/{when}") for when in ("before the body", "in the answer"))
 
 
-def test_f20_readers_of_a_byte_a_second_hold_nobody_up(live: Live) -> None:
+def test_readers_of_a_byte_a_second_hold_nobody_up(live: Live) -> None:
     """Bug: one client that hardly reads, and the others' streams wait, behind haproxy's buffers."""
     report = Report()
     asyncio.run(slow_readers(live, report, 10, 1.2, TENANTS[0], streams=4))
     assert not told(report)
-    assert report.value("F20/p99 beside slow readers, of beside quick ones") < 3
+    assert report.value("slow readers/p99 beside slow readers, of beside quick ones") < 3
 
 
-def test_f22_ten_times_the_load(live: Live) -> None:
+def test_ten_times_the_load(live: Live) -> None:
     """Bug: an overload in which nobody gets an answer in time, or one key or priority takes all;
     refusals that come as late as answers; a server that is still busy with it when it is over."""
     report = Report()
     asyncio.run(overload(live, report, 2 * ROWS, 5.0, TENANTS))
-    p99 = report.value("F22/refused after, p99")
+    p99 = report.value("overload/refused after, p99")
     assert not told(report)
     assert p99 < 250

@@ -1,5 +1,5 @@
-"""F20, F21 at the edge: what haproxy's `timeout client` does and does not cut off. The edge is
-ours, with the timeout made short."""
+"""Clients that do not read or do not send: what haproxy's `timeout client` does and does not
+cut off. The edge is ours, with the timeout made short."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Faults of users-reliability C2 on a real Ray and Serve, with real signals. The engines count, so
+"""Processes killed on a real Ray and Serve, with real signals. The engines count, so
 that a token that is lost, repeated or invented shows in the text."""
 
 import asyncio
@@ -96,9 +96,7 @@ async def same_under(broken: Broken, asked: Asked, fault: Any, rounds: int = 2) 
 @pytest.mark.parametrize(
     ("target", "after"), [("engine", 0.01), ("engine", 0.6), ("replica", 0.6), ("replica", 1.55)]
 )
-def test_f1_f2_f3_a_replica_is_killed(
-    broken: Broken, asked: Asked, target: str, after: float
-) -> None:
+def test_a_replica_is_killed(broken: Broken, asked: Asked, target: str, after: float) -> None:
     """Bug: a killed process costs a token, an answer, or more than a pause. 0.01 s: before the
     first byte; 1.55 s: at the last tokens, with some streams over and others not."""
 
@@ -117,7 +115,7 @@ def test_f1_f2_f3_a_replica_is_killed(
     run(case())
 
 
-def test_f2_a_replica_is_killed_while_it_loads_an_adapter(broken: Broken) -> None:
+def test_a_replica_is_killed_while_it_loads_an_adapter(broken: Broken) -> None:
     """Bug: a request that has a replica but no row yet is lost with it, or goes on without its
     adapter; or the adapter counts as one that cannot be had."""
 
@@ -144,7 +142,7 @@ def test_f2_a_replica_is_killed_while_it_loads_an_adapter(broken: Broken) -> Non
     run(case())
 
 
-def test_f4_short_kills_under_load(broken: Broken) -> None:
+def test_kills_under_load(broken: Broken) -> None:
     """Bug: what survives one kill does not survive the next, before all is back in order."""
 
     async def case() -> None:
@@ -163,7 +161,7 @@ def test_f4_short_kills_under_load(broken: Broken) -> None:
     run(case())
 
 
-def test_f5_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
+def test_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
     """Bug: with nobody left requests fail at once, or hang; or are sent to the first replica that
     returns from the beginning; or wait for more than one replica's start."""
 
@@ -196,7 +194,7 @@ def test_f5_all_replicas_killed_at_once(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
-def test_f7_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
+def test_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
     """Bug: a request whose engine process ends without a word goes from replica to replica until
     none is left; or its neighbours, which were at the same deaths, fail with it."""
 
@@ -231,7 +229,7 @@ def test_f7_a_request_kills_its_engines(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
-def test_f9_a_device_is_lost(broken: Broken, asked: Asked) -> None:
+def test_a_device_is_lost(broken: Broken, asked: Asked) -> None:
     """Bug: an engine whose device is gone lives on, or ends without its replica being replaced, or
     its requests fail with it; they are blamed for what was not their fault."""
 
@@ -263,7 +261,7 @@ def test_f9_a_device_is_lost(broken: Broken, asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
-def test_f9_an_engine_crashes(broken: Broken, asked: Asked, number: signal.Signals) -> None:
+def test_an_engine_crashes(broken: Broken, asked: Asked, number: signal.Signals) -> None:
     """Bug: streams of an engine that ended by itself were tried one after the other, three steps
     each, which made pauses of 6.6 to 19.9 s of what is 0.3 to 1.8 s after SIGKILL."""
 
@@ -282,7 +280,7 @@ def test_f9_an_engine_crashes(broken: Broken, asked: Asked, number: signal.Signa
     run(case())
 
 
-def test_f11_an_engine_hangs(broken: Broken, asked: Asked) -> None:
+def test_an_engine_hangs(broken: Broken, asked: Asked) -> None:
     """Bug: a process that lives and does nothing holds its streams for ever."""
 
     async def case() -> None:
@@ -305,7 +303,7 @@ def test_f11_an_engine_hangs(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
-def test_f14_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
+def test_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
     """Bug: data that flows through, or waits for, Serve's controller; requests that come, or leave,
     while there is none; a replica that died meanwhile and is not replaced when it is back."""
 
@@ -346,7 +344,7 @@ def test_f14_the_controller_is_killed(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
-def test_f15_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
+def test_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
     """Bug: with http.proxy: serve, a node whose proxy stays away, that takes routers with it, or
     leaves requests running at the engines for clients that are gone. HAProxy: test_edge.py."""
 
@@ -372,7 +370,7 @@ def test_f15_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
     run(case())
 
 
-def test_f16_a_router_is_killed(broken: Broken, asked: Asked) -> None:
+def test_a_router_is_killed(broken: Broken, asked: Asked) -> None:
     """Bug: a dead router takes more with it than the connections it had: the other's streams stop,
     or the engines go on with what nobody reads."""
 

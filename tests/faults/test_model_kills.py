@@ -1,5 +1,5 @@
-"""F1 to F3 with the default model in float32: what a lost replica had computed is computed again
-elsewhere, and the text is the same to the last token."""
+"""Kills of replicas that serve the default model in float32: what a lost replica had computed is
+computed again elsewhere, and the text is the same to the last token."""
 
 import asyncio
 import signal
@@ -69,7 +69,7 @@ def bodies(stop: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("after", "number"), [(0.3, signal.SIGKILL), (2.5, signal.SIGKILL), (2.5, signal.SIGSEGV)]
 )
-def test_f1_f2_f3_same_text_from_another_replica(
+def test_same_text_from_another_replica(
     broken: Broken, after: float, number: signal.Signals
 ) -> None:
     """Bug: recomputed keys, random counters or the detokeniser's state differ from the first
@@ -95,7 +95,7 @@ def test_f1_f2_f3_same_text_from_another_replica(
 
 
 @pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 4}])
-def test_f3_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
+def test_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
     """Bug: the other replica goes on with the base model, or with keys of the base model from its
     prefix cache."""
     body = {"messages": QUESTION, "max_tokens": 48, "ignore_eos": True, **kind}

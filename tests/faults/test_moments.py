@@ -1,5 +1,5 @@
-"""F2, every moment: a replica is lost after each possible number of tokens, first byte and last
-token included. In one event loop over real sockets, so that the moment is exact."""
+"""A replica is lost at every moment: after each possible number of tokens, before the first
+byte and at the last token too. In one event loop over real sockets, so that the moment is exact."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ TOKENS = 24
 
 
 @pytest.mark.parametrize("how", ["engine", "engine itself", "connection"])
-def test_f2_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
+def test_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
     """Bug: the loss between two particular messages (nothing sent yet, the last token, the end
     already seen) repeats, drops or never ends something."""
 

@@ -1,4 +1,4 @@
-"""F12 and F13: a node is lost, or told that it will be. Ray nodes of one machine; the killed node's
+"""A node is lost, or told that it will be. Ray nodes of one machine; the killed node's
 processes are real."""
 
 import asyncio
@@ -135,7 +135,7 @@ async def answers(broken: Broken, asked: list[dict[str, Any]]) -> list[Said]:
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
-def test_f12_a_node_is_lost(nodes: Nodes, how: str) -> None:
+def test_a_node_is_lost(nodes: Nodes, how: str) -> None:
     """Bug: streams of a lost machine stop until Ray notices, which takes it 13 s and more. silent:
     as after a power cut, nothing is closed and nothing comes."""
     broken = nodes.broken
@@ -191,7 +191,7 @@ def with_pid(pid: int) -> None:
         return
 
 
-def test_f13_a_node_gets_notice(nodes: Nodes) -> None:
+def test_a_node_gets_notice(nodes: Nodes) -> None:
     """Bug: a node with a notice still gets requests, or its replacement is only asked for when it
     is dead, or streams that are there at the deadline break."""
     from ray._raylet import GcsClient

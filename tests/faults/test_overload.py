@@ -1,5 +1,6 @@
-"""F19 and deadlines through the whole router: HTTP application, tokenising, admission, channel;
-engines that count, in one process, whose insides can be looked at. Over sockets: test_edge.py."""
+"""Clients that leave, and deadlines, through the whole router: HTTP application, tokenising,
+admission, channel. The engines count, and all runs in one process, so that the test can look
+inside. Over sockets: test_edge.py."""
 
 import asyncio
 import gc
@@ -29,7 +30,7 @@ BODY |= {"ignore_eos": True, "stream": True}
 
 
 async def test_a_deadline_ends_what_waits_and_what_streams():
-    """Row 76: a deadline that only the client keeps, while the engine goes on for nobody."""
+    """A deadline that only the client keeps, while the engine goes on for nobody."""
     async with fleet() as one:
         one.engines["r0"].pace = PACE
         app = build_asgi(one.dispatcher)
@@ -61,7 +62,7 @@ def holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
 
 
-async def test_f19_thousands_of_disconnects_leave_nothing():
+async def test_thousands_of_disconnects_leave_nothing():
     """One ticket, task, ledger entry, booking or file handle for each client that leaves: while it
     waits, at the first token, in mid-stream, or just before the end."""
     dice = random.Random(9)

@@ -1,4 +1,4 @@
-"""F20, F21: clients that do not read, or do not send; real sockets, the router's whole path from
+"""Clients that do not read, or do not send; real sockets, the router's whole path from
 uvicorn to the channel, in one process."""
 
 import asyncio
@@ -117,7 +117,7 @@ def size(item: object) -> int:
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_f20_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(logprobs):
+async def test_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(logprobs):
     """A whole context of tokens and log-probabilities for each client that has gone to lunch, and a
     row of the batch with it."""
     async with fleet_of_one() as fleet:
@@ -138,7 +138,7 @@ async def test_f20_what_is_kept_for_nobody_is_bounded_and_the_engine_is_freed(lo
         inflight.abort()
 
 
-async def test_f20_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
+async def test_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
     """Tokens lost or told twice where a stream paused; or, its old number in use, the whole
     connection to the replica closed."""
     monkeypatch.setattr("deployments.router.inflight.UNREAD_BYTES", 2**16)
@@ -158,7 +158,7 @@ async def test_f20_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
         assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
 
-async def test_f20_a_reader_that_does_not_come_back_is_ended_with_an_error():
+async def test_a_reader_that_does_not_come_back_is_ended_with_an_error():
     """A paused stream, with what is kept for it, for as long as the client likes."""
     async with fleet_of_one(reader_seconds=0.3) as fleet:
         fleet.engines["r0"].pace = 0.0
@@ -170,7 +170,7 @@ async def test_f20_a_reader_that_does_not_come_back_is_ended_with_an_error():
         assert caught.value.code == "slow_reader"
 
 
-async def test_f20_slow_readers_do_not_touch_other_streams_and_are_cut_off():
+async def test_slow_readers_do_not_touch_other_streams_and_are_cut_off():
     """One client that sleeps and everybody stalls; or its connection and its request, for ever."""
     async with fleet_of_one() as fleet, serving(fleet, Hurried) as (port, app):
         fleet.engines["r0"].pace = 0.005
@@ -189,7 +189,7 @@ async def test_f20_slow_readers_do_not_touch_other_streams_and_are_cut_off():
             writer.close()
 
 
-async def test_f20_a_reader_that_pauses_for_less_gets_the_whole_text():
+async def test_a_reader_that_pauses_for_less_gets_the_whole_text():
     """A stream cut off because its client stopped to think."""
     async with fleet_of_one() as fleet, serving(fleet) as (port, _):
         fleet.engines["r0"].pace = 0.0
@@ -210,7 +210,7 @@ SENDERS = {
 
 
 @pytest.mark.parametrize("what", SENDERS)
-async def test_f21_slow_senders_are_timed_out_and_hold_no_place(what):
+async def test_slow_senders_are_timed_out_and_hold_no_place(what):
     """Slowloris: a thousand connections that send a byte now and then, and nobody else gets in."""
     async with fleet_of_one(in_flight=8) as fleet, serving(fleet, Crowded) as (port, app):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""F34: `manta serve` is told to stop."""
+"""`manta serve` is told to stop."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def ready(port: int) -> bool:
         return False
 
 
-def test_f34_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
+def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     """Bug: a supervisor's stop cuts or changes the streams, or new requests are still taken, or
     one that takes too long breaks without a word, or the exit code says that something failed, or a
     process is left behind. The signal goes to the whole group, as that of `timeout` or systemd: it
@@ -121,7 +121,7 @@ def test_f34_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
         assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
 
 
-def test_f34_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
     """Bug: a stop that nobody can hurry, or that then leaves processes behind."""
 
     async def cut(port: int, process: "subprocess.Popen[str]") -> Said:

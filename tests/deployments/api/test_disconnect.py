@@ -38,7 +38,7 @@ async def nothing_left(app: Api, backend: FakeBackend) -> None:
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_hang_up(app: Api, backend: FakeBackend, stream: bool, when: str, prompts: int) -> None:
-    """Row 77: KV held, and tokens made, for a client that has gone."""
+    """KV held, and tokens made, for a client that has gone."""
 
     async def work() -> None:
         early = when == "before the first token"

@@ -102,7 +102,7 @@ def test_what_piled_up_leaves_in_one_send(backend: FakeBackend, client: Client) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_across_tokens(backend: FakeBackend, client: Client, stream: bool) -> None:
-    """Row 50: a stop string that begins in one token and ends in another: cut exactly, nothing of
+    """A stop string that begins in one token and ends in another: cut exactly, nothing of
     it sent, and the engine told to stop although it saw no end token.
     """
     backend.script = "one two three four"
@@ -133,7 +133,7 @@ def test_logprobs_with_a_stop_string(backend: FakeBackend, client: Client, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_of_an_emoji(backend: FakeBackend, client: Client, stream: bool) -> None:
-    """Row 49: a character of several tokens; half of it must not reach the client."""
+    """A character of several tokens; half of it must not reach the client."""
     backend.script = "joy \U0001f600 and more"
     reply = run(client.completion(stream=stream, stop=["\U0001f600"]))
     assert (streamed(reply)[0] if stream else text_of(reply)) == "joy "
@@ -337,7 +337,7 @@ def test_many_prompts(client: Client, backend: FakeBackend) -> None:
 
 
 def test_concurrent_requests_do_not_mix(client: Client) -> None:
-    """Row 24: one id used by two callers at once must not join their answers."""
+    """One id used by two callers at once must not join their answers."""
 
     async def both() -> list[Reply]:
         headers = ((b"content-type", b"application/json"), (b"x-request-id", b"same"))

@@ -93,7 +93,7 @@ def test_version(backend: FakeBackend) -> None:
 
 
 def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:
-    """Row 17: labels that callers can invent make a metrics store grow without end."""
+    """Labels that callers can invent make a metrics store grow without end."""
     seen: list[tuple[str, int]] = []
     app = build_asgi(backend, ApiOptions(observe=lambda r, s, t: seen.append((r, s))))
     client = Client(app)

@@ -1,4 +1,4 @@
-"""F19, F20 and F22 in full: clients that leave, clients that do not read, and far too many of them.
+"""Clients that leave, clients that do not read, and far too many of them.
 
     python -m tests.faults.abuse
 
@@ -65,7 +65,7 @@ def main() -> int:
     config = {
         "routers": 2,
         "replicas": 2,
-        "engine": f"counts, {STEP} s a step, {ROWS} rows, {FEW} for F22",
+        "engine": f"counts, {STEP} s a step, {ROWS} rows, {FEW} for the overload",
         "edge": "haproxy",
         "reader_seconds": options.reader_seconds,
         "overload_seconds": options.overload_seconds,

@@ -1,4 +1,4 @@
-"""F19: clients that leave, at any moment and many at once."""
+"""Clients that leave, at any moment and many at once."""
 
 import asyncio
 import random
@@ -52,7 +52,7 @@ async def disconnects(live: Live, report: Report, count: int, at_once: int, head
 
     await crowd(max(count // 10, 2 * at_once))  # lazy imports, buffers, haproxy's connections
     moments.clear()
-    async with leaves_nothing(live, report, "F19", at_once):
+    async with leaves_nothing(live, report, "disconnects", at_once):
         for part in range(10):
             await crowd(count // 10)
             mib = await asyncio.to_thread(resident, live)
@@ -63,9 +63,9 @@ async def disconnects(live: Live, report: Report, count: int, at_once: int, head
             }
             report.lines.append({**line, "mib": {k: round(v, 1) for k, v in mib.items()}})
         await ended(live)
-    report.add("F19/disconnects", sum(moments.values()), "", least=count)
+    report.add("disconnects/disconnects", sum(moments.values()), "", least=count)
     for moment, times in moments.items():
-        report.add(f"F19/{moment}", times, "")
+        report.add(f"disconnects/{moment}", times, "")
 
 
 async def freed(live: Live, report: Report, count: int, header: str) -> None:
@@ -77,4 +77,4 @@ async def freed(live: Live, report: Report, count: int, header: str) -> None:
         await reader.readuntil(b"\n\n")
     for _, writer in pairs:
         writer.transport.abort()
-    report.add("F19/all blocks free after", await ended(live), "s", most=1.0)
+    report.add("disconnects/all blocks free after", await ended(live), "s", most=1.0)

@@ -1,4 +1,4 @@
-"""F22: too many, from two keys with two priorities each."""
+"""Too many, from two keys with two priorities each."""
 
 import asyncio
 import json
@@ -102,7 +102,7 @@ async def overload(
         ("10 times", 10.0, seconds),
         ("after", 0.5, 6.0),
     )
-    async with leaves_nothing(live, report, "F22", 20 * rows):
+    async with leaves_nothing(live, report, "overload", 20 * rows):
         began = due = time.monotonic()
         end: dict[str, float] = {}
         async with asyncio.TaskGroup() as group:
@@ -132,45 +132,45 @@ async def overload(
     served = [item for item in flood if item.said.status == 200]
     lost = [item.said.error for item in flood if item.said.status not in (200, 429, 503)]
     for error, times in Counter(lost).items():
-        print(f"F22: {times} times: {error}", file=sys.stderr)
+        print(f"overload: {times} times: {error}", file=sys.stderr)
     late = sorted(item.seconds for item in refused)
     waits = [int(item.said.headers.get("retry-after") or 0) for item in refused]
     codes = Counter(item.code for item in refused)
     assert set(codes) <= {"overloaded", "rate_limit_exceeded"}, codes
-    report.add("F22/requests", len(flood), "")
-    report.add("F22/refused", len(refused) / len(flood), "share", least=0.7)
-    report.add("F22/neither an answer nor a refusal", len(lost), "", most=0)
+    report.add("overload/requests", len(flood), "")
+    report.add("overload/refused", len(refused) / len(flood), "share", least=0.7)
+    report.add("overload/neither an answer nor a refusal", len(lost), "", most=0)
     for code, times in codes.items():
-        report.add(f"F22/{code}", times, "")
-    report.add("F22/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
-    report.add("F22/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=50)
-    report.add("F22/Retry-After, least", min(waits), "s", least=1)
-    report.add("F22/Retry-After, different ones", len(set(waits)), "", least=2)
-    report.add("F22/broken answers", sum(bool(item.said.error) for item in served), "", most=0)
+        report.add(f"overload/{code}", times, "")
+    report.add("overload/refused after, p50", 1e3 * percentile(late, 0.5), "ms")
+    report.add("overload/refused after, p99", 1e3 * percentile(late, 0.99), "ms", most=50)
+    report.add("overload/Retry-After, least", min(waits), "s", least=1)
+    report.add("overload/Retry-After, different ones", len(set(waits)), "", least=2)
+    report.add("overload/broken answers", sum(bool(item.said.error) for item in served), "", most=0)
     ratio = good("10 times") / good("1.5 times")
-    report.add("F22/good answers a step, of those at 1.5 times", ratio, "x", least=0.9)
+    report.add("overload/good answers a step, of those at 1.5 times", ratio, "x", least=0.9)
     of_all = good("10 times") / (rows / output / len(live.replica_stats()))
-    report.add("F22/good answers a step, of all that fit", of_all, "x")
+    report.add("overload/good answers a step, of all that fit", of_all, "x")
     let_in = []
     for number, priority in enumerate(PRIORITIES):
         mine = [item for item in flood if item.priority == priority]
         first = sorted(item.first for item in mine if item.said.status == 200)
         let_in.append(len(first) / len(mine))
-        report.add(f"F22/priority {priority}, let in", let_in[-1], "share")
+        report.add(f"overload/priority {priority}, let in", let_in[-1], "share")
         if not first:
             continue  # refused to the last, as the less urgent may be
-        report.add(f"F22/priority {priority}, first token p50", percentile(first, 0.5), "s")
+        report.add(f"overload/priority {priority}, first token p50", percentile(first, 0.5), "s")
         bound = {} if number else {"most": WAIT}
         report.add(
-            f"F22/priority {priority}, first token p99", percentile(first, 0.99), "s", **bound
+            f"overload/priority {priority}, first token p99", percentile(first, 0.99), "s", **bound
         )
     ratio = let_in[0] / max(let_in[1], 1e-3)
-    report.add("F22/let in, urgent of others", ratio, "x", least=1.0)
+    report.add("overload/let in, urgent of others", ratio, "x", least=1.0)
     share = sum(item.key for item in served) / len(served)
     # In a short one what came before it counts: the queue is too short to put all in order.
     least = 0.35 if seconds > 30 else 0.25
-    report.add("F22/served, share of the key that sends a fifth", share, "share", least=least)
+    report.add("overload/served, share of the key that sends a fifth", share, "share", least=least)
     slow = [item for item in asked["after"] if item.said.status != 200 or item.first > TTFT]
     back = max((item.at for item in slow), default=end["10 times"]) - end["10 times"]
-    report.add("F22/as usual after", back, "s", most=5)
-    report.add("F22/largest process at its end", largest, "MiB")
+    report.add("overload/as usual after", back, "s", most=5)
+    report.add("overload/largest process at its end", largest, "MiB")

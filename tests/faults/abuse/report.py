@@ -75,5 +75,7 @@ async def leaves_nothing(
     report.add(f"{case}/kinds of things left behind", len(more), "", most=0)
     after = await asyncio.to_thread(resident, live)
     growth = max(after[name] - mib[name] for name in mib)
-    most = 20 if case == "F19" else 64  # what streams had in buffers leaves gaps in the heap
+    most = (
+        20 if case == "disconnects" else 64
+    )  # what streams had in buffers leaves gaps in the heap
     report.add(f"{case}/growth of a process at most", growth, "MiB", most=most)

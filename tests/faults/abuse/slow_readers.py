@@ -1,4 +1,4 @@
-"""F20: readers that do not read, and the streams beside them."""
+"""Readers that do not read, and the streams beside them."""
 
 import asyncio
 import itertools
@@ -96,7 +96,7 @@ async def slow_readers(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async with leaves_nothing(live, report, "F20", count + streams):
+    async with leaves_nothing(live, report, "slow readers", count + streams):
         paused = await asyncio.to_thread(counted, live, "paused")
         alone = await gaps.during(seconds)
         (quick,) = await beside(0, 65536, 1)
@@ -115,22 +115,27 @@ async def slow_readers(
         ("beside slow readers, then", then),
         ("alone again", again),
     ):
-        report.add(f"F20/gap p50 {name}", 1e3 * percentile(values, 0.5), "ms")
-        report.add(f"F20/gap p99 {name}", 1e3 * percentile(values, 0.99), "ms")
-        report.add(f"F20/longest gap {name}", 1e3 * values[-1], "ms")
+        report.add(f"slow readers/gap p50 {name}", 1e3 * percentile(values, 0.5), "ms")
+        report.add(f"slow readers/gap p99 {name}", 1e3 * percentile(values, 0.99), "ms")
+        report.add(f"slow readers/longest gap {name}", 1e3 * values[-1], "ms")
     report.add(
-        "F20/p99 beside slow readers, of beside quick ones",
+        "slow readers/p99 beside slow readers, of beside quick ones",
         percentile(first, 0.99) / percentile(quick, 0.99),
         "x",
     )
-    report.add("F20/p99 then, of alone", percentile(then, 0.99) / percentile(alone, 0.99), "x")
+    report.add(
+        "slow readers/p99 then, of alone", percentile(then, 0.99) / percentile(alone, 0.99), "x"
+    )
     watched = [line for line in report.lines if line["kind"] == "slow readers"]
-    report.add("F20/slow readers", count, "")
-    report.add("F20/streams at once at most", max(line["streams"] for line in watched), "")
-    report.add("F20/times that one paused", paused, "")
+    report.add("slow readers/slow readers", count, "")
+    report.add("slow readers/streams at once at most", max(line["streams"] for line in watched), "")
+    report.add("slow readers/times that one paused", paused, "")
     last = [line["at_s"] for line in watched if line["streams"] > streams]
     report.add(
-        "F20/last slow reader cut off after", max(last, default=0.0), "s", most=1.95 * seconds
+        "slow readers/last slow reader cut off after",
+        max(last, default=0.0),
+        "s",
+        most=1.95 * seconds,
     )
 
 
