@@ -120,13 +120,13 @@ class Manta(Policy):
     name = "manta"
 
     def __init__(self) -> None:
-        self.memory = ScalingHistory()
+        self.history = ScalingHistory()
 
     def target(
         self, demand: Demand, seen: Mapping[str, PoolState], in_flight: float
     ) -> tuple[dict[str, int], str]:
-        plan = decide({"gpu": GPU, "cpu": CPU}, seen, demand, self.memory, PROMISE)
-        self.memory = plan.memory
+        plan = decide({"gpu": GPU, "cpu": CPU}, seen, demand, self.history, PROMISE)
+        self.history = plan.history
         return plan.targets, "; ".join(
             f"{k} {plan.targets[k]}: {v}" for k, v in plan.reasons.items()
         )

@@ -1,14 +1,14 @@
-"""ReplicaAdapters: what a replica's engine is told of adapters, and when. No Ray here.
+"""ReplicaAdapters: makes adapters known to an engine before requests for them. No Ray here.
 
-A request names an adapter, its revision and where its files are, so a replica needs to know nothing
-beforehand: the first request for a revision makes it known, whoever started when. The engine must
-hear of an adapter before it hears of requests for it, so what concerns one name is done in order,
-one after the other; other names, and requests for what is known, do not wait.
+A request names an adapter, its revision and the place of its files, so a replica needs to know
+nothing beforehand: the first request for a revision makes it known. The engine must know an adapter
+before a request for it comes. So what concerns one name is done in order, one job after the other.
+Jobs for other names, and requests for adapters that are known, do not wait.
 
-`newest` holds the latest version of each name that anybody has spoken of. A request that is new and
-of an older one comes from a router that has not heard yet: it is refused with adapter_changed, and
-the router looks again. So an adapter that was replaced or removed is so for everybody once the
-replicas have been told, whatever the routers know.
+`newest` holds the latest version of each name that a router has named. A new request of an older
+version comes from a router that has not heard of the change: the request is refused with
+adapter_changed, and the router looks again. So once the replicas have been told, a replaced or
+removed adapter is so for every request, whatever the routers know.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineReques
 
 logger = logging.getLogger("manta.replica")
 
-FAILED_SECONDS = 5.0  # how long it is remembered that an adapter cannot be had
+FAILED_SECONDS = 5.0  # how long the failure of an adapter is remembered
 
 
 class AdapterEngine(Protocol):
@@ -40,7 +40,7 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A request whose adapter is not known yet. path, version: of the adapter's record."""
+    """A request of a router. path, version: of its adapter's record; path "" without one."""
 
     connection: ReplicaEnd
     request: EngineRequest
@@ -49,7 +49,7 @@ class SubmittedRequest:
 
     @property
     def wanted(self) -> bool:
-        """Its router is there and has not taken it back."""
+        """Its router is connected and has not taken the request back."""
         return self.request.id in self.connection.live
 
 
@@ -57,7 +57,7 @@ Job = SubmittedRequest | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
 
 
 class ReplicaAdapters:
-    """submit(request) gives it to the engine. refuse(connection, id, error) ends one instead."""
+    """submit(request) gives a request to the engine. refuse(connection, id, error) ends it."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class ReplicaAdapters:
         self._engine = engine
         self._submit = submit
         self._refuse = refuse
-        self._known: dict[str, str] = {}  # name -> the revision that the engine has
+        self._known: dict[str, str] = {}  # name -> the revision that the engine knows
         self._newest: dict[str, int] = {}
         self._failed: dict[tuple[str, str], tuple[float, AdapterError]] = {}
-        self._jobs: dict[str, deque[Job]] = {}  # of names that something is being done for
+        self._jobs: dict[str, deque[Job]] = {}  # of names that a task is working on
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, submitted: SubmittedRequest) -> None:
-        """A request with an adapter: to the engine, when that knows it."""
+        """Give a request with an adapter to the engine, once the engine knows the adapter."""
         name, _, revision = submitted.request.adapter.partition("@")
         known = name not in self._jobs and self._known.get(name) == revision
         if known and submitted.version >= self._newest.get(name, 0):
@@ -84,7 +84,7 @@ class ReplicaAdapters:
             self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """These are not wanted any more. Returns those that the engine has."""
+        """These requests are not wanted any more. Returns those that the engine has."""
         waiting = {
             job.request.id
             for jobs in self._jobs.values()
@@ -95,15 +95,15 @@ class ReplicaAdapters:
         return [id for id in ids if id in connection.live]
 
     def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
-        """A router asks for an adapter to be read, or says what is new. It gets an AdapterAnswer,
-        sooner or later."""
+        """A router asks for an adapter to be read, or tells a new version. It gets an
+        AdapterAnswer in any case."""
         self._do(message.name, (connection, message))
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    # -- one name after the other
+    # -- the jobs of one name, one after the other
 
     def _do(self, name: str, job: Job) -> None:
         jobs = self._jobs.get(name)
@@ -128,14 +128,14 @@ class ReplicaAdapters:
                     await self._answer(*job, self._announced(job[1]))
                 jobs.popleft()
         except EngineDead as error:
-            logger.info("adapter %s: %s", name, error.message)  # the routers are told of it
+            logger.info("adapter %s: %s", name, error.message)  # the routers are told of the death
         finally:
             del self._jobs[name]
 
     async def _start(self, name: str, submitted: SubmittedRequest) -> None:
         revision = submitted.request.adapter.partition("@")[2]
         try:
-            if submitted.version:  # 0: it goes on with what it began with
+            if submitted.version:  # 0: the request has begun and keeps its revision
                 if submitted.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"
@@ -151,7 +151,7 @@ class ReplicaAdapters:
             self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
-        """Raises AdapterError; at once, if the same has failed a moment ago."""
+        """Raises AdapterError; at once if the same adapter failed a moment ago."""
         now = time.monotonic()
         self._failed = {key: one for key, one in self._failed.items() if one[0] > now}
         failed = self._failed.get((path, revision))
@@ -167,14 +167,14 @@ class ReplicaAdapters:
         self._known[name] = revision
 
     async def _load(self, message: AddAdapter) -> AdapterInfo:
-        """All of it is read and checked; its revision is what the files hold."""
+        """Read and check the whole adapter; its revision is the hash of its files."""
         info = await self._engine.add_adapter(message.name, message.path)
         self._known[message.name] = info.revision
         self._failed.clear()
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """What the name means from now on. Requests that run on another revision go on."""
+        """The name means this revision from now on. Requests that run on another one go on."""
         name = message.name
         if message.version < self._newest.get(name, 0):
             return

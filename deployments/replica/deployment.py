@@ -1,5 +1,5 @@
-"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it; tokens
-go by the relay."""
+"""EngineReplica: the Serve deployment of one engine. Serve places, checks and replaces it. Tokens
+pass through the ReplicaServer's channels, not through Serve."""
 
 import asyncio
 import logging
@@ -25,16 +25,18 @@ from engine.config import EngineConfig
 
 logger = logging.getLogger("manta.replica")
 
-_NOTICE_SECONDS = 1.0  # between looks at whether this node is to go
-_BEFORE_DEADLINE = 2.0  # seconds: what still runs then is handed over
-_ROWS = 256  # sequences of a full batch: more make tokens slow, and are not planned for
+_NOTICE_SECONDS = 1.0  # between looks at whether this node is to be drained
+_BEFORE_DEADLINE = 2.0  # seconds: requests that still run then are handed over
+_ROWS = (
+    256  # sequences of a full batch; autoscaling does not plan for slower tokens than these give
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds.
 
-    loopback: the service is for this machine only, if the cluster is this machine only.
+    loopback: the service is for this machine only, provided that the cluster is this machine.
     """
 
     engine: dict[str, Any]
@@ -108,9 +110,9 @@ class EngineReplica:
         }
 
     async def _await_notice(self) -> None:
-        """When this node is to be drained (a spot instance's notice, an operator's order): nothing
-        new from then on, and what runs goes elsewhere before the deadline. Serve starts a
-        replacement at the same time and ends this replica when that is there."""
+        """When this node is to be drained (a spot instance's notice, an operator's order), take no
+        new requests from then on, and hand over what still runs before the deadline. Serve starts
+        a replacement at the same time and ends this replica when the replacement is ready."""
         node = cast(Any, ray).get_runtime_context().get_node_id()
         while node not in (deadlines := await asyncio.to_thread(_draining_nodes)):
             await asyncio.sleep(_NOTICE_SECONDS)
@@ -129,7 +131,7 @@ class EngineReplica:
         self._server.check_health()
 
     async def stats(self) -> dict[str, Any]:
-        """For people: `handle.stats.remote()`. tasks: of asyncio."""
+        """For operators: `handle.stats.remote()`. tasks: of asyncio."""
         server = self._server
         return {
             **msgspec.structs.asdict(server.stats),
@@ -141,11 +143,11 @@ class EngineReplica:
         }
 
     async def __del__(self) -> None:
-        """Serve's hook at the end: announce, let requests end for a while, stop the engine."""
+        """Serve's hook at the end: refuse new requests, let the others end for a while, stop."""
         server = getattr(self, "_server", None)
         if server is not None:
             await server.drain(self._drain_seconds)
-            self._notice.cancel()  # until now: its deadline may be the nearer one
+            self._notice.cancel()  # not before: its deadline may be the nearer one
             self._export.stop()
             await server.stop()
 

@@ -1,5 +1,5 @@
-"""ReplicaServer: passes requests and tokens between one engine and the routers' connections. No Ray
-here."""
+"""ReplicaServer: passes requests and tokens between one engine and the routers' connections. No
+Ray here."""
 
 import asyncio
 import itertools
@@ -45,15 +45,15 @@ logger = logging.getLogger("manta.replica")
 
 _ROUTER_BITS = 40  # engine id = connection's index above, the router's own number below
 _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
-_IDLE_NEWS = 0.05  # seconds: a router with no tokens in a step still hears of the load this often
-_FAREWELL = 0.2  # seconds for the last frames to leave before the connections are cut
-_MAX_PREFIX_BYTES = 4096  # bytes of links in a frame: those of eight long prompts
+_IDLE_NEWS = 0.05  # seconds: a router without tokens in a step still gets the stats this often
+_FAREWELL = 0.2  # seconds for the last frames to be sent before the connections are closed
+_MAX_PREFIX_BYTES = 4096  # of prefix hashes in a frame: those of eight long prompts
 
 T = TypeVar("T")
 
 
 class ReplicaEngine(Protocol):
-    """What the relay uses of `engine.process.client.EngineClient`."""
+    """What is used of `engine.process.client.EngineClient`."""
 
     @property
     def alive(self) -> bool: ...
@@ -88,8 +88,8 @@ MakeEngine = Callable[[Callable[[StepFrame], None], Callable[[MantaError], None]
 class ReplicaServer:
     """Routers' connections on one side, the engine on the other.
 
-    Splits each step's deltas by connection, keeps the routers' numbers apart, and aborts what a
-    router has running when its connection is gone.
+    It splits each step's deltas by connection and keeps the routers' request numbers apart. When a
+    router's connection is gone, it aborts the requests of that router.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class ReplicaServer:
         await self._engine.close()
 
     async def drain(self, seconds: float) -> None:
-        """Tell the routers to send nothing new, and let what runs end, for so long at most; then
-        hand it over."""
+        """Tell the routers to send nothing new and let running requests end, for so long at most;
+        then hand over the rest."""
         self.refuse_new()
         deadline = time.monotonic() + seconds
         while self.in_flight and time.monotonic() < deadline and self.failed is None:
@@ -148,8 +148,8 @@ class ReplicaServer:
         await asyncio.sleep(_FAREWELL)
 
     def hand_over(self) -> None:
-        """Give back what runs and what still comes: the routers' ledgers go on elsewhere. A
-        connection that breaks would do the same, but blame the requests that were here."""
+        """Give running requests, and those that still come, back to the routers, which go on with
+        them elsewhere. A broken connection would do the same, but blame the requests."""
         self.refuse_new()
         self._leaving = True
         for router in list(self._routers.values()):
@@ -161,7 +161,7 @@ class ReplicaServer:
         self._suspects.advance()
 
     def refuse_new(self) -> None:
-        """Routers send nothing new from now on; what runs goes on."""
+        """Routers send nothing new from now on; running requests go on."""
         self._draining = True
         self._announce()
 
@@ -185,7 +185,7 @@ class ReplicaServer:
             raise EngineDead("the engine process is gone")
 
     def _look(self) -> None:
-        """Once a tick: is the engine stuck?"""
+        """Ask the watchdog, once a tick, whether the engine is stuck."""
         engine, stats = self._engine, self.stats
         busy = bool(stats.running or stats.waiting or self.in_flight)
         wrong = self._watchdog.look(engine.pulses, engine.pulse, stats.step, busy=busy)
@@ -202,7 +202,7 @@ class ReplicaServer:
             self._suspects.advance()
 
     def _share_out(self, frame: StepFrame) -> None:
-        """To each router what is its own."""
+        """Send each router its own deltas, and the stats."""
         stats, now = frame.stats, self._loop.time()
         self._memory.take(frame.deltas, now)
         self.steps.observe_frame(stats)
@@ -210,7 +210,8 @@ class ReplicaServer:
             stats.draining = True
         stats.routers = len(self._routers)
         self.stats = stats
-        # No frame will follow this one: a router without it would see load until the next beat.
+        # No frame will follow this one: a router without it would see load until the next
+        # heartbeat.
         idle = not stats.running and not stats.waiting
         routers = self._routers
         for id in frame.taken:
@@ -237,7 +238,7 @@ class ReplicaServer:
             index = id >> _ROUTER_BITS
             found = routers.get(index)
             if found is None:
-                continue  # that router has gone; its requests are being aborted
+                continue  # the router has gone; its requests are being aborted
             delta.id = id & _ROUTER_MASK
             by_router.setdefault(index, []).append(delta)
             if delta.finish:
@@ -256,7 +257,7 @@ class ReplicaServer:
         self.failed = Failed(error.code, error.message, error.param)
         if self._server is not None:
             self._server.close()
-        # Whom the engine did not have it did not die of.
+        # The engine did not die of requests that it did not have.
         accused = self._suspects.accused()
         doubt = len(accused) > 1
         deaths = self._suspects.deaths if len(accused) == 1 else []
@@ -291,7 +292,7 @@ class ReplicaServer:
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
-            return  # the router has been told, and moves its requests
+            return  # the router has been told and moves its requests
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
@@ -321,7 +322,7 @@ class ReplicaServer:
             extra={"request_id": request.request_id},
         )
         for other in self._routers.values():
-            # A prompt begins with what is shared; what is too much at once is left out.
+            # A prompt's head is what prompts share, so what is too much at once is left out.
             if other is not connection and len(other.prefix_hashes) < _MAX_PREFIX_BYTES:
                 other.prefix_hashes += message.prefix_hashes[:_MAX_PREFIX_BYTES]
         connection.live.add(id)
@@ -375,13 +376,13 @@ class ReplicaServer:
             self._suspects.advance()
 
     def _tell(self, call: Callable[[T], None], argument: T) -> bool:
-        """Whether the engine was there to hear it."""
+        """Returns whether the engine could be told."""
         try:
             call(argument)
         except EngineDead as error:
             if not self._engine.alive:
                 self.on_death(error)
-            # Else its client will soon say what it died of, after the last of its frames.
+            # Otherwise its client will soon report the cause, after the engine's last frames.
             return False
         return True
 
@@ -392,5 +393,5 @@ class ReplicaServer:
 
 
 def _given_back(id: int) -> Delta:
-    """A request's end here, as an engine that drains says it. id: the router's."""
+    """The end of a request that goes back to its router. id: the router's."""
     return Delta(id, [], "error", error="draining: this replica is about to end")

@@ -1,10 +1,10 @@
-"""StreamMemory: the tokens of streams that a replica has, and of those that it had a moment ago.
+"""StreamMemory: the tokens of streams that run at a replica or ended there a moment ago.
 
 A client whose router or edge has died comes back with the number of its stream, and the next router
-asks the replicas: so the answer goes on after what was shown, at the cost of a look into the prefix
-cache, and with the same tokens also where computing them again could give others. Kept are streams
-whose client has said that it may come back, for KEEP_SECONDS after their end and KEEP_TOKENS in
-all; the oldest go first.
+asks the replicas for the tokens. So the answer goes on after what the client has, at the cost of a
+look into the prefix cache. The tokens are the same, also where computing them again could give
+others. Kept are streams whose client has asked for event ids, for KEEP_SECONDS after their end and
+KEEP_TOKENS in all; the oldest are dropped first.
 """
 
 from array import array
@@ -13,8 +13,8 @@ from collections import OrderedDict
 from deployments.transport.channel import StreamRecord
 from engine.messages import Delta, EngineRequest
 
-KEEP_SECONDS = 180.0  # longer than an edge, a router or a node takes to come back
-KEEP_TOKENS = 8 * 2**20  # of ended ones: 32 MiB
+KEEP_SECONDS = 180.0  # longer than an edge, a router or a node takes to restart
+KEEP_TOKENS = 8 * 2**20  # of ended streams: 32 MiB
 _OF_EACH = 128  # a record without tokens counts as so many
 
 
@@ -30,7 +30,7 @@ class _Kept:
 
 
 class StreamMemory:
-    """Ids are the engine's."""
+    """All ids are the engine's."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Kept] = {}
@@ -45,7 +45,7 @@ class StreamMemory:
         self._streams.setdefault(stream, []).append(kept)
 
     def take(self, deltas: list[Delta], now: float) -> None:
-        """What a step has given. now: seconds, as in `find`."""
+        """Note the tokens of a step. now: seconds, as in `find`."""
         live = self._live
         if not live:
             return
@@ -59,7 +59,7 @@ class StreamMemory:
                     self.end(delta.id, now)
 
     def end(self, id: int, now: float) -> None:
-        """Nobody wants more of it here, or there is no more. Idempotent."""
+        """The request has ended here or was taken back. Idempotent."""
         kept = self._live.pop(id, None)
         if kept is None:
             return

@@ -9,14 +9,15 @@ from deployments.transport.channel import ReplicaEnd, Turn
 
 
 class SuspectQueue:
-    """start(request) gives it to the engine.
+    """start(submitted) gives a request to the engine.
 
-    suspect: the one on trial. Its router has limited it to a few tokens, so its end is the trial's.
-    deaths: what it is suspected of. given: the engine has it; its adapter may be on its way before,
-    and an engine that is gone takes nothing.
+    suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
+    end of the probation. deaths: the replicas that it may have killed. given: the engine has it;
+    before that its adapter may be on its way, and an engine that is gone takes nothing.
 
-    Who was at a death, too, and is no suspect of it starts when nobody is on trial. It may have
-    been the cause all the same, slowly: who dies in its trial beside it is not convicted.
+    A request that was at a death and is no suspect of it (it has passed) starts when no suspect is
+    on probation. It may have been the cause all the same, slowly, so a suspect that dies beside it
+    is not convicted.
     """
 
     def __init__(self, start: Callable[[SubmittedRequest], None]) -> None:
@@ -27,11 +28,11 @@ class SuspectQueue:
         self._suspects: list[tuple[SubmittedRequest, list[str]]] = []
         self._passed: deque[tuple[SubmittedRequest, list[str]]] = (
             deque()
-        )  # go on when no suspect is left
-        self._company: list[tuple[SubmittedRequest, list[str]]] = []  # running, of such deaths
+        )  # they go on when no suspect is left
+        self._company: list[tuple[SubmittedRequest, list[str]]] = []  # running, and were at deaths
 
     def submit(self, submitted: SubmittedRequest, turn: Turn, deaths: list[str]) -> None:
-        """Start it when it is its turn."""
+        """Start the request when it is its turn."""
         if turn == "alone":
             self._suspects.append((submitted, deaths))
             self.advance()
@@ -41,7 +42,7 @@ class SuspectQueue:
             self._run(submitted, deaths)
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
-        """These are not wanted any more: who waits has never been here."""
+        """These requests are not wanted any more. Those that wait here are dropped."""
         waiting = {submitted.request.id for submitted, _ in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
@@ -50,8 +51,9 @@ class SuspectQueue:
             self._passed = deque(one for one in self._passed if one[0].wanted)
 
     def accused(self) -> list[SubmittedRequest]:
-        """Whom the engine that has just died may have died of: the suspect that it had, and who ran
-        there and was at all deaths of which that is suspected. [] if it was trying nobody."""
+        """The requests that the engine, which has just died, may have died of: the suspect on
+        probation, and requests that ran beside it and were at all the deaths that it is suspected
+        of. [] if no suspect was on probation."""
         if self.suspect is None or not self.given:
             return []
         suspected = set(self.deaths)
@@ -69,12 +71,13 @@ class SuspectQueue:
         self._start(submitted)
 
     def advance(self) -> None:
-        """Something has ended: perhaps it is somebody's turn."""
+        """A request has ended: perhaps it is the next one's turn."""
         if self.suspect is not None and self.suspect.wanted:
             return
         self.suspect, self.given = None, False
         while self._suspects:
-            # In the engine's order: one that all others overtake there would hold up the rest.
+            # In the engine's order: a suspect that other requests overtake there would hold up the
+            # suspects behind it.
             first = min(self._suspects, key=lambda one: one[0].request.urgency)
             self._suspects.remove(first)
             submitted, deaths = first

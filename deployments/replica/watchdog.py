@@ -1,11 +1,11 @@
 """Watchdog: is the engine process stuck? Pure; no clock: it counts the replica's own ticks, so that
 a replica that could not run does not take its own pause for the engine's.
 
-Three kinds of stuck, from the quickest told to the slowest:
+Three kinds of stuck, from the quickest noticed to the slowest:
 
-    no sign of life        the process is stopped, or its machine swaps itself to death
-    a step that computes   on the device, or nothing at all: a kernel or a collective that hangs
-      nothing
+    no sign of life        the process is stopped, or its machine is out of memory and swaps
+    a step in which the    a kernel or a collective hangs on the device, or a lock on the host
+      host computes nothing
     a step without end     the host computes: a large step on a CPU, a kernel being compiled
 """
 
@@ -18,8 +18,8 @@ _COMPUTES = 0.01  # seconds of CPU in a tick that count as work; the pulse itsel
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """Seconds. tick: between two looks; an engine gives a sign of life as often. silent: without
-    one. hung: in a step in which the host computes nothing. step: for any step."""
+    """Seconds. tick: between two looks; an engine gives a sign of life as often. silent: without a
+    sign of life. hung: in a step in which the host computes nothing. step: in any step."""
 
     step: float = 30.0
     tick: float = 0.5
@@ -37,12 +37,12 @@ class Watchdog:
         self._silent = self._hung = self._still = 0  # ticks
 
     def look(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
-        """What is wrong, "" if nothing is. pulses: signs of life so far, and the last of them.
-        step: the last one that came to an end. busy: there is work."""
+        """What is wrong, "" if nothing is. pulses: signs of life so far; pulse: the last of them.
+        step: the last step that ended. busy: the engine has work."""
         limits = self._limits
         heard = pulses != self._pulses
         computed = pulse.cpu_seconds - self._cpu_seconds
-        # Requests whose adapters are on their way are work, but nothing that the engine could do.
+        # Requests whose adapters are on their way are work, but none that the engine could do.
         moved = step != self._step or not busy or pulse.doing == "input"
         self._pulses, self._step, self._cpu_seconds = pulses, step, pulse.cpu_seconds
         self._silent = 0 if heard else self._silent + 1

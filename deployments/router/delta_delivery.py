@@ -1,4 +1,4 @@
-"""DeltaDelivery: from a replica's frame to the requests that they are of."""
+"""DeltaDelivery: hands the deltas of a replica's frame to their requests."""
 
 import time
 
@@ -12,8 +12,8 @@ from engine.messages import Delta, StepFrame
 
 
 class DeltaDelivery:
-    """Ends that are not for the client are kept back: a replica that is to stop, an adapter that
-    means something else now, a trial that is passed."""
+    """Ends that are not for the client are kept back: of a replica that is to stop, of an adapter
+    that was replaced, of a probation that was passed."""
 
     def __init__(
         self, fleet: Fleet, placement: Placement, losses: ReplicaLosses, stale: StaleAdapters
@@ -30,7 +30,7 @@ class DeltaDelivery:
             choice = choices.get(delta.id)
             if choice is None:
                 continue  # aborted while the delta was on its way
-            if delta.cached >= 0:  # its first
+            if delta.cached >= 0:  # the choice's first delta
                 self._fleet.begun(client.state, delta.id)
                 if delta.adapter_us > 0:
                     self._fleet.adapter_loaded(delta.adapter_us / 1e6)
@@ -49,8 +49,9 @@ class DeltaDelivery:
     def _passes(
         self, client: ReplicaClient, choice: InflightChoice, delta: Delta, now: float
     ) -> None:
-        """It has been tried, and goes on when the others have been, too. It stays where it is: what
-        was computed is there, and with n > 1 the other choices."""
+        """The choice has passed its probation. It goes on when the other suspects there have had
+        their turn. It stays at this replica, which has its KV cache and, with n > 1, the other
+        choices."""
         delta.finish = ""
         choice.inflight.take(choice, delta, now)
         choice.begun = len(choice.emitted)

@@ -1,5 +1,5 @@
-"""Router: the Serve deployment that answers HTTP and handle calls. All the work is the dispatcher's
-and the API's."""
+"""Router: the Serve deployment that answers HTTP and handle calls. Dispatcher and API do the
+work."""
 
 import asyncio
 import gc
@@ -36,17 +36,18 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-_FIGURES_SECONDS = 1.0  # for the other routers to tell their figures: two beats of a replica
-_ASK_SECONDS = 5.0  # for the other routers to say what they know of a request
-_ASKERS = 8  # questions to the other routers at once
+_FIGURES_SECONDS = 1.0  # for the other routers to tell their metrics: two heartbeats of a replica
+_ASK_SECONDS = 5.0  # for the other routers to tell what they know of a request
+_ASKERS = 8  # calls to the other routers at once
 _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """model_name: what requests call it. find_model: gives the local folder, fetching the model if
-    need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities: of such a
-    digest, the least priority that its requests may have, if that is not 0. seed: the engines'."""
+    """model_name: the name that requests use. find_model: gives the local folder, and fetches the
+    model if need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities:
+    of such a digest, the least priority that its requests may have, if that is not 0. seed: the
+    engines'."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -141,13 +142,13 @@ class Router:
             explain=self._explain,
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )
-        # Whoever holds a handle is inside the cluster: no key.
+        # A caller with a handle is inside the cluster: no key.
         self._trusted = build_asgi(
             dispatcher, replace(options, api_keys=frozenset(), admin_keys=frozenset())
         )
-        # Serve puts the request's id, or one that it makes, into request and answer itself.
+        # Serve itself puts the request's id, or a new one, into request and answer.
         self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
-        # A collection that goes over all that was imported holds every stream up for 70 ms.
+        # A garbage collection over all imported modules would hold every stream up for 70 ms.
         gc.collect()
         gc.freeze()
         return self._http
@@ -191,25 +192,25 @@ class Router:
     async def stream(
         self, body: dict[str, Any], last_event_id: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The same, streamed; with last_event_id, as asgi_call.stream says."""
+        """The same, streamed. last_event_id: as in handle_call.stream."""
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """There is one model here, so a body need not say which."""
+        """There is one model here, so a body need not name it."""
         return {"model": self._settings.model_name, **body}
 
     async def drain(self, seconds: float) -> None:
-        """Before the application is deleted, which Serve tells nobody in time: nothing new from now
-        on, and back when the last answer is out. What still runs after so long ends with the error
-        `draining`."""
+        """Called before the application is deleted, because Serve does not tell routers in time.
+        Refuses new requests and returns when the last answer is out. Requests that still run after
+        so many seconds end with the error `draining`."""
         self._dispatcher.refuse_new()
         await self._idle(seconds)
         self._dispatcher.fail_all()
         await self._idle(_LAST_WORDS)
 
     async def _idle(self, seconds: float) -> None:
-        """Until no request is in flight, for so long at most."""
+        """Wait until no request is in flight, for so long at most."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (self._http.in_flight or self._trusted.in_flight):
             await asyncio.sleep(0.05)
@@ -238,16 +239,16 @@ class Router:
         }
 
     async def figures(self) -> bytes:
-        """For another router's /metrics; see figures.py."""
+        """For another router's /metrics; see observe/figures.py."""
         return self._application_metrics.tell()
 
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
-        """What this router knows of a request, lately ended or in flight: one for each prompt; see
-        request_trace.py. owner: None for everyone's."""
+        """What this router knows of a request, lately ended or in flight: one dict a prompt; see
+        request_trace.py. owner: digest of the key that may see it; None: no restriction."""
         return self._dispatcher.explain(request_id, owner)
 
     async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
-        """The same of whichever router had it: this one, or the others are asked."""
+        """The same from whichever router had the request: this one, or the others are asked."""
         if found := self._dispatcher.explain(request_id, owner):
             return found
         async with self._peer_calls:

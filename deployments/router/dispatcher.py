@@ -1,4 +1,4 @@
-"""Dispatcher: the router's `Backend`. It takes requests in; its parts serve them:
+"""Dispatcher: the router's `Backend`. It takes requests in, and its parts serve them:
 
     RequestQueue      admits requests and keeps them until a replica has room
     Placement         sends choices to replicas and takes them off again
@@ -7,7 +7,7 @@
     DisplacedChoices  keeps choices that lost their replica while no other can take them
     DeltaDelivery     hands what a replica's frame brings to the requests
 
-No Ray and no HTTP here: replicas are given by `set_replicas`, requests come through `generate`.
+No Ray and no HTTP here: replicas come through `set_replicas`, requests through `generate`.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ logger = logging.getLogger("manta.router")
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """wait_seconds: how long a request waits for a replica at most. in_flight: requests. waiting:
-    choices, while no replica is ready. losses: replicas, killed from outside, that a request may
-    lose in a row without a token from any. admission: while replicas are ready.
-    reader_seconds: how long a stream is kept that paused because nobody reads it."""
+    """wait_seconds: how long a request waits for a replica at most. in_flight: requests at most.
+    waiting: choices that may wait while no replica is ready. losses: replicas, killed from outside,
+    that a request may lose in a row without a token from any. admission: while replicas are ready.
+    reader_seconds: how long a stream is kept that paused because its client does not read."""
 
     wait_seconds: float = 30.0
     in_flight: int = 4096
@@ -193,7 +193,7 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """What requests hold here: none of it may outlive them."""
+        """What requests hold here; nothing of it may outlive its request."""
         return {
             "requests": len(self._requests),
             "waiting": len(self._displaced) + self._queue.choices,
@@ -216,7 +216,7 @@ class Dispatcher:
     # -- for the router
 
     def seed(self, seed: int) -> None:
-        """Draw what is drawn by lot from this seed, for simulations."""
+        """Seed the random choices, for simulations."""
         self._random.seed(seed)
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -240,8 +240,8 @@ class Dispatcher:
         return families(self.metrics, self.state())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
-        """What arrives here and what waits here, for autoscaling.py: tokens/s since the last call,
-        of prompts those that no cache had, of outputs as many as requests had so far."""
+        """What arrives and what waits here, for scaling/policy.py. Rates are tokens/s since the
+        last call: of prompts without cached tokens, of outputs by the mean length so far."""
         metrics = self.metrics
         ended = sum(metrics.output_size.counts)
         output = metrics.output_size.sum / ended if ended else 128.0
@@ -260,17 +260,17 @@ class Dispatcher:
         }
 
     def refuse_new(self) -> None:
-        """What is in flight goes on, nothing new begins."""
+        """Refuse new requests; those in flight go on."""
         self._draining = True
 
     def fail_all(self) -> None:
-        """Tell what is in flight that it has no more time."""
+        """Fail the requests in flight: their time to end is over."""
         for inflight in list(self._requests):
             message = "the service is stopping, and the time it had for this request is over"
             inflight.fail(Overloaded(message, code="draining", retry_after=5))
 
     def close(self) -> None:
-        """Fail what is in flight and leave the replicas."""
+        """Fail the requests in flight and disconnect from the replicas."""
         self.refuse_new()
         self.adapters.close()
         self._stale.close()

@@ -1,10 +1,10 @@
-"""The ledger: what each request in flight was, and what has come out of it, so that another replica
-can go on.
+"""Requests in flight: what each request was and what has come out of it, so that another replica
+can go on with it.
 
-An Entry is one prompt; a Choice is one of its n continuations, which lives at one replica at a
-time. Going on elsewhere is `Choice.as_request` with what was emitted behind the prompt: the engine
-counts max_tokens and its random numbers from the prompt's end, so the text is the one that would
-have come without the loss.
+An InflightRequest is one prompt. An InflightChoice is one of its n continuations, which runs at one
+replica at a time. To go on elsewhere, `InflightChoice.as_request` puts the emitted tokens behind
+the prompt. The engine counts max_tokens and its random numbers from the prompt's end, so the text
+is the one that would have come without the loss.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from deployments.router.request_trace import RequestTrace
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest
 
-# What is kept of a stream that nobody reads: then it pauses.
+# Of a stream that its client does not read: beyond this it pauses.
 UNREAD_BYTES = 2**20
 DELTA_BYTES = 256  # of a delta of one token
 LOGPROB_BYTES = 192  # of a log-probability
@@ -29,9 +29,9 @@ LOGPROB_BYTES = 192  # of a log-probability
 class InflightChoice:
     """One choice in flight.
 
-    emitted: output token ids so far. place: the replica that has it, "" while none has.
-    begun: how many there were when it was placed there. suspicion: of poisoning.
-    weights: of the replica that it went to last; what was emitted can only go on with the same.
+    emitted: output token ids so far. place: the replica that has the choice, "" while none has.
+    begun: how many tokens were emitted when it was placed there. suspicion: whether its engines
+    die of it. weights: of its last replica; emitted tokens can only go on with the same weights.
     """
 
     __slots__ = (
@@ -61,16 +61,17 @@ class InflightChoice:
 
     @property
     def given(self) -> int:
-        """Tokens that its replica has given."""
+        """Tokens that its present replica has given."""
         return len(self.emitted) - self.begun
 
     def as_request(self) -> EngineRequest:
-        """The message that starts it, or resumes it after what was emitted; a suspect, for the
-        tokens of its trial."""
+        """The message that starts the choice, or resumes it after what was emitted. A suspect is
+        started for the tokens of its probation only."""
         request = self.inflight.request
         params = request.params
         if (self.last or self.emitted) and params.prompt_logprobs is not None:
-            # They came with the first delta; asking again would only switch the prefix cache off.
+            # Prompt logprobs came with the first delta; asking again would switch the prefix cache
+            # off for nothing.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         limit = len(self.emitted) + self.suspicion.tokens
         if self.suspicion.tokens and (params.max_tokens is None or limit < params.max_tokens):
@@ -90,7 +91,7 @@ class InflightChoice:
         )
 
     def passes(self, delta: Delta, context: int) -> bool:
-        """This end is that of its trial only. context: of its replica's model, in tokens."""
+        """This end is only that of its probation. context: of its replica's model, in tokens."""
         total = len(self.emitted) + len(delta.token_ids)
         tokens, request = self.suspicion.tokens, self.inflight.request
         limit = request.params.max_tokens
@@ -105,9 +106,9 @@ class InflightChoice:
 class InflightRequest:
     """A request in flight; implements `deployments.backend.Generation`.
 
-    on_end(entry) is called once, when no choice is left. on_abort(choices) takes unfinished choices
-    off their replicas; on_resume(choices) brings some back that were taken off because nobody read
-    what came.
+    on_end(inflight) is called once, when no choice is left. on_abort(choices) takes unfinished
+    choices off their replicas. on_resume(choices) brings choices back that were taken off because
+    the client did not read.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class InflightRequest:
             InflightChoice(self, index, first_id + index) for index in range(request.params.n)
         ]
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
-            # The stream goes on after what another router has sent.
+            # A resumed stream: another router has sent these tokens.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
@@ -152,12 +153,12 @@ class InflightRequest:
 
     @property
     def begun(self) -> bool:
-        """Tokens have come for any choice."""
+        """Whether tokens have come for any choice."""
         return any(choice.emitted for choice in self.choices)
 
     @property
     def paused(self) -> bool:
-        """Nobody reads it: its choices are at no replica."""
+        """The client does not read the stream: its choices are at no replica."""
         return self._paused is not None
 
     async def next(self) -> list[tuple[int, Delta]]:
@@ -185,7 +186,7 @@ class InflightRequest:
         return Timing(self._queue_s, self.migrations, tuple(self.replicas))
 
     def fail(self, error: MantaError) -> None:
-        """The request cannot go on: what has come is still handed out, then next() raises."""
+        """The request cannot go on. `next` still hands out what has come, then it raises."""
         if self._open:
             self._metrics.failed.add(1, error.code)
             self._error = error
@@ -225,8 +226,8 @@ class InflightRequest:
             self._pause()
 
     def _pause(self) -> None:
-        """Nobody reads. What is left to compute gives its place to others, until somebody does:
-        then it goes on as after the loss of a replica."""
+        """The client does not read. The unfinished choices give their places to other requests
+        until it does; then they go on as after the loss of a replica."""
         self._metrics.paused.add()
         self.trace.moves(self.choices[0].place, "nobody read what came", time.monotonic())
         error = MantaError(

@@ -1,4 +1,4 @@
-"""ModelCards: what a router can be asked for: the model, and its adapters."""
+"""ModelCards: the names that a router serves: the model's and its adapters'."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,16 +9,16 @@ from deployments.router.replica_client import ReplicaEndpoint
 
 
 class ModelCards:
-    """card: of the model, as configured; what replicas can really do is learnt from them."""
+    """card: of the model, as configured. What replicas can really do is learnt from them."""
 
     def __init__(self, card: ModelCard) -> None:
         self.base = card
         self.by_name: dict[str, ModelCard] = {card.id: card}
         self._records: Mapping[str, AdapterRecord] = {}
-        self._known = False  # a replica has said what it can really do
+        self._known = False  # a replica has told what it can do
 
     def learn(self, endpoint: ReplicaEndpoint) -> None:
-        """What a replica can do; of several, the shortest context counts."""
+        """Note what a replica can do; of several, the shortest context counts."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True
         self.base = replace(

@@ -1,4 +1,4 @@
-"""Placement: to which replica choices go, and how they are taken off it."""
+"""Placement: sends choices to replicas, and takes them off again."""
 
 import time
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ from engine.messages import Abort
 
 
 class Placement:
-    """max_len: tokens of the longest request. Choices are known by numbers, and none is used twice
+    """max_len: tokens of the longest request. Choices are known by numbers; no number is used twice
     on a connection."""
 
     def __init__(
@@ -45,13 +45,14 @@ class Placement:
         return first
 
     def begin(self, inflight: InflightRequest, replicas: list[ReplicaState]) -> None:
-        """A new request, to one of these: they have room."""
+        """Send a new request to one of these replicas, which have room."""
         self._metrics.queue.observe(time.monotonic() - inflight.arrived)
         names = {replica.name for replica in replicas}
         self.place([choice for choice in inflight.choices if not choice.done], names)
 
     def place(self, choices: list[InflightChoice], among: Collection[str] | None = None) -> None:
-        """Send choices of one request to a replica, one of `among` if given, or let them wait."""
+        """Send choices of one request to one replica, of `among` if given; without one they
+        wait."""
         first = choices[0]
         wanted = self._routing_request(choices)
         now = time.monotonic()
@@ -72,12 +73,12 @@ class Placement:
             self._submit(choice, client, wanted)
 
     def place_displaced(self) -> None:
-        """There may be a replica for them now."""
+        """Place the displaced choices: there may be a replica for them now."""
         for choices in self._displaced.take_all():
             self.place(choices)
 
     def take_off(self, choices: list[InflightChoice]) -> None:
-        """They are wanted at no replica any more."""
+        """Take choices off their replicas: they are not wanted there any more."""
         by_client: dict[ReplicaClient, list[int]] = {}
         for choice in choices:
             self._displaced.take(choice)
@@ -90,14 +91,14 @@ class Placement:
                 client.connection.send(Abort(ids))
 
     def bring_back(self, choices: list[InflightChoice]) -> None:
-        """They were taken off and go on. New numbers, because the old ones may not have ended
-        yet."""
+        """Place choices that were taken off. They get new numbers, because the replica may not have
+        ended the old ones yet."""
         for choice in choices:
             choice.id = self.numbers(1)
         self.place(choices)
 
     def place_again(self, choices: list[InflightChoice]) -> None:
-        """What they ask for means something else now."""
+        """Place choices anew, because the adapter that they ask for has changed."""
         self.take_off(choices)
         self.bring_back(choices)
 
@@ -115,8 +116,8 @@ class Placement:
     def _allowed(
         self, choices: list[InflightChoice], among: Collection[str] | None
     ) -> list[str] | None:
-        """Where they may go; None is anywhere. What was emitted goes on with the same weights
-        only."""
+        """Replicas that the choices may go to; None: any. Emitted tokens go on with the same
+        weights only."""
         weights = next((choice.weights for choice in choices if choice.emitted), "")
         names = self._clients.keys() if among is None else among
         if weights:

@@ -1,4 +1,4 @@
-"""ReplicaCalls: questions to replicas over their channels, and their answers by ticket."""
+"""ReplicaCalls: requests to replicas over their channels, answered by ticket."""
 
 import asyncio
 import itertools
@@ -12,18 +12,18 @@ class Ticketed(Protocol):
 
 
 class ReplicaCalls:
-    """Of one router. An answer is a message with the question's ticket."""
+    """The calls of one router. An answer is a message with the ticket of its call."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
         self._asked: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
 
     def ticket(self) -> int:
-        """For the next question."""
+        """A new ticket."""
         return next(self._tickets)
 
     async def ask(self, client: ReplicaClient, message: Ticketed, seconds: float) -> Any:
-        """None if the replica was lost, or has not answered in time."""
+        """The answer; None if the replica was lost or has not answered in time."""
         if client.connection is None:
             return None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -43,7 +43,7 @@ class ReplicaCalls:
             asked[1].set_result(answer)
 
     def lost(self, client: ReplicaClient) -> None:
-        """Its connection is gone."""
+        """The connection to this replica is gone."""
         for ticket, (where, future) in list(self._asked.items()):
             if where is client:
                 del self._asked[ticket]

@@ -23,8 +23,8 @@ _RETRY = (0.05, 2.0)  # seconds between attempts to connect: first, longest
 class ReplicaEndpoint:
     """What a replica publishes: where it listens, the secret, and what its engine can do.
 
-    step_tokens: of a step, at most. adapter_slots: adapters on the device; 0: not told.
-    weights, tokenizer: of models.Identity.
+    step_tokens: the most tokens of a step. adapter_slots: adapters on the device; 0: not told.
+    weights, tokenizer: of checkpoints.resolve.ModelIdentity.
     """
 
     host: str
@@ -74,11 +74,11 @@ class ReplicaClient:
     ) -> None:
         self.replica = replica
         self.endpoint = endpoint
-        self.connection: RouterEnd | None = None  # an open one
+        self.connection: RouterEnd | None = None  # while it is open
         self.choices: dict[int, InflightChoice] = {}
-        self.failed: Failed | None = None  # its engine, and what the replica says of that
-        self.silent = False  # nothing was heard of it, though its process may well live
-        self.retired = False  # Serve no longer counts it: send nothing new
+        self.failed: Failed | None = None  # what the replica said when its engine failed
+        self.silent = False  # the connection was closed for silence; the process may well live
+        self.retired = False  # Serve no longer counts the replica: send nothing new
         self._limits = limits
         self._router = router
         self._on_open = on_open
@@ -100,7 +100,7 @@ class ReplicaClient:
         return self.connection is not None and not self.retired and self.state.available
 
     def observe(self, frame: StepFrame, now: float) -> None:
-        """What a frame says of the replica. now: monotonic seconds."""
+        """Note what a frame says of the replica. now: monotonic seconds."""
         self._fleet.observe(self.state, frame.stats, frame.taken, now)
         if frame.prefix_hashes:
             self._fleet.add_prefix(self.state, unpack_hashes(frame.prefix_hashes))
@@ -113,7 +113,7 @@ class ReplicaClient:
             self.close("no longer in service")
 
     def retire(self) -> None:
-        """Take nothing new, let what is there end."""
+        """Take nothing new; let the choices there end."""
         self._leave()
         if not self.choices:
             self.close("no longer in service")
@@ -141,7 +141,7 @@ class ReplicaClient:
                         self._protocol, self.endpoint.host, self.endpoint.port
                     )
             except (OSError, TimeoutError) as error:
-                if delay == _RETRY[0]:  # once; Serve will take it out or bring it back
+                if delay == _RETRY[0]:  # log once; Serve will remove the replica or bring it back
                     logger.warning("replica %s: cannot connect: %s", self.replica, error)
             else:
                 started = time.monotonic()

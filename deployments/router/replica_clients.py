@@ -11,10 +11,11 @@ logger = logging.getLogger("manta.router")
 
 
 class ReplicaClients(dict[str, ReplicaClient]):
-    """Those in service, by the replica's name. closing: retired ones, with choices left.
+    """The clients of replicas in service, by the replica's name. closing: retired clients with
+    choices left.
 
-    connect(name, endpoint) makes one. vocabulary: identity of the router's tokenizer, "" if it is
-    not known.
+    connect(name, endpoint) makes a client. vocabulary: identity of the router's tokenizer, "" if it
+    is not known.
     """
 
     def __init__(
@@ -30,15 +31,15 @@ class ReplicaClients(dict[str, ReplicaClient]):
         yield from self.closing
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
-        """The one that has the choice."""
+        """The client that has the choice."""
         client = self.get(choice.place)
         if client is not None and choice.id in client.choices:
             return client
         return next((client for client in self.closing if choice.id in client.choices), None)
 
     def replace(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """These are the running replicas, id -> what each published. Those of a model with another
-        tokenizer are left to the routers that come with them, while an update is under way."""
+        """These are the running replicas now, id -> what each published. During an update, replicas
+        with another tokenizer are left to the routers that have that tokenizer too."""
         if self._vocabulary:
             mine = ("", self._vocabulary)
             replicas = {

@@ -16,8 +16,8 @@ from deployments.backend import GenerationRequest
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
-KEPT = 4096  # ended requests that a router remembers: the oldest go
-_EVENTS = 32  # placements and moves of one request that are kept: the last ones
+KEPT = 4096  # ended requests that a router remembers; the oldest are dropped
+_EVENTS = 32  # the last placements and moves of one request that are kept
 
 logger = logging.getLogger("manta.router")
 
@@ -34,7 +34,7 @@ _WHY = {
 class RequestTrace:
     """One prompt and its choices. Times are monotonic seconds; 0 = not yet.
 
-    owner: digest of the API key that sent it, "" if none was asked for; nobody else may see it.
+    owner: digest of the API key that sent it, "" if keys are not used. Only that key may see it.
     """
 
     __slots__ = (
@@ -74,9 +74,9 @@ class RequestTrace:
         self.received_at = time.time()
         self.state = "waiting"
         self.placed = 0.0  # the first time
-        self.engine_us = -1  # in the engine that brought the first token, until its first step
-        self.adapter_us = -1  # part of that: until its adapter was on the device
-        self.started = 0.0  # then
+        self.engine_us = -1  # from arrival in the engine of the first token until the first step
+        self.adapter_us = -1  # part of engine_us: until its adapter was on the device
+        self.started = 0.0  # when that step began
         self.first = 0.0
         self.cached = 0
         self.output_tokens = 0
@@ -86,17 +86,17 @@ class RequestTrace:
         self._placements: list[tuple[float, RoutingDecision, int]] = []
         self._moves: list[tuple[float, str, str]] = []
 
-    # -- what happens to it
+    # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """It goes to a replica, with so many tokens that came elsewhere."""
+        """The request goes to a replica, with so many tokens emitted before."""
         self.placed = self.placed or now
         self.state = "running"
         self._placements.append((now, decision, emitted))
         del self._placements[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
-        """The first tokens of a choice have come. Those of the first choice are told."""
+        """The first tokens of a choice have come. Only the first choice's are noted."""
         if self.first:
             return
         self.first = now
@@ -118,7 +118,7 @@ class RequestTrace:
         self.ended = now
         self.state = "failed" if error else "finished"
 
-    # -- told to people
+    # -- for operators
 
     @property
     def moved(self) -> bool:
@@ -126,12 +126,11 @@ class RequestTrace:
 
     @property
     def replicas(self) -> list[str]:
-        """Where it has been, in order."""
+        """Replicas that the request was at, in order."""
         return [decision.replica for _, decision, _ in self._placements]
 
     def tell(self, router: str, now: float) -> dict[str, Any]:
-        """As JSON has it. Times are milliseconds, of an unfinished request so far; null = not
-        reached."""
+        """As JSON. Times are milliseconds, of an unfinished request so far; null = not reached."""
         end = self.ended or now
         waited = (self.placed or end) - self.arrived
         decode = end - self.first if self.first else None
@@ -175,7 +174,7 @@ class RequestTrace:
         }
 
     def _adapter(self) -> dict[str, Any] | None:
-        """load_ms: that it waited for the adapter to be on the device."""
+        """load_ms: how long the request waited for the adapter to be on the device."""
         if not self.adapter:
             return None
         name, _, revision = self.adapter.partition("@")
@@ -188,7 +187,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """Those of the last requests that ended. Bounded."""
+    """The traces of the last requests that ended. Bounded."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ended: deque[RequestTrace] = deque(maxlen=kept)
@@ -199,10 +198,10 @@ class RequestTraces:
     def find(
         self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()
     ) -> Iterator[RequestTrace]:
-        """All with this id, in the order of arrival: the prompts of one call, or several calls that
-        were given one id. owner: None may see everyone's.
+        """All traces with this id, in the order of arrival: the prompts of one call, or several
+        calls that were given one id. owner: None may see every trace.
 
-        Walks over all of them: asking is rare, and so a request that nobody asks for costs nothing.
+        Walks over all traces. Questions are rare, so a request that is not asked for costs nothing.
         """
         found = [
             trace
@@ -215,7 +214,7 @@ class RequestTraces:
 
 
 def log_trace(trace: RequestTrace) -> None:
-    """A line for a request that has ended: at info if it failed or moved, else at debug."""
+    """Log a line for a request that has ended: at info if it failed or moved, else at debug."""
     notable = trace.error or trace.moved
     level = logging.INFO if notable else logging.DEBUG
     if not logger.isEnabledFor(level):

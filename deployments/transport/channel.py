@@ -9,13 +9,13 @@ speaks first:
     then                router: Submit | Abort | Beat | AddAdapter | AdapterVersion | Recall
                         replica: StepFrame | Failed | AdapterAnswer | Recalled
 
-Whoever cannot prove the secret, is slow to do so, sends a frame above the cap or something that
-does not decode is cut off. Each side says something at least every `heartbeat` seconds and gives up
-on a peer that is silent for `timeout` seconds, which notices a lost machine long before the cluster
-does. A peer that does not read is cut off when its backlog passes the write bound: memory stays
-bounded and the ledger can go on elsewhere.
+A peer is cut off if it cannot prove the secret in time, or sends a frame that is too large or does
+not decode. Each side sends a frame at least every `heartbeat` seconds and gives up on a peer that
+is silent for `timeout` seconds, so a lost machine is noticed long before the cluster notices it. A
+peer that does not read is cut off when its backlog passes the write bound. So memory stays bounded,
+and the router can go on with its requests elsewhere.
 
-Plain `asyncio.Protocol`, because streams cost a task switch a frame.
+Plain `asyncio.Protocol`, because asyncio's streams cost a task switch a frame.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ from engine.messages import (
 VERSION = 4
 _HEADER = struct.Struct("<I")
 _NONCE_BYTES = 32
-_MAX_HANDSHAKE_FRAME = 1024  # bytes: all that a stranger can make us hold
+_MAX_HANDSHAKE_FRAME = 1024  # bytes: the most that an unproven peer can make us hold
 
 
-# When a replica may start a choice: at once; alone, if it is suspected of a death; or after those.
+# When a replica may start a choice: at once; alone among the suspects of a death; or after them.
 Turn = Literal["", "alone", "after"]
 
 
@@ -59,7 +59,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Proof(msgspec.Struct, array_like=True, tag="proof"):
-    """The router knows the secret. name: for logs only."""
+    """Proves that the router knows the secret. name: for logs only."""
 
     nonce: bytes
     mac: bytes
@@ -67,7 +67,7 @@ class Proof(msgspec.Struct, array_like=True, tag="proof"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """The replica knows the secret too."""
+    """Proves that the replica knows the secret too."""
 
     mac: bytes
 
@@ -77,9 +77,10 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
     prefix_hashes: of the prompt (prefix_index.py), joined; the replica passes them on to its
     other routers. adapter_path, adapter_version: of the record of request.adapter, which is
-    "name@revision"; version 0: it has begun, and goes on with that revision though there may be a
-    newer one. turn: when to start it, deaths: what it is suspected of
-    (suspect_queue.py). stream: keep its tokens under this name (memory.py); "": nobody will ask.
+    "name@revision"; version 0: the choice has begun and keeps that revision, though there may be a
+    newer one. turn: when to start the choice. deaths: replicas that it may have killed
+    (replica/suspect_queue.py). stream: keep its tokens under this name (replica/stream_memory.py);
+    "": no client will ask for them.
     """
 
     request: EngineRequest
@@ -92,8 +93,8 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
-    """An adapter's name means this revision from now on, "" is none: requests of older versions
-    that have not begun are refused, and other revisions forgotten. Answered by an AdapterAnswer."""
+    """An adapter's name means this revision from now on; "": none. Requests of older versions that
+    have not begun are refused, and other revisions are forgotten. Answered by an AdapterAnswer."""
 
     ticket: int
     name: str
@@ -102,7 +103,7 @@ class AdapterVersion(msgspec.Struct, array_like=True, tag="adapter_version"):
 
 
 class Recall(msgspec.Struct, array_like=True, tag="recall"):
-    """What is known of these streams? Answered by a Recalled."""
+    """Asks for the tokens of these streams. Answered by a Recalled."""
 
     ticket: int
     streams: list[str]
@@ -120,14 +121,14 @@ class StreamRecord(msgspec.Struct, array_like=True):
 
 
 class Recalled(msgspec.Struct, array_like=True, tag="recalled"):
-    """All that the replica has or had a moment ago of the streams' choices."""
+    """All that the replica knows of the choices of the streams."""
 
     ticket: int
     records: list[StreamRecord]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="beat"):
-    """Nothing to say, but alive."""
+    """The router is alive and has nothing else to send."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -143,8 +144,9 @@ class ChannelLimits:
     """Seconds and bytes.
 
     handshake: 3 s is long for three frames inside a cluster and short for a port scanner.
-    heartbeat, timeout: five missed beats, so that a second of stalled interpreter is not taken for
-    a death. Beats are counted, not seconds: who was stopped himself has missed none.
+    heartbeat, timeout: five missed heartbeats, so that a second of stalled interpreter is not taken
+    for a death. Heartbeats are counted, not seconds: a process that was stopped itself has missed
+    none.
     max_frame: 32 MiB holds prompt logprobs of a 100,000-token prompt.
     max_backlog: bytes waiting for a peer that does not read.
     """
@@ -270,7 +272,7 @@ class ChannelConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def _beat(self) -> None:
-        """Say that this end lives."""
+        """Tell the peer that this end is alive."""
         self.send(Heartbeat())
 
     def _mac(self, role: bytes, replica_nonce: bytes, router_nonce: bytes) -> bytes:
@@ -298,8 +300,8 @@ class ChannelConnection(asyncio.Protocol):
 
 
 class ReplicaEnd(ChannelConnection):
-    """The listening end. on_made: it is there, and has proved nothing. on_message gets what a
-    router says; stats() is for a heartbeat."""
+    """The replica's end, which listens. on_made: the connection is new and has proved nothing.
+    on_message gets a router's messages; stats() is for a heartbeat."""
 
     def __init__(
         self,
@@ -331,7 +333,7 @@ class ReplicaEnd(ChannelConnection):
         self.send(Hello(VERSION, self._nonce))
 
     def tell(self, stats: EngineStats, deltas: list[Delta]) -> None:
-        """A frame with the replica's newest figures, and what this router is to know with them."""
+        """Send a frame with the replica's newest stats, and what else this router has to know."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
         self.prefix_hashes.clear()
@@ -364,7 +366,7 @@ class ReplicaEnd(ChannelConnection):
 
 
 class RouterEnd(ChannelConnection):
-    """The connecting end. on_frame gets what a replica says."""
+    """The router's end, which connects. on_frame gets a replica's messages."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Connections to a replica's channel that have not proved the secret: few places, and few lines."""
+"""UnauthenticatedConnections: connections to a replica that have not proved the secret yet. Their
+number and their log lines are bounded."""
 
 import asyncio
 import logging
@@ -9,19 +10,21 @@ from deployments.transport.channel import ReplicaEnd
 logger = logging.getLogger("manta.replica")
 
 _PLACES = 64
-_LINE_SECONDS = 10.0  # of the log, between two lines
+_LINE_SECONDS = 10.0  # between two lines of the log
 
 
 class UnauthenticatedConnections:
-    """Who comes last gets a place, because a router proves itself within a round trip and whoever
-    stays is none: when all are taken, it is that of the eldest of the address that has the most. So
-    nobody can keep routers out by holding connections, least of all from another machine.
+    """A new connection always gets a place: a router proves the secret within a round trip, so a
+    connection that stays is no router's. When all places are taken, the oldest connection from the
+    address with the most connections is closed. So no machine can keep routers out by holding
+    connections.
 
-    Connections that end so are logged together: one line at once, the next ones summed up.
+    Connections that end without a proof are logged together: the first at once, the next ones
+    summed up.
     """
 
     def __init__(self) -> None:
-        self._places: dict[ReplicaEnd, str] = {}  # -> address; eldest first
+        self._places: dict[ReplicaEnd, str] = {}  # -> address; oldest first
         self._refused = 0  # since the last line
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
@@ -47,7 +50,7 @@ class UnauthenticatedConnections:
         self._places.pop(connection, None)
 
     def refused(self, connection: ReplicaEnd, reason: str) -> None:
-        """It has ended as a stranger."""
+        """The connection ended without a proof of the secret."""
         self.discard(connection)
         self._refused += 1
         self._last = f"{connection.peer}: {reason}"

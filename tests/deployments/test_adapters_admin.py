@@ -274,7 +274,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
             return json.dumps({**record, "data": [record]}).encode()
 
     monkeypatch.setattr(
-        "deployments.cli.chat.Server.request", lambda self, *args: Answer(self.url, *args)
+        "deployments.cli.chat.ChatServer.request", lambda self, *args: Answer(self.url, *args)
     )
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()

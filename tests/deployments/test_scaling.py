@@ -23,12 +23,12 @@ CPU = PoolModel(500, 100, start_seconds=5, price=0.05, maximum=10)
 PROMISE = ServiceObjective(ttft=2.0, busy=0.9, calm_seconds=60, idle_seconds=100)
 
 
-def play(demands, *, pools=None, start=None, memory=None, since=0.0):
+def play(demands, *, pools=None, start=None, history=None, since=0.0):
     """A decision a second; replicas are ready when their pool says. The plans, by second."""
     pools = pools or {"gpu": GPU}
     ready = dict(start or dict.fromkeys(pools, 0))
     coming = {name: [] for name in pools}
-    memory, plans = memory or ScalingHistory(), []
+    history, plans = history or ScalingHistory(), []
     for second, (prompt, output, waiting) in enumerate(demands):
         now = since + second
         for name, times in coming.items():
@@ -36,8 +36,8 @@ def play(demands, *, pools=None, start=None, memory=None, since=0.0):
             coming[name] = [when for when in times if when > now]
         seen = {name: PoolState(ready[name], len(coming[name])) for name in pools}
         demand = Demand(now, prompt, output, waiting, int(waiting / 100))
-        plan = decide(pools, seen, demand, memory, PROMISE)
-        memory = plan.memory
+        plan = decide(pools, seen, demand, history, PROMISE)
+        history = plan.history
         for name, target in plan.targets.items():
             have = ready[name] + len(coming[name])
             coming[name] += [now + pools[name].start_seconds] * max(0, target - have)
@@ -109,16 +109,16 @@ def test_what_waits_must_be_little_for_those_that_stay():
     """52 replicas to 23 while there is still a second's work for 52, and one up and down again."""
     queue = [work(2)] * 60 + [work(20)] * 400
     ready, waiting, counts = 3, 0.0, []
-    memory, coming = ScalingHistory(), []
+    history, coming = ScalingHistory(), []
     for now, (prompt, output, _) in enumerate(queue):
         ready += sum(when <= now for when in coming)
         coming = [when for when in coming if when > now]
         waiting = max(0.0, waiting + prompt - ready * 5_000)
         demand = Demand(now, prompt, output, waiting, int(waiting / 100))
         plan = decide(
-            {"gpu": GPU_60}, {"gpu": PoolState(ready, len(coming))}, demand, memory, PROMISE
+            {"gpu": GPU_60}, {"gpu": PoolState(ready, len(coming))}, demand, history, PROMISE
         )
-        memory, wanted = plan.memory, plan.targets["gpu"]
+        history, wanted = plan.history, plan.targets["gpu"]
         coming += [now + GPU.start_seconds] * (wanted - ready - len(coming))
         ready = min(ready, wanted)
         counts.append(wanted)
@@ -157,7 +157,7 @@ def test_idle_pools_go_to_zero_and_wake():
     plans = play([work(1)] * 10 + [(0, 0, 0)] * 150, start={"gpu": 2})
     assert plans[100].targets["gpu"] >= 1 and plans[-1].targets["gpu"] == 0
     woken = decide(
-        {"gpu": GPU}, {"gpu": PoolState(0)}, Demand(400, 0, 0, 0, 1), plans[-1].memory, PROMISE
+        {"gpu": GPU}, {"gpu": PoolState(0)}, Demand(400, 0, 0, 0, 1), plans[-1].history, PROMISE
     )
     assert woken.targets["gpu"] == 1
 
@@ -321,12 +321,12 @@ def test_a_new_policy_leaves_a_gpu_that_is_there():
 
 def test_a_long_answer_is_no_idleness():
     """The only replica is stopped under the stream of a request that came before idle_seconds."""
-    memory = ScalingHistory()
+    history = ScalingHistory()
     for now in range(300):
         plan = decide(
-            {"gpu": GPU}, {"gpu": PoolState(1)}, Demand(now, 0, 0, running=1), memory, PROMISE
+            {"gpu": GPU}, {"gpu": PoolState(1)}, Demand(now, 0, 0, running=1), history, PROMISE
         )
-        memory = plan.memory
+        history = plan.history
     assert plan.targets == {"gpu": 1}
 
 

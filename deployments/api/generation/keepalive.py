@@ -27,7 +27,7 @@ async def first_items(
 ) -> list[tuple[int, Delta]]:
     """generation.next(); meanwhile a sign of life every so many seconds, 0 for none.
 
-    Raises what next() raises, and ClientGone.
+    Raises what next() raises, and ClientDisconnected.
     """
     if not seconds:
         return await generation.next()

@@ -212,7 +212,7 @@ class OpenAIResponse:
         The status is sent with the first tokens or the first sign of life, one every `keepalive`
         seconds until then; what fails before is an ordinary error answer. What fails later is an
         event ``data: {"error": ...}`` without ``[DONE]`` after it.
-        Raises ApiError or MantaError before the start, ClientGone at any time.
+        Raises ApiError or MantaError before the start, ClientDisconnected at any time.
         """
         choices, ids = self.choices, self.ids
         skipping = {} if self._replay is None else self._replay.skipping

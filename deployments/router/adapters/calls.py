@@ -1,4 +1,4 @@
-"""AdapterCalls: what a router asks of replicas about adapters, and their answers."""
+"""AdapterCalls: a router's calls to replicas about adapters."""
 
 import asyncio
 import time
@@ -15,8 +15,8 @@ from deployments.transport.channel import AdapterVersion
 from engine.errors import AdapterError, Overloaded
 from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter
 
-LOAD_SECONDS = 120.0  # for a large one from a slow store
-TOLD_SECONDS = 2.0  # for replicas to hear of a change; one that is gone for so long is dead anyway
+LOAD_SECONDS = 120.0  # for a large adapter from a slow store
+TOLD_SECONDS = 2.0  # for replicas to answer; one that is silent for longer is dead anyway
 _LOOK = 0.05  # seconds between looks for a replica
 _LOSSES = 2  # replicas that may be lost over one adapter
 
@@ -37,10 +37,11 @@ class AdapterCalls:
         self._fleet = fleet
         self._random = random
         self._wait_seconds = wait_seconds
-        self.waiting = 0  # for a replica to be ready
+        self.waiting = 0  # calls that wait for a replica to be ready
 
     async def load(self, record: AdapterRecord) -> AdapterInfo:
-        """Have it read and checked where requests for it would go, and made known there.
+        """Have an adapter read and checked, and made known, at the replica that its requests would
+        go to.
 
         Raises AdapterError; Overloaded if there is no replica.
         """
@@ -57,7 +58,7 @@ class AdapterCalls:
         raise Overloaded("the replicas that read the adapter did not answer", code="no_replica")
 
     async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
-        """Tell every replica what the name means now. Returns when they know."""
+        """Tell every replica which revision the name means now. Returns when they know."""
         revision = "" if gone else record.revision
         await asyncio.gather(
             *(

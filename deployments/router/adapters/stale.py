@@ -1,5 +1,5 @@
-"""StaleAdapters: requests that were sent with an adapter's old revision because their router had
-not heard of the new one. Nothing has come of them yet, so they begin again with the new."""
+"""StaleAdapters: requests that were sent with an adapter's old revision, because their router had
+not heard of the new one. They have no token yet, so they begin again with the new revision."""
 
 import asyncio
 import time
@@ -12,11 +12,11 @@ from engine.errors import MantaError
 from engine.messages import Delta
 
 _STALE = ("adapter_changed", "adapter_not_found")
-_PAUSE = 0.3  # seconds: the replica may know before it is in the book
+_PAUSE = 0.3  # seconds: the replica may know of a change before the record store does
 
 
 class StaleAdapters:
-    """place(choices): send them, with what their entry's request says now."""
+    """place(choices): places choices anew, as their request says now."""
 
     def __init__(
         self, adapters: AdapterRegistry, place: Callable[[list[InflightChoice]], None]
@@ -27,7 +27,8 @@ class StaleAdapters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def takes(self, choice: InflightChoice, delta: Delta) -> bool:
-        """Whether this end of a choice is kept back. If not, its error is fit for its caller."""
+        """Whether this end of a choice is kept back. If not, its error may be shown to the
+        client."""
         inflight, request = choice.inflight, choice.inflight.request
         if not request.adapter:
             return False

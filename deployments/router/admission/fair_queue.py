@@ -1,19 +1,19 @@
-"""Admission: which requests a router lets in, in which order they go to replicas, and what it tells
-the others. Pure: no Ray, no event loop, no clock. `now` is monotonic seconds.
+"""FairQueue: which requests a router admits, in which order they go to replicas, and when refused
+requests should come again. Pure: no Ray, no event loop, no clock. `now` is monotonic seconds.
 
     request -- refused: 429 or 503, with the seconds until there is room
         |
-        +-- a replica has room and nobody waits -------------------> replica
-        |                                                             ^
-        +-> Queue, in the order of (fair share, priority) -- room ----+
+        +-- a replica has room and no request waits ----------------> replica
+        |                                                              ^
+        +-> FairQueue, in the order of (fair share, priority) -- room -+
 
-Requests wait here rather than in the engines, because here they can still be put in order, end at
-their deadline and go to whichever replica has room first. An engine is given what its batch can
-hold and a little more, so that it never waits for us.
+Requests wait here rather than in the engines. Here they can still be put in order, end at their
+deadline and go to whichever replica has room first. An engine is given what its batch can hold and
+a little more, so that it never waits for the router.
 
-Work is counted in tokens, those of the prompt and those that are likely to come. All bounds in
-seconds are work divided by the rate at which the replicas were seen to work, so a fast pool has a
-longer queue than a slow one, and nothing is tuned by hand.
+Work is counted in tokens: those of the prompt and those that are likely to come. All bounds in
+seconds are work divided by the measured rate of the replicas. So a fast pool has a longer queue
+than a slow one, and nothing is tuned by hand.
 """
 
 import math
@@ -24,24 +24,24 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_GUESS = 256  # output tokens of a request that says nothing, before any has ended
+_GUESS = 256  # output tokens of a request without a limit, before any request has ended
 _LEARN = 0.05  # weight of the newest output length
 
-_SHARE = 4.0  # what one key may have waiting: so many times what is left free
-_LEVELS = 3  # priorities further from 0 than this are refused as if they were this far
-_STEPS = 16  # ... and are ordered as if they were this far
-_CALM = 0.25  # of queue_seconds: when no more waits, an overload is over
+_SHARE = 4.0  # times what is left free: work that one key may have waiting
+_LEVELS = 3  # admission takes priorities further from 0 than this as this
+_STEPS = 16  # ... and the order takes priorities further from 0 than this as this
+_CALM = 0.25  # of queue_seconds: when no more work waits, an overload is over
 _BURST = 4.0  # times queue_seconds, while a burst fills the batch
 _MARGIN = 1.25  # of the expected wait, which must end before a deadline
-_PROMISED = 0.5  # of the rate is for those who come back, the rest for those who are new
-_JITTER = 0.25  # of a Retry-After, so that those sent away together do not come back together
-_SLOWEST = 60.0  # seconds: official clients ignore a Retry-After beyond
+_PROMISED = 0.5  # of the rate is kept for refused requests that come again, the rest for new ones
+_JITTER = 0.25  # of a Retry-After, so that requests refused together do not come again together
+_SLOWEST = 60.0  # seconds: official clients ignore a longer Retry-After
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """queue_seconds: work that may wait, at the measured rate. queue_tokens: the same, whatever the
-    rate. age_seconds: of waiting that outweigh one step of priority."""
+    """queue_seconds: work that may wait, at the measured rate. queue_tokens: work that may wait,
+    whatever the rate. age_seconds: of waiting that outweigh one step of priority."""
 
     queue_seconds: float = 1.5
     queue_tokens: int = 1_000_000
@@ -51,7 +51,7 @@ class AdmissionLimits:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
-    that they run at once. free: rows that nobody has or waits for."""
+    that they run at once. free: rows that no choice has or waits for."""
 
     rate: float = math.inf
     rows: float = math.inf
@@ -59,8 +59,8 @@ class Capacity:
 
     @classmethod
     def of(cls, replicas: Sequence[tuple[float, float, float]]) -> "Capacity":
-        """Of each replica's (rate, rows, free). One whose rate is unknown is taken to be like the
-        others."""
+        """The sum over each replica's (rate, rows, free). A replica whose rate is unknown is taken
+        to be like the others."""
         rates, rows, free = zip(*replicas, strict=True) if replicas else ((), (), ())
         known = [rate for rate in rates if rate < math.inf]
         if not known:
@@ -70,15 +70,15 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """code: "overloaded" (all have too much waiting), "rate_limit_exceeded" (this key has) or
-    "deadline_exceeded". seconds: when it would be let in; 0 with a deadline."""
+    """code: "overloaded" (all keys together have too much waiting), "rate_limit_exceeded" (this key
+    has) or "deadline_exceeded". seconds: until it would be admitted; 0 with a deadline."""
 
     code: str
     seconds: float
 
 
 class OutputEstimate:
-    """How many tokens a request will bring, learnt from those that asked for about as many."""
+    """How many tokens a request will bring, learnt from requests with about the same limit."""
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}  # by the bits of the limit
@@ -118,16 +118,16 @@ class _Key:
 class FairQueue(Generic[T]):
     """One router's waiting requests.
 
-    Order: start-time fair queueing. Virtual time is tokens of service that each busy key has had; a
-    request starts where its key's last one ends, or now if the key was idle. So a key that sends
-    ten times as much waits behind itself, and one that was idle saves nothing up. A priority shifts
-    a request by what its key would be served in age_seconds a step: waiting outweighs it, so
-    nothing starves.
+    Order: start-time fair queueing. Virtual time is the tokens of service that each busy key has
+    had. A request starts where its key's last request ends, or now if the key was idle. So a key
+    that sends ten times as much waits behind itself, and an idle key saves nothing up. Each step of
+    priority shifts a request by what its key would be served in age_seconds. Waiting outweighs
+    priority, so no request starves.
 
-    Bound: a key may have `_SHARE` times as much waiting as there is left, halved with each step of
-    priority. So nobody can fill the queue, there is always room for who has nothing in it, and when
-    it gets full the lowest priority is the first to be refused. Nobody who was let in is thrown
-    out.
+    Bound: a key may have `_SHARE` times as much waiting as there is room left, halved with each
+    step of priority. So no key can fill the queue, there is always room for a key that has nothing
+    in it, and the lowest priority is the first to be refused when the queue gets full. A request
+    that was admitted is not refused later.
 
     random: uniform in [0, 1), for the jitter of Retry-After.
     """
@@ -138,14 +138,14 @@ class FairQueue(Generic[T]):
         self._limits = limits
         self._random = random
         self._heap: list[tuple[float, int, Ticket[T]]] = []
-        self._live = 0  # tickets in the heap that were not taken out
+        self._live = 0  # tickets in the heap that still wait
         self._count = 0
         self._keys: dict[str, _Key] = {}
-        self._busy = 0  # keys with something waiting
+        self._busy = 0  # keys with requests waiting
         self._now = 0.0  # virtual time
-        self._long_since = math.inf  # when there came to be more than queue_seconds of work
-        self._short = 0.0  # queue_seconds in tokens; when a quarter is left, that is over
-        self._promised = 0.0  # until when the room to come is promised to those sent away
+        self._long_since = math.inf  # since when there is more than queue_seconds of work
+        self._short = 0.0  # queue_seconds in tokens; when a quarter is left, the overload is over
+        self._promised = 0.0  # until when the room to come is promised to refused requests
 
     def __len__(self) -> int:
         return self._live
@@ -173,20 +173,18 @@ class FairQueue(Generic[T]):
         if deadline is not None and now + _MARGIN * self._ahead(mine) / rate > deadline:
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:
-            return Refusal(
-                "overloaded", 1.0
-            )  # as many as can run, until it shows how long it takes
+            return Refusal("overloaded", 1.0)  # as many as can run, until their rate is known
         left = self._bound(capacity, now) - self.tokens
         share: float = _SHARE * 0.5 ** max(-_LEVELS, min(_LEVELS, priority))
         if mine + tokens <= share * left or not self._live:
             return None
         if left > 0 and not mine and priority <= 0:
             return None
-        # Room for it comes as the queue drains, this key's part of it with the rest.
+        # Room comes as the queue drains, this key's part of it with the rest.
         excess = mine + tokens - share * left
         part = mine / self.tokens
         seconds = excess / (share + part) / rate
-        # And then others want it too: each one sent away is told a later time.
+        # Other refused requests want that room too: each is told a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
         self._promised = at + tokens / (_PROMISED * rate)
         seconds = min(_SLOWEST, (at - now) * (1.0 + _JITTER * self._random()))
@@ -194,12 +192,12 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
     def _ahead(self, mine: float) -> float:
-        """Tokens served before a new request of a key that has so many waiting."""
+        """Tokens that are served before a new request of a key with so many tokens waiting."""
         return min(self.tokens, mine * self._busy)
 
     def _bound(self, capacity: Capacity, now: float) -> float:
-        """Tokens that may wait. A burst that fills an idle batch may wait longer, but only once:
-        work that is still there after that time was no burst."""
+        """Tokens that may wait. A burst that fills an idle batch may wait longer, but only for a
+        time: work that is still there then was no burst."""
         limits = self._limits
         short = limits.queue_seconds * capacity.rate
         self._short = short
@@ -212,7 +210,7 @@ class FairQueue(Generic[T]):
     def push(
         self, item: T, key: str, priority: int, tokens: float, sequences: int, rate: float
     ) -> Ticket[T]:
-        """Let it wait. sequences: choices. rate: of the capacity."""
+        """Let a request wait. sequences: its choices. rate: of the capacity."""
         state = self._keys.get(key)
         if state is None:
             self._forget()
@@ -239,14 +237,14 @@ class FairQueue(Generic[T]):
     # -- out
 
     def head(self) -> Ticket[T] | None:
-        """The next one to go, still in the queue."""
+        """The next request to go, still in the queue."""
         heap = self._heap
         while heap and heap[0][2].item is None:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def pop(self) -> T:
-        """Take the head out: it goes to a replica. Legal when there is one."""
+        """Take the head out, which goes to a replica. Legal when there is one."""
         ticket = self.head()
         assert ticket is not None and ticket.item is not None
         self._now = max(self._now, ticket.start)
@@ -255,7 +253,7 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """It ended while it waited, so its key has not had it. Idempotent."""
+        """The request ended while it waited, so its key has not been served it. Idempotent."""
         if ticket.item is not None:
             self._keys[ticket.key].finish -= ticket.tokens
             self._take_out(ticket)
@@ -283,13 +281,13 @@ class FairQueue(Generic[T]):
             heapify(self._heap)
 
     def correct(self, key: str, tokens: float) -> None:
-        """A request of the key brought so many tokens more (or fewer) than was taken for it."""
+        """A request of the key took so many tokens more (or fewer) than expected."""
         state = self._keys.get(key)
         if state is not None:
             state.finish += tokens
 
     def _forget(self) -> None:
-        """Keys whose share is used up are as good as new."""
+        """Drop idle keys whose service lies in the past: they are as good as new ones."""
         if len(self._keys) > 2 * self._busy + 64:
             self._keys = {
                 key: state

@@ -1,5 +1,5 @@
-"""RequestQueue: where a router's requests wait until a replica has room for them; the queue of
-fair_queue.py with a clock and replicas."""
+"""RequestQueue: admits a router's requests and keeps them until a replica has room. It is the
+FairQueue with a clock and replicas."""
 
 import asyncio
 import math
@@ -34,8 +34,8 @@ class RequestQueueLimits:
 
 
 class RequestQueue:
-    """fleet: the router's replicas. max_len: tokens of the longest request. send(entry, replicas):
-    give it to one of these, which have room."""
+    """fleet: the router's replicas. max_len: tokens of the longest request. send(inflight,
+    replicas): gives a request to one of these replicas, which have room."""
 
     def __init__(
         self,
@@ -52,27 +52,27 @@ class RequestQueue:
         self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
-        self._capacity = (0.0, Capacity())  # good until, what
-        self._rate = math.inf  # tokens/s, of the replicas when it was last known
+        self._capacity = (0.0, Capacity())  # good until, capacity
+        self._rate = math.inf  # tokens/s of the replicas, when it was last known
 
     @property
     def choices(self) -> int:
-        """That wait."""
+        """Choices that wait."""
         return self._queue.sequences
 
     @property
     def tokens(self) -> int:
-        """Their work."""
+        """Work of the requests that wait."""
         return int(self._queue.tokens)
 
     def seconds(self) -> float:
-        """How long they will take to go."""
+        """How long it will take until they have gone to replicas."""
         return self._queue.tokens / self._capacity_at(time.monotonic()).rate
 
     # -- in
 
     def admit(self, key: str) -> None:
-        """Raises Overloaded if a request of this key would be refused, one like those that wait."""
+        """Raises Overloaded if an average request of this key would be refused."""
         if self._queue:
             self._check(key, 0, self._queue.tokens / len(self._queue), None)
 
@@ -87,7 +87,7 @@ class RequestQueue:
         return False
 
     def enter(self, inflight: InflightRequest, *, now: bool) -> None:
-        """Send it now, or let it wait, as `check` has said."""
+        """Send the request now, or let it wait, as `check` has said."""
         if now:
             self._send(inflight, self._roomy())
             return
@@ -115,7 +115,7 @@ class RequestQueue:
     # -- out
 
     def fill(self) -> None:
-        """Give replicas what waits, while one has room."""
+        """Send waiting requests while a replica has room."""
         queue = self._queue
         while queue.head() is not None and (roomy := self._roomy()):
             inflight = queue.pop()
@@ -123,7 +123,7 @@ class RequestQueue:
             self._send(inflight, roomy)
 
     def news(self, replica: ReplicaState) -> None:
-        """A frame of this replica has come."""
+        """A frame of this replica has come: it may have room."""
         if self._queue and replica.room() > 0:
             self.fill()
 
@@ -140,7 +140,7 @@ class RequestQueue:
             self._estimate.learn(limit, len(choice.emitted))
         self._queue.correct(inflight.request.key, -expected)
 
-    # -- what it goes by
+    # -- measures
 
     def _roomy(self) -> list[ReplicaState]:
         return [one for one in self._fleet.replicas.values() if one.available and one.room() > 0]
@@ -154,7 +154,7 @@ class RequestQueue:
         return self._max_len() - len(request.token_ids) if limit is None else limit
 
     def _work(self, request: GenerationRequest) -> float:
-        """Tokens that it is likely to take."""
+        """Tokens that the request is likely to take."""
         output = self._estimate.expected(self._limit(request))
         return len(request.token_ids) + request.params.n * output
 
@@ -178,8 +178,8 @@ class RequestQueue:
             if capacity.rate < math.inf:
                 self._rate = capacity.rate
             elif known:
-                # All are new, after an update or from another pool: until they show how fast they
-                # are, what waits for them already must not count as more than they can do.
+                # All replicas are new, after an update or from another pool. Until their rate is
+                # known, the last known rate counts, so that what waits is not refused.
                 capacity = replace(capacity, rate=self._rate)
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity

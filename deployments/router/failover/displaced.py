@@ -9,7 +9,7 @@ from engine.errors import Overloaded
 
 
 class DisplacedChoices:
-    """seconds: how long one waits at most; then its request fails."""
+    """seconds: how long a choice waits at most; then its request fails."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -28,14 +28,14 @@ class DisplacedChoices:
             self._choices[choice.id] = (choice, timer)
 
     def take(self, choice: InflightChoice) -> bool:
-        """It waits no longer. Whether it did."""
+        """The choice waits no longer. Returns whether it did."""
         _, timer = self._choices.pop(choice.id, (None, None))
         if timer is not None:
             timer.cancel()
         return timer is not None
 
     def take_all(self) -> list[list[InflightChoice]]:
-        """All of them, those of one request together."""
+        """Take all choices out, those of one request together."""
         waiting = [choice for choice, _ in self._choices.values()]
         for choice in waiting:
             self.take(choice)

@@ -1,4 +1,4 @@
-"""ReplicaLosses: what becomes of the choices of a replica that is lost, or that gives them back."""
+"""ReplicaLosses: what becomes of the choices of a replica that is lost or gives them back."""
 
 import asyncio
 import logging
@@ -14,13 +14,15 @@ from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")
 
-_SUSPECT_PAUSE = 0.25  # seconds; as long as it may take to hear of replicas that died together
-_SUSPECTS_FIRST = 0.05  # seconds, in which all routers send the suspects of a death to their trial
+_SUSPECT_PAUSE = 0.25  # seconds: as long as news of replicas that died together may take
+_SUSPECTS_FIRST = (
+    0.05  # seconds in which all routers send the suspects of a death to their probation
+)
 
 
 class ReplicaLosses:
     """allowed: replicas, killed from outside, that a request may lose in a row without a token from
-    any. entries: requests in flight. place(choices): of one request, to another replica."""
+    any. requests: those in flight. place(choices): sends choices of one request to a replica."""
 
     def __init__(
         self,
@@ -37,19 +39,19 @@ class ReplicaLosses:
         self._place = place
 
     def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
-        """The replica is to stop, and the choice goes on elsewhere. Nobody is to blame."""
+        """The replica is to stop, and the choice goes on elsewhere. No request is blamed."""
         self._moves(client, choice, "it is to stop")
         self._place([choice])
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
-        """Its connection broke, and these were there."""
+        """The connection to the replica broke. choices: those that were there."""
         level = logging.WARNING if choices or not client.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
         moving: dict[InflightRequest, list[InflightChoice]] = {}
         passed: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
             if choice.done or self._give_up(client, choice):
-                continue  # done: its entry failed with another choice of this loop
+                continue  # done: its request failed with another choice of this loop
             self._moves(client, choice, f"lost: {reason}")
             logger.warning(
                 "moves from %s after %d tokens: %s",
@@ -60,8 +62,8 @@ class ReplicaLosses:
             )
             choice.begun = len(choice.emitted)
             if choice.suspicion.losses:
-                # It may be the cause: let those that are not go first, to be ahead of its next
-                # death; and let all news of replicas that died at once arrive.
+                # This choice may be the cause. Choices that are not go first, to be ahead of the
+                # next death; and all news of replicas that died at once can arrive meanwhile.
                 self._place_later([choice], _SUSPECT_PAUSE)
             elif choice.suspicion.turn == "after":
                 passed.setdefault(choice.inflight, []).append(choice)
@@ -71,7 +73,7 @@ class ReplicaLosses:
             for choice in (one for inflight in self._requests for one in inflight.choices):
                 choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
-            # Together: a poison with n > 1 must not be tried at two replicas.
+            # Together: a poison request with n > 1 must not be on probation at two replicas.
             left = [choice for choice in together if not choice.done]
             if left:
                 self._place(left)
@@ -97,7 +99,7 @@ class ReplicaLosses:
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
     def _place_later(self, choices: list[InflightChoice], seconds: float) -> None:
-        """They wait for so long, if there is a replica to go to then."""
+        """Let these choices wait for so long before they are placed."""
 
         def place() -> None:
             if left := [choice for choice in choices if self._displaced.take(choice)]:

@@ -1,42 +1,46 @@
-"""Suspicion: is this choice what its engines die of?
+"""Suspicion: is a choice a poison request, one that its engines die of?
 
-Who kills an engine from outside has no quarrel with the requests there. An engine that died by
-itself may have died of one of them, so all of them are suspects, and each is tried: it is placed
-again to give a few tokens, as its replica's only suspect (suspect_queue.py). Who has given them
-goes on as soon as the trials there are over, so that no death in between is of its making. The one
-that is on trial when an engine dies is given up, at its second death; nobody else is blamed for
-that but who had given nothing yet, nor for the first any more. Who was at two deaths that nobody
-explains is tried however much it had given.
+A kill from outside says nothing about the requests in the engine. An engine that died by itself may
+have died of any request in it, so all of them are suspects. Each suspect is put on probation: it is
+placed at another replica to give a few tokens there, as the only suspect that runs
+(replica/suspect_queue.py). A suspect that gives them has passed. It goes on once all suspects at
+that replica have had their turn, so that it cannot kill the engine under the next one.
 
-    engine's own death, nobody on trial   who was in it is tried; at the third of these, given up
-    engine's own death, one on trial      it is given up; who was in it and had given nothing: tried
-    the same, beside one that was at the  nobody is given up; these are tried
-      deaths that it is suspected of
-    a death from outside                  nobody, unless it goes on like that: losses, doubts
+When an engine dies while a suspect is on probation, that suspect is given up: it was at two deaths.
+This death blames only requests that had given no token in that engine yet, and the first death
+blames no other request any more. A request that was at two unexplained deaths is put on probation
+however many tokens it had given.
+
+    what happened to the engine        what becomes of the requests in it
+    died by itself, none on probation  all go on probation; a request's third such death: given up
+    died by itself, one on probation   that one is given up; those without a token go on probation
+    the same, beside a request that    none is given up; the two go on probation again
+      was at the same deaths
+    killed from outside                they move; given up only if it repeats: losses, doubts
 """
 
 from deployments.transport.channel import Turn
 from engine.messages import Failed
 
 PROBATION = 3  # tokens: an engine may have computed two more than it has told when it died
-LONG_PROBATION = 64  # the most for who has passed once: it may be slow
-DEATHS = 3  # that nobody explains: given up, also if no trial shows it
-PROOF = 8  # tokens from one replica that clear a choice of its death, if that came from outside
+LONG_PROBATION = 64  # tokens, at most, for a choice that has passed once: a poison may be slow
+DEATHS = 3  # unexplained ones: the choice is given up, also if no probation shows it
+PROOF = 8  # tokens from one replica that clear a choice of its loss, if that came from outside
 
 
 def by_itself(failed: Failed) -> bool:
-    """Nobody has killed that engine."""
+    """The engine was not killed from outside."""
     return failed.code != "engine_killed"
 
 
 class Suspicion:
-    """What one choice has been at.
+    """The losses that one choice was at.
 
-    deaths: replicas whose engines died by themselves, nobody knows of what. tokens: that it has to
-    give in its next trial, 0 is no suspect. passed: it was in such an engine and has given what a
-    trial asks for, and nothing since.
-    losses: replicas lost from outside in a row before a token came from them, silent ones not
-    counted. doubts: those lost before PROOF tokens.
+    deaths: replicas whose engines died by themselves while the choice was there, unexplained so
+    far. tokens: what the choice has to give on its next probation; 0: it is no suspect. passed: it
+    was a suspect, has passed its probation and has given nothing since.
+    losses: replicas lost from outside in a row before a token came from them; silent replicas do
+    not count. doubts: replicas lost before PROOF tokens.
     """
 
     __slots__ = ("deaths", "doubts", "losses", "passed", "tokens")
@@ -48,17 +52,17 @@ class Suspicion:
 
     @property
     def turn(self) -> Turn:
-        """When its next replica may start it: now, alone among suspects, or after the trials."""
+        """When its next replica may start it: now, alone among the suspects, or after them."""
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:
-        """It has given its tokens."""
+        """The choice has given the tokens of its probation."""
         self.tokens = 0
         self.passed = True
 
     def acquit(self, deaths: list[str]) -> None:
-        """It is known what these replicas' engines died of. Who waits for its trial is tried all
-        the same: there may have been two of the kind."""
+        """It is known what these replicas' engines died of. A choice that waits for its probation
+        is put on probation all the same: there may have been two poison requests."""
         self.deaths = [death for death in self.deaths if death not in deaths]
 
     def lost(
@@ -70,11 +74,11 @@ class Suspicion:
         allowed: int,
         silent: bool = False,
     ) -> str:
-        """Its replica is lost, which had given so many tokens of it. Why it has to be given up,
-        "" if it goes on.
+        """Its replica is lost. Returns why the choice has to be given up, "" if it goes on.
 
-        id: its number there. failed: what the replica said. allowed: `losses`. silent: nothing was
-        heard of it any more; its process may well live.
+        id: the choice's number there. given: tokens of it that the replica had given. failed: what
+        the replica said. allowed: `losses` that may be. silent: the replica fell silent; its
+        process may well live.
         """
         if failed is not None:
             if self._waited(id, given, failed.suspects):
@@ -83,22 +87,22 @@ class Suspicion:
                 return self._died(replica, id, given, failed)
         if given:
             self.losses = 0
-        elif not silent:  # which is a machine's or the network's doing
+        elif not silent:  # silence is a machine's or the network's doing
             self.losses += 1
         self.doubts += given < PROOF
-        # Half of the doubts may be about others that moved together with it.
+        # Half of the doubts may be about other choices that moved together with this one.
         if self.losses > allowed or self.doubts > 2 * allowed + 1:
             return f"{self.doubts} replicas were lost soon after this request had come to them"
         return ""
 
     def _waited(self, id: int, given: int, suspects: list[int] | None) -> bool:
-        """It was there, but not in the engine."""
+        """The choice was at the replica, but not in its engine."""
         if self.tokens:
             return id not in (suspects or ())
         return self.passed and not given and suspects is not None and id not in suspects
 
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
-        """The engine has, by itself, and it was in it."""
+        """The engine died by itself, and the choice was in it."""
         self.losses = 0
         if failed.suspects is not None:
             if id not in failed.suspects:
@@ -107,7 +111,7 @@ class Suspicion:
             elif not failed.doubt:
                 return "the engine died again when it ran this request"
         self.deaths = [*(death for death in self.deaths if death not in failed.deaths), replica]
-        # Who is innocent and has bad company once more: not yet.
+        # An innocent choice may have been beside a poison request once more: allow it one death.
         if len(self.deaths) >= DEATHS + failed.doubt:
             return f"{len(self.deaths)} engines died while they ran this request"
         self.tokens = PROBATION if len(self.deaths) == 1 else min(given + PROBATION, LONG_PROBATION)

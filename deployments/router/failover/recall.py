@@ -1,4 +1,4 @@
-"""recall: what replicas know of a stream whose router or edge has died."""
+"""recall: asks the replicas for the tokens of a stream whose router or edge has died."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from deployments.router.replica_calls import ReplicaCalls
 from deployments.router.replica_client import ReplicaClient
 from deployments.transport.channel import Recall, Recalled
 
-SECONDS = 2.0  # for all: a router that is new has to connect first, and nobody is worth more time
+SECONDS = 2.0  # for all replicas: a new router has to connect first; longer is not worth it
 _LOOK = 0.02  # seconds between looks for replicas that were not there yet
 
 
@@ -19,8 +19,8 @@ async def recall(
     streams: Sequence[str],
     enough: Callable[[list[RecalledChoice]], bool],
 ) -> list[RecalledChoice]:
-    """All replicas are asked, those too that connect meanwhile. Ends when it is enough, when all
-    have answered, or after SECONDS."""
+    """Ask all replicas, those too that connect meanwhile. Ends when `enough` says so, when all have
+    answered, or after SECONDS."""
     found: list[RecalledChoice] = []
     asked: dict[ReplicaClient, asyncio.Task[None]] = {}
 

@@ -1,4 +1,4 @@
-"""Which replicas there are: what Serve told this process's handles, kept for the dispatcher.
+"""discovery: the running replicas, as Serve tells this process's handles, kept for the dispatcher.
 
 Serve sends the request router class to other processes by value together with its module, so a
 global in that module would be a different object there. The registry therefore lives here, and the
@@ -30,8 +30,8 @@ def publish(app: str, deployment: str, replicas: Replicas) -> None:
 
 
 def subscribe(app: str, deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call listener now, if anything is known, and at each change, on whatever thread. Returns the
-    way out."""
+    """Call listener now, if replicas are known, and at each change, on whatever thread. Returns a
+    function that ends the subscription."""
     key = (app, deployment)
     with _lock:
         _listeners.setdefault(key, []).append(listener)

@@ -1,5 +1,5 @@
-"""Calling our own ASGI app without HTTP: how handle calls get the validation and the answers of the
-HTTP API."""
+"""Calls our own ASGI app without HTTP, so that handle calls get the validation and the answers of
+the HTTP API."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
-_MAX_PARTS = 16  # of an answer, that wait for a caller to read them
+_MAX_PARTS = 16  # of an answer that wait for the caller to read them
 
 
 def path_for(body: dict[str, Any]) -> str:
@@ -86,7 +86,7 @@ class _AsgiCall:
         self.started = asyncio.Event()
         self._headers: dict[bytes, bytes] = {}
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
-        # A caller that does not read makes the app wait, as a socket would.
+        # The app waits for a caller that does not read, as on a socket.
         self._room = asyncio.Semaphore(_MAX_PARTS)
         self._unread: list[Message] = [
             {"type": "http.request", "body": payload, "more_body": False}
@@ -150,7 +150,7 @@ class _AsgiCall:
         return answer
 
     async def end(self) -> None:
-        """The caller has what it wants; the app sees a disconnect if it has not ended."""
+        """The caller is done; the app sees a disconnect if it has not ended."""
         self._gone.set()
         self._room.release()  # for a send that waits
         await asyncio.wait([self._task])

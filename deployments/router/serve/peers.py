@@ -1,4 +1,4 @@
-"""PeerRouters: questions to all routers of an application, through Serve."""
+"""PeerRouters: calls to all routers of an application, through Serve."""
 
 import asyncio
 import logging
@@ -12,15 +12,15 @@ logger = logging.getLogger("manta.router")
 
 
 class PeerRouters:
-    """Of one router, which is among those that are asked."""
+    """For one router, which is called too."""
 
     def __init__(self, deployment: str, app: str) -> None:
         self._deployment, self._app = deployment, app
         self._handle: Any = None
 
     async def ask(self, seconds: float, method: str, *arguments: Any) -> list[Any]:
-        """The answers of those that give one within so many seconds: one that is silent or fails
-        costs the others' answers nothing."""
+        """The answers of the routers that answer within so many seconds. A router that is silent or
+        fails does not cost the answers of the others."""
         try:
             async with asyncio.timeout(seconds) as limit:
                 if self._handle is None:
