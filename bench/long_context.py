@@ -19,7 +19,7 @@ import torch
 from bench.report.result_file import write
 from bench.versus_engine import engine_fields
 from engine.factory import build
-from engine.library.request_manager import make_config
+from engine.library.llm import make_config
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore

@@ -206,7 +206,7 @@ def _share(values: list[float], share: float) -> float:
 
 
 async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[Observed, Observed]:
-    from engine.library.request_manager import make_config
+    from engine.library.llm import make_config
     from engine.process.client import EngineClient
 
     frames: list[EngineStats] = []

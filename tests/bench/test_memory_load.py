@@ -12,7 +12,7 @@ from bench import long_context
 from bench.memory_load import Report, draw, load
 from bench.versus_engine import engine_fields
 from engine.factory import build
-from engine.library.request_manager import make_config
+from engine.library.llm import make_config
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
