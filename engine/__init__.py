@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.library.llm import LLM
     from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
     from engine.sampling_params import SamplingParams
+    from engine.structured.grammar import Grammar
     from engine.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineDead",
+    "Grammar",
     "InvalidRequest",
     "MantaError",
     "Overloaded",
@@ -52,6 +54,7 @@ _HOME = {
     "AsyncEngine": "library.async_engine",
     "CompletionOutput": "library.outputs",
     "EngineConfig": "config",
+    "Grammar": "structured.grammar",
     "LLM": "library.llm",
     "RequestHandle": "library.handle",
     "RequestOutput": "library.outputs",

@@ -33,6 +33,7 @@ class NewRow:
     seed: int  # resolved; int64
     choice: int  # 0 .. n-1, part of the random counter
     # end tokens that min_tokens bans: the model's (unless ignore_eos) and the caller's
+    # (none where a grammar decides: its masks know min_tokens)
     stop_ids: Sequence[int]
     lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
@@ -66,6 +67,9 @@ class Batch:
     # (row, index in its table, block id)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
+    # Samples (counted among the entries that sample) that a grammar limits. If there are any, no
+    # entry samples before the masks of these are there: `Pending.sample`.
+    masked: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

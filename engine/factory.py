@@ -12,6 +12,7 @@ from hashlib import blake2b
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import InvalidRequest
 from engine.lora.build import AdapterRoom
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
@@ -42,6 +43,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.step import Counters
+from engine.structured.compiler import Vocabulary
+from engine.structured.preparing import Grammars
 from engine.weights import load_weights
 from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
@@ -146,6 +149,7 @@ def build(
         runner,
         _adapters(config, room, host_bytes),
         FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
+        _grammars(resolved),
     )
     if device.type == "cuda":
         phases.start("rehearsal")
@@ -205,6 +209,16 @@ def _adapters(
     config: EngineConfig, room: AdapterRoom | None, host_bytes: int
 ) -> AdapterStore | None:
     return None if room is None else AdapterStore(room.loader, config.max_loras, host_bytes)
+
+
+def _grammars(resolved: Resolved) -> Grammars:
+    """The vocabulary is read now: later it would hold up the step loop."""
+    model = resolved.model
+    try:
+        ends = model.eos_token_ids
+        return Grammars(Vocabulary.load(resolved.folder, model.vocab_size, ends))
+    except InvalidRequest as refusal:
+        return Grammars(refusal)
 
 
 def _graph_sizes(resolved: Resolved) -> Sequence[int]:

@@ -8,6 +8,7 @@ from typing import get_type_hints
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.structured.grammar import Grammar
 from engine.typecheck import fits, words
 
 MAX_N = 8
@@ -26,9 +27,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose the next tokens of one request.
 
     Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban
-    of end tokens below min_tokens, then temperature, min_p, top_k, top_p, then Gumbel-max with
-    noise that is a function of (seed, choice, position, token id) alone. Reported logprobs are of
-    the raw model distribution, before any of these.
+    of end tokens below min_tokens or the mask of a grammar, then temperature, min_p, top_k, top_p,
+    then Gumbel-max with noise that is a function of (seed, choice, position, token id) alone.
+    Reported logprobs are of the raw model distribution, before any of these.
 
     n: independent choices, 1..8.
     max_tokens: output tokens at most; None = up to the context length.
@@ -46,6 +47,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: end tokens beside the model's own.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
     prompt_logprobs: the same for each prompt token but the first.
+    structured: what the output may be. It ends where the grammar is complete, or at an end token
+        where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and
+        ignore_eos hold as long as the grammar allows anything else. With finish "length" it is only
+        the beginning of something that fits.
 
     Raises InvalidRequest naming the field.
     """
@@ -69,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

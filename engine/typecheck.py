@@ -37,7 +37,7 @@ def words(kind: Any) -> str:
     """The type for a message, e.g. "an integer"; that None is allowed is left out."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None:
-        return _ONE[kind]
+        return _ONE.get(kind) or f"a {kind.__name__}"
     if origin is UnionType:
         return " or ".join(words(one) for one in inner if one is not NoneType)
     if origin is Literal:

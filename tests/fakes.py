@@ -78,9 +78,16 @@ class _Step:
     rows: list[NewRow]
     blocks: list[tuple[int, int, int]]
     prefixes: list[PrefixCopy]
+    masked: list[int]
+    masks: Any = None  # as of engine.scheduling.core.Pending.sample
     done: bool = False
 
+    def sample(self, masks: Any) -> None:
+        assert self.masked and self.masks is None and len(masks) == len(self.masked)
+        self.masks = masks
+
     def wait(self) -> StepResult:
+        assert not self.masked or self.masks is not None, "waited for what was not sampled"
         assert not self.done and self.runner.in_flight[0] is self, "waited out of order"
         self.done = True
         self.runner.in_flight.pop(0)
@@ -122,6 +129,7 @@ class FakeRunner:
             list(batch.new_rows),
             list(batch.new_blocks),
             list(batch.prefixes),
+            list(batch.masked),
         )
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
@@ -215,6 +223,11 @@ class FakeRunner:
             if not samples:
                 continue
             token = next_token(read.tolist(), new)
+            sample = len(result.tokens)
+            if sample in step.masked:
+                bits = step.masks[step.masked.index(sample)].view(np.uint32)
+                while not bits[token // 32] >> (token % 32) & 1:
+                    token = (token + 1) % VOCAB
             if new.seed in self.fail:
                 errors[entry], token = "numerical_error: not finite", -1
             elif new.params.logprobs is not None:

@@ -132,6 +132,10 @@ class FakeCore:
             self._end(request.id, "error", "draining: this engine takes no new requests")
         elif self._options.poison in request.token_ids:
             self._end(request.id, "error", "poisoned: the prompt has the poison token")
+        elif request.params.structured is not None:
+            self._end(
+                request.id, "error", "structured_not_supported: a fake engine has no grammars"
+            )
         else:
             try:
                 self._claim(request)

@@ -11,11 +11,13 @@ The next token of a request is read from its row on the device (kernels/batch.py
 not need the host to know what step n sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
@@ -26,7 +28,7 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import MOST, Sampled, Sampler
+from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
 
 
@@ -41,9 +43,19 @@ class Pending:
     event: "torch.cuda.Event | None" = None
     logprobs: "_HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "_HostLogprobs"]] = field(default_factory=list)
+    # Until its masks are there: launches the sampling.
+    unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Launch the sampling of a step that waits for masks; see `engine.scheduling.core`."""
+        assert self.unsampled is not None, "nothing waits for masks"
+        launch, self.unsampled = self.unsampled, None
+        launch(masks)
 
     def wait(self) -> StepResult:
         """Block until the step is done on the device and return what it produced."""
+        if self.unsampled is not None:
+            raise RuntimeError("the step was not sampled")
         if self.event is not None:
             self.event.synchronize()
         tokens: list[int] = self.tokens.tolist()
@@ -95,6 +107,18 @@ class _HostLogprobs:
             )
             for i, count in enumerate(self.counts)
         ]
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What a forward pass leaves to choose from, n tokens."""
+
+    hidden: Tensor  # [n, hidden_size]
+    rows: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    host_rows: list[int]  # rows, on the host
+    entries: list[int] | None  # as of Pending
+    plan: SamplePlan
 
 
 class ModelRunner:
@@ -194,9 +218,9 @@ class ModelRunner:
         prompt_logprobs = []
         if self.graphs is not None and size is not None:
             self.graphs.forward(batch, size)
-            if plan.simple:
+            if plan.simple and not batch.masked:
                 tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
-                return self._finish(batch, tokens, entries)
+                return self._finish(batch.step, tokens, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
         else:
             step = self.inputs.assemble(batch)
@@ -206,15 +230,54 @@ class ModelRunner:
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
             if not sample_rows:
-                pending = self._finish(batch, hidden.new_empty(0, dtype=torch.int64), None)
+                pending = self._finish(batch.step, hidden.new_empty(0, dtype=torch.int64), None)
                 pending.prompt_logprobs = prompt_logprobs
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
             rows, positions = step.sample_rows, step.sample_positions
-        sampled = self.sample(hidden, rows, positions, plan)
-        pending = self._finish(batch, sampled.tokens, entries)
-        pending.logprobs = self._launch_logprobs(sampled, sample_rows)
+        samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
+        if not batch.masked:
+            return self._choose(batch.step, samples, prompt_logprobs, None)
+        pending = Pending(batch.step, positions, entries)
+        masked = batch.masked
+
+        def sample(masks: NDArray[np.int32]) -> None:
+            found = self._sample_masked(batch.step, samples, prompt_logprobs, masked, masks)
+            pending.tokens, pending.event = found.tokens, found.event
+            pending.logprobs, pending.prompt_logprobs = found.logprobs, found.prompt_logprobs
+
+        pending.unsampled = sample
+        return pending
+
+    def _sample_masked(
+        self,
+        step: int,
+        samples: "_Samples",
+        prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
+        masked: Sequence[int],
+        masks: NDArray[np.int32],
+    ) -> Pending:
+        """The second half of a step that has waited for masks. Raises OutOfMemory."""
+        try:
+            with torch.inference_mode():
+                uploaded = Masked.upload(masked, masks, self.device)
+                return self._choose(step, samples, prompt_logprobs, uploaded)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        raise OutOfMemory(message)
+
+    def _choose(
+        self,
+        step: int,
+        samples: "_Samples",
+        prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
+        masked: Masked | None,
+    ) -> Pending:
+        """The tokens of a step, chosen and on their way to the host."""
+        sampled = self.sample(samples.hidden, samples.rows, samples.positions, samples.plan, masked)
+        pending = self._finish(step, sampled.tokens, samples.entries)
+        pending.logprobs = self._launch_logprobs(sampled, samples.host_rows)
         pending.prompt_logprobs = prompt_logprobs
         if self._cuda and (pending.logprobs is not None or prompt_logprobs):
             assert pending.event is not None
@@ -245,28 +308,35 @@ class ModelRunner:
         self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])
         return self.model.forward(step.token_ids, step.meta, self.kv.layers)
 
-    def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, plan: Any) -> Sampled:
+    def sample(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        plan: SamplePlan,
+        masked: Masked | None = None,
+    ) -> Sampled:
         """Logits, sampling, and the new tokens into their rows.
 
         hidden [n, hidden_size], rows and positions [n] int64. The token of a row whose logits are
         not finite is -1.
         """
         logits = self.model.logits(hidden)
-        sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan)
+        sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
 
-    def _finish(self, batch: Batch, tokens: Tensor, entries: list[int] | None) -> Pending:
+    def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> Pending:
         """Send the tokens to the host behind everything launched so far."""
         if not self._cuda:
-            return Pending(batch.step, tokens, entries)
+            return Pending(step, tokens, entries)
         self._turn ^= 1
         host = self._host_tokens[self._turn][: tokens.shape[0]]
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return Pending(batch.step, host, entries, event)
+        return Pending(step, host, entries, event)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self._cuda else tensor
@@ -345,7 +415,8 @@ class ModelRunner:
         count = self.rows.pad_row
         rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
         last = torch.arange(count, device=self.device) % hidden.shape[0]
-        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST)
+        masked = Masked.everything(count, self.model.config.vocab_size, self.device)
+        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST, masked)
         decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
         self.forward(self.inputs.assemble(decode))
 

@@ -1,10 +1,12 @@
 """Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is
 `SamplingParams`'."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import NewRow
@@ -54,6 +56,34 @@ class SamplePlan:
 MOST = SamplePlan(
     sampled=True, filtered=True, biased=True, penalised=True, banned=True, logprobs=MAX_LOGPROBS
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """The samples of a step whose tokens a grammar limits."""
+
+    which: Tensor  # [M] int32 samples, on the device
+    # [M, ceil(vocab / 32)] int32 there: bit t % 32 of word t // 32 is 1 if token t is allowed
+    masks: Tensor
+
+    @classmethod
+    def upload(
+        cls, which: Sequence[int], masks: NDArray[np.int32], device: torch.device
+    ) -> "Masked":
+        """Asynchronous on CUDA."""
+        index = torch.tensor(which, dtype=torch.int32)
+        words = torch.from_numpy(masks)
+        if device.type == "cuda":  # pinned memory is used again only when the copy is done
+            index = index.pin_memory().to(device, non_blocking=True)
+            words = words.pin_memory().to(device, non_blocking=True)
+        return cls(index, words)
+
+    @classmethod
+    def everything(cls, count: int, vocab_size: int, device: torch.device) -> "Masked":
+        """Of samples 0 .. count - 1, to which all tokens are allowed."""
+        which = torch.arange(count, dtype=torch.int32, device=device)
+        shape = (count, -(-vocab_size // 32))
+        return cls(which, torch.full(shape, -1, dtype=torch.int32, device=device))
 
 
 @dataclass(slots=True)
@@ -110,7 +140,13 @@ class Sampler:
         return SamplePlan(sampled=not greedy)
 
     def sample(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        plan: SamplePlan,
+        masked: Masked | None = None,
     ) -> Sampled:
         """Choose a token for each entry.
 
@@ -118,26 +154,32 @@ class Sampler:
         rows: [S] int64, the row of each entry. positions: [S] int64, where its new token will
             stand, that is, how many tokens its request has. Both on the logits' device.
         tokens: [max_rows, max_len] int32, the rows' tokens so far; read only by penalties.
-        plan: of these rows, or one that has more.
+        plan: of these rows, or one that has more. masked: the last edit of these samples.
         """
         self.flush()
         if self._rows.device_words is None:
-            return self._sample_on_host(logits, rows, positions, tokens, plan)
-        return self._sample_on_device(logits, rows, positions, tokens, plan)
+            return self._sample_on_host(logits, rows, positions, tokens, plan, masked)
+        return self._sample_on_device(logits, rows, positions, tokens, plan, masked)
 
     def _sample_on_device(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        plan: SamplePlan,
+        masked: Masked | None,
     ) -> Sampled:
         # Here because Triton is needed on CUDA alone.
         from kernels.sampling.choose import choose
-        from kernels.sampling.edits import add_bias, ban, penalise
+        from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
         from kernels.sampling.filters import filter_thresholds
         from kernels.sampling.logprobs import logprobs
 
         words = self._rows.device_words
         assert words is not None and self._scratch is not None
         raw = logits
-        if plan.edits and plan.logprobs >= 0:
+        if (plan.edits or masked is not None) and plan.logprobs >= 0:
             logits = logits.clone()
         if plan.biased:
             add_bias(logits, rows, words)
@@ -145,6 +187,8 @@ class Sampler:
             penalise(logits, rows, positions, words, tokens, self._scratch)
         if plan.banned:
             ban(logits, rows, positions, words)
+        if masked is not None:
+            apply_masks(logits, masked.which, masked.masks)
         filters = filter_thresholds(logits, rows, words) if plan.filtered else None
         chosen, bad = choose(logits, rows, positions, words, sampled=plan.sampled, filters=filters)
         sampled = Sampled(chosen, bad)
@@ -154,16 +198,25 @@ class Sampler:
         return sampled
 
     def _sample_on_host(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, plan: SamplePlan
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        plan: SamplePlan,
+        masked: Masked | None,
     ) -> Sampled:
         raw = logits.float().numpy()
         row_list: list[int] = rows.tolist()
         at = positions.numpy()
-        edited = raw.copy() if (plan.edits or plan.filtered) and plan.logprobs >= 0 else raw
+        changes = plan.edits or plan.filtered or masked is not None
+        edited = raw.copy() if changes and plan.logprobs >= 0 else raw
         if plan.edits:
             history = tokens.numpy()
             for s, row in enumerate(row_list):
                 host.edit(edited[s], self._rows, row, int(at[s]), history[row, : at[s]])
+        if masked is not None:
+            host.apply_masks(edited, masked.which.numpy(), masked.masks.numpy())
         chosen, bad = host.choose(edited, self._rows, row_list, at)
         sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
         if plan.logprobs >= 0:

@@ -7,6 +7,14 @@ One step, one batch ahead (async_scheduling):
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
 wait, update, all of one step.
 
+A grammar has to see a token before it can tell what may follow. So if a request with one has its
+last token in flight, the step's forward pass is launched without its sampling:
+
+    launch forward n + 1 -> wait for n -> update with n -> masks -> launch sampling n + 1
+
+and the masks are made while the device computes. Where nothing of that kind is in flight they are
+made beside the launch.
+
 A step that raises costs the requests to blame, not the engine: bisect_failure.py. One that the
 device has no memory for costs nobody: it is computed again in smaller steps.
 """
@@ -16,11 +24,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
 from engine.batch import Batch, OutOfMemory, StepResult
-from engine.errors import MantaError, Overloaded
+from engine.errors import InvalidRequest, MantaError, Overloaded
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
@@ -35,7 +44,10 @@ from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.request import Phase, Request, validate
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import Flight
 from engine.scheduling.step_timer import BusyTime
+from engine.structured.constraint import Constraint, MaskFiller, Masks
+from engine.structured.preparing import Grammars
 
 __all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
 
@@ -46,9 +58,21 @@ _PATIENCE = 64  # good steps until larger ones are tried again; each further tim
 
 _GUILTY = "engine_error: the engine fails on this request, and only on it"
 
+MASK_THREADS = 4
+_NO_GRAMMARS = InvalidRequest(
+    "this engine has no vocabulary to constrain outputs with",
+    param="structured",
+    code="structured_not_supported",
+)
+
 
 class Pending(Protocol):
     """A launched step."""
+
+    def sample(self, masks: Masks) -> None:
+        """Launch the sampling of a batch with `masked` entries, a row of masks for each: [n,
+        ceil(vocab / 32)] int32, 1 = allowed. Once, before `wait`. Raises OutOfMemory."""
+        ...
 
     def wait(self) -> StepResult:
         """Block until the step is done. Called once, in the order of launches."""
@@ -85,6 +109,7 @@ class EngineCore:
         runner: Runner,
         adapters: AdapterStore | None = None,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
+        grammars: Grammars | None = None,
     ) -> None:
         capacity = config.num_blocks * config.block_size
         self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
@@ -95,6 +120,10 @@ class EngineCore:
         self._runner = runner
         self._pending: deque[Pending] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
+        self._grammars = grammars or Grammars(_NO_GRAMMARS)
+        self._preparing: dict[int, Request] = {}  # their grammars are being compiled
+        self._masks = MaskFiller(MASK_THREADS)
+        self._beside = ThreadPoolExecutor(1, "masks")
         self._busy = BusyTime()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
@@ -107,7 +136,7 @@ class EngineCore:
         try:
             if self.draining:
                 raise Overloaded("this engine is draining", code="draining")
-            if message.id in self.scheduler.requests:
+            if message.id in self.scheduler.requests or message.id in self._preparing:
                 raise MantaError(f"request id {message.id} is in use", code="duplicate_id")
             adapter = self._adapters.find(message.adapter) if message.adapter else None
             virtual = 0 if adapter is None else adapter.info.virtual_tokens
@@ -121,18 +150,50 @@ class EngineCore:
         if done and request.params.prompt_logprobs is None:
             # Nothing to sample: resumed after its last token, or max_tokens = 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))
+        elif request.params.structured is not None:
+            self._preparing[request.id] = request
+            self._grammars.ask(
+                request.id,
+                request.params.structured,
+                request.token_ids[request.num_prompt :],
+                stop_ids=request.params.stop_token_ids,
+                min_tokens=request.min_tokens,
+                ignore_eos=request.params.ignore_eos,
+            )
         else:
             self.scheduler.add(request)
 
+    def _take_prepared(self) -> None:
+        """Requests whose grammars are compiled line up; those whose are not, end."""
+        for id, made in self._grammars.poll():
+            request = self._preparing.pop(id, None)
+            if request is None:
+                continue  # aborted
+            if not isinstance(made, Constraint):
+                text = f"{made.code}: {made.message}"
+                self._outbox.append(Delta(id, [], "error", error=text))
+            elif made.complete:  # resumed after its last token
+                self._outbox.append(Delta(id, [], "stop", cached=0))
+            else:
+                request.constraint = made
+                self.scheduler.add(request)
+
     def abort(self, ids: Sequence[int]) -> None:
         """End these requests; the next step brings their last deltas. Unknown ids are ignored."""
+        for id in ids:
+            if self._preparing.pop(id, None) is not None:
+                self._outbox.append(Delta(id, [], "abort"))
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
         """A call of `step` would do something. It would not if all requests wait for adapters, or
         all whose turn it is in a trial."""
         return bool(
-            self.scheduler.can_run() or self._pending or self._outbox or self._adapters.has_news()
+            self.scheduler.can_run()
+            or self._pending
+            or self._outbox
+            or self._adapters.has_news()
+            or self._grammars.has_news()
         )
 
     def step(self) -> list[Delta]:
@@ -140,6 +201,8 @@ class EngineCore:
         batch ahead, that is nothing yet."""
         began = time.perf_counter()
         self.scheduler.take_loaded()
+        if self._preparing:
+            self._take_prepared()
         batch = self.scheduler.schedule()
         deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
         pending = self._pending
@@ -148,7 +211,9 @@ class EngineCore:
         failure: Exception | None = None
         suspect = 0  # index of the flight to blame
         try:
-            if batch is not None:
+            if batch is not None and batch.masked and not self.scheduler.flights[-1].late:
+                deltas += self._launch_with_masks(batch)
+            elif batch is not None:
                 pending.append(self._runner.launch(batch))
         except AssertionError:
             raise  # a broken invariant: there is no state to go on from
@@ -174,6 +239,18 @@ class EngineCore:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
             deltas += self.scheduler.update(result)
+        if batch is not None and failure is None and self.scheduler.flights:
+            newest = self.scheduler.flights[-1]
+            if newest.late:
+                try:
+                    masks, errors = self._masks.fill(_constraints(newest))
+                    pending[-1].sample(masks)
+                    deltas += self._fail_masks(newest, errors)
+                except AssertionError:
+                    raise
+                except Exception as error:
+                    failure, suspect = error, -1
+                    pending.pop()
         if isinstance(failure, OutOfMemory) and batch is not None and self._trial is None:
             self._go_on_smaller(failure, batch)
         elif failure is not None:
@@ -181,6 +258,26 @@ class EngineCore:
         if self._trial is not None:
             deltas += self._go_on_with(self._trial, succeeded=result is not None)
         self._busy.stepped(began, result=result is not None, more=self.has_work())
+        return deltas
+
+    def _launch_with_masks(self, batch: Batch) -> list[Delta]:
+        """All that the masks depend on is known: they are made while the host launches the forward
+        pass, or computes it."""
+        flight = self.scheduler.flights[-1]
+        filled = self._beside.submit(self._masks.fill, _constraints(flight))
+        try:
+            launched = self._runner.launch(batch)
+        finally:
+            masks, errors = filled.result()
+        launched.sample(masks)
+        self._pending.append(launched)
+        return self._fail_masks(flight, errors)
+
+    def _fail_masks(self, flight: Flight, errors: dict[int, str]) -> list[Delta]:
+        """End those whose grammar can go no further. errors: by the row of the masks."""
+        deltas = []
+        for row, why in errors.items():
+            deltas += self.scheduler.fail([flight.requests[flight.constrained[row]]], why)
         return deltas
 
     def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
@@ -279,14 +376,16 @@ class EngineCore:
     def on_loaded(self, wake: Callable[[], None]) -> None:
         """wake() is called, from any thread, when `has_work` or `answers` has news."""
         self._adapters.on_loaded(wake)
+        self._grammars.on_ready(wake)
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.num_waiting_tokens,
+            waiting=scheduler.num_waiting + len(self._preparing),
+            waiting_tokens=scheduler.num_waiting_tokens
+            + sum(len(request.token_ids) for request in self._preparing.values()),
             free_blocks=scheduler.blocks.num_free,
             total_blocks=scheduler.blocks.num_blocks,
             reserved_blocks=scheduler.reserved_blocks,
@@ -309,3 +408,9 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert that no row, block or request is lost. Meant for idle moments; legal at any."""
         self.scheduler.check_integrity()
+
+
+def _constraints(flight: Flight) -> list[Constraint]:
+    """Of its constrained entries, in order."""
+    found = [flight.requests[entry].constraint for entry in flight.constrained]
+    return [one for one in found if one is not None]

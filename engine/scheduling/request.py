@@ -21,6 +21,7 @@ from engine.messages import Delta, EngineRequest
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.prefix_hash import root_hash
+from engine.structured.constraint import Constraint
 
 
 class Phase(enum.Enum):
@@ -46,6 +47,7 @@ class Request:
         "blocks",
         "cacheable",
         "choice",
+        "constraint",
         "delivered",
         "hashes",
         "id",
@@ -89,6 +91,7 @@ class Request:
         self.seed = message.seed
         self.choice = message.choice
         self.order = (*message.urgency, arrival)
+        self.constraint: Constraint | None = None  # there before it is queued, if it has a grammar
         self.adapter = adapter
         self.adapter_slot = -1  # while it has a row
         self.adapter_us = 0  # that it has waited for the adapter to be on the device
@@ -163,7 +166,7 @@ class Request:
             self.params,
             self.seed,
             self.choice,
-            sorted(self.stop_ids),
+            sorted(self.stop_ids) if self.constraint is None else (),
         )
         if self.num_virtual:
             new.virtual_slot, new.num_virtual = self.adapter_slot, self.num_virtual
@@ -172,7 +175,10 @@ class Request:
         return new
 
     def stops_at(self, token: int) -> bool:
-        """The newest token, already appended, ends the request. Below min_tokens none does."""
+        """The newest token, already appended, ends the request. Below min_tokens none does. Not of
+        a request with a grammar: that decides."""
+        if self.constraint is not None:
+            return False
         return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
 
     def collect_prompt_logprobs(self, start: int, items: list[TokenLogprobs]) -> None:

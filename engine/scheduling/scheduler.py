@@ -60,6 +60,7 @@ class Scheduler:
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.queue = Queue()
         self.running: dict[int, Request] = {}  # by id; those that have a row
+        self.num_constrained = 0  # requests with a grammar
         self.reserved_blocks = 0  # of these, if each gets as long as it may
         self.filling: list[Request] = []  # phase FILLING
         self.decoding = DecodeGroup(config.block_size)
@@ -86,6 +87,7 @@ class Scheduler:
             self._end_tokens = set(self.config.eos_token_ids)
         self._end_tokens |= request.stop_ids
         self.requests[request.id] = request
+        self.num_constrained += request.constraint is not None
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
         self.queue.put(request)
@@ -439,8 +441,21 @@ class Scheduler:
                     flight.closing.append(entry)
                 else:
                     group.join(request, step + 1)
+        if self.num_constrained:
+            self._constrain(flight, draft.batch)
         self.flights.append(flight)
         return draft.batch
+
+    def _constrain(self, flight: Flight, batch: Batch) -> None:
+        """Which samples need masks, and whether all that these depend on is known."""
+        found = []
+        for entry, request in enumerate(flight.requests[: len(flight.ids)]):
+            constraint = request.constraint
+            if constraint is not None:
+                flight.late |= constraint.sampled_in > self.done_step
+                constraint.sampled_in = flight.step
+                found.append(entry)
+        flight.constrained = batch.masked = found
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -490,6 +505,7 @@ class Scheduler:
             text = "ended: %d tokens computed, %d of them cached, %d us queued"
             logger.debug(text, *told, extra={"request_id": request.request_id})
         del self.requests[request.id]
+        self.num_constrained -= request.constraint is not None
         self.counters.finished += 1
         for flight in self.flights:
             flight.some_ended = True
@@ -568,6 +584,8 @@ class Scheduler:
         pins.update(r.adapter_slot for r in self.releases)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
         self._adapters.check_integrity(pins, users)
+        constrained = [r for r in self.requests.values() if r.constraint is not None]
+        assert self.num_constrained == len(constrained)
         for slot, request in enumerate(self.decoding.requests):
             assert request.slot == slot and self.decoding.rows[slot] == request.row
         if not self.requests and not self.flights:

@@ -4,6 +4,7 @@ and what waits for its end (Release). Whatever outlasts a step is the scheduler'
 Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.batch import Batch, StepResult
@@ -35,6 +36,8 @@ class Flight:
     closing: list[int]  # entries after which their request ends, whatever is sampled
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
+    constrained: Sequence[int] = ()  # entries that sample under a grammar
+    late: bool = False  # the last token of one of these was not known at the launch
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> Outcome:
         """Give each request its token, unless it has ended, and see who ends with it. Legal once.
@@ -47,6 +50,7 @@ class Flight:
         if self.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]
         failed = {i: why for i, why in result.errors.items() if i not in dropped}
+        completed = self._complete(tokens, dropped, failed) if self.constrained else {}
         over = {*dropped, *failed}
         unseen = [entry for entry in over if entry < len(tokens)]
         for entry in unseen:
@@ -71,13 +75,16 @@ class Flight:
                 deltas[entry].logprobs = None
                 deltas[entry].finish, deltas[entry].error = "error", why
         ended: list[int] = []
+        for entry, stop_token in completed.items():
+            deltas[entry].finish, deltas[entry].stop_token = "stop", stop_token
+            ended.append(entry)
         if not end_tokens.isdisjoint(tokens):
             for entry in [i for i, token in enumerate(tokens) if token in end_tokens]:
                 if entry not in over and requests[entry].stops_at(tokens[entry]):
                     deltas[entry].finish = "stop"
                     deltas[entry].stop_token = tokens[entry]
                     ended.append(entry)
-            over.update(ended)
+        over.update(ended)
         for entry in self.closing:
             if entry in over:
                 continue
@@ -98,6 +105,25 @@ class Flight:
             failed=[requests[entry] for entry in failed],
             ended=[requests[entry] for entry in ended],
         )
+
+    def _complete(
+        self, tokens: list[int], dropped: list[int], failed: dict[int, str]
+    ) -> dict[int, int | None]:
+        """Tell the grammars their tokens: the entries that end so, each with its end token, or None
+        where nothing but one could follow. Adds to `failed`."""
+        ended: dict[int, int | None] = {}
+        for entry in self.constrained:
+            constraint = self.requests[entry].constraint
+            if entry in dropped or entry in failed or constraint is None:
+                continue
+            try:
+                if constraint.ends_with(tokens[entry]):
+                    ended[entry] = tokens[entry]
+                elif constraint.take(tokens[entry]):
+                    ended[entry] = None
+            except ValueError as error:
+                failed[entry] = str(error)
+        return ended
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """What changes logits before the choice, in place: bias, penalties from the history, bans of end
-tokens.
+tokens, masks of grammars.
 
-The order is `SamplingParams`': add_bias, penalise, ban.
+The order is `SamplingParams`': add_bias, penalise, ban, apply_masks.
 """
 
 import triton
@@ -69,6 +69,33 @@ def ban(logits: Tensor, rows: Tensor, positions: Tensor, words: Tensor) -> None:
         _ban_kernel[(len(rows),)](
             logits, logits.stride(0), rows, positions, words, logits.shape[1],
             SIZE=triton.next_power_of_2(layout.MAX_STOP), num_warps=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _mask_kernel(logits, stride, which, masks, num_words, vocab, BLOCK: tl.constexpr):
+    m = tl.program_id(1)
+    s = tl.load(which + m)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    words = tl.load(masks + m * num_words + ids // 32, mask=ids // 32 < num_words, other=0)
+    forbidden = ((words >> (ids % 32)) & 1) == 0
+    banned = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+    tl.store(logits + s.to(tl.int64) * stride + ids, banned, mask=inside & forbidden)
+
+
+def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> None:
+    """-inf for the tokens that a grammar forbids, in place on logits [S, vocab].
+
+    which: [M] int32, the entries with a grammar. masks: [M, W] int32; token t is allowed if bit
+    t % 32 of word t // 32 is 1, and forbidden beyond the last word.
+    """
+    if len(which):
+        vocab = logits.shape[1]
+        block = 4096
+        _mask_kernel[(triton.cdiv(vocab, block), len(which))](
+            logits, logits.stride(0), which, masks, masks.shape[1], vocab,
+            BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ ALLOWED = {
     ("engine/runner/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
     ("engine/sampling/host.py", "_gumbel_argmax"): _CPU,
     ("engine/sampling/host.py", "_gumbel_argmax.compute"): _CPU,
+    ("engine/sampling/host.py", "apply_masks"): _CPU,
     ("engine/sampling/sampler.py", "Sampler._sample_on_host"): _CPU,
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
     ("kernels/gemm/cublaslt_tune.py", "_Search.milliseconds"): _START,

@@ -36,7 +36,7 @@ from kernels.kv_write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
-from kernels.sampling.edits import add_bias, ban, penalise  # noqa: E402
+from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402
 from kernels.sampling.layout import NUM_WORDS  # noqa: E402
 from kernels.sampling.logprobs import logprobs  # noqa: E402
@@ -181,6 +181,7 @@ def sampling(d: Dims) -> None:
     add_bias(logits, rows, words)
     penalise(logits, rows, positions, words, tokens, int32(count, d.vocab))
     ban(logits, rows, positions, words)
+    apply_masks(logits, int32(count), int32(count, -(-d.vocab // 32)))
     filters = filter_thresholds(logits, rows, words)
     for sampled, wanted in ((False, None), (True, None), (True, filters)):
         choose(logits, rows, positions, words, sampled=sampled, filters=wanted)

@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.batch import NewRow
+from engine.sampling.host import apply_masks as host_masks
 from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.sampling import philox
 from kernels.sampling.choose import _group_noise, choose
-from kernels.sampling.edits import add_bias, ban, penalise
+from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.logprobs import logprobs
 from tests.engine.test_sampling import naive_edit, naive_kept
@@ -216,6 +217,29 @@ def test_edits(dtype: torch.dtype) -> None:
         past = history[row, : int(at[s])].tolist()
         expected = naive_edit(before[s].cpu(), params[row], past, 1030, stop_ids)
         assert torch.allclose(logits[s].cpu().double(), expected, rtol=rtol, atol=rtol), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [31, 64, *VOCABS])
+def test_masks(vocab: int, dtype: torch.dtype) -> None:
+    """Bit 31 of a word, a last word that is not full, logits beyond the mask, a row's mask applied
+    to another."""
+    logits = random_logits(5, vocab, dtype)
+    words = vocab // 32 if vocab > 64 else -(-vocab // 32)  # fewer than the logits need
+    masks = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64).int()
+    masks[1] = 1 << 30 | -(2**31)
+    which = torch.tensor([3, 0, 4], dtype=torch.int32)
+    before = logits.clone()
+    host = logits.float().cpu().numpy().copy()
+    apply_masks(logits, which.to(DEVICE), masks.to(DEVICE))
+    for s in range(5):
+        m = which.tolist().index(s) if s in which.tolist() else None
+        for token in range(vocab):
+            bits = -1 if m is None else 0 if token // 32 >= words else int(masks[m, token // 32])
+            expected = before[s, token] if bits >> (token % 32) & 1 else -math.inf
+            assert logits[s, token] == expected, (s, token)
+    host_masks(host, which.numpy(), masks.numpy())
+    assert torch.equal(torch.from_numpy(host), logits.float().cpu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,138 @@
+"""Constraint: one choice's place in its grammar. Fill: the masks of a step."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import llguidance as llg
+import llguidance.numpy as llg_numpy
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.structured.compiler import Vocabulary
+
+Masks = NDArray[np.int32]
+
+_PARALLEL = 8  # rows from which on threads are worth waking
+_ALL = np.int32(-1)
+TOO_COMPLEX = "grammar_too_complex: a step of the grammar is too expensive"
+
+
+class Constraint:
+    """A function of the output's ids alone: `take` them in order, wherever they were sampled.
+
+    stop_ids: of the request, beside the model's end tokens. They end it, and are legal, only where
+    the grammar is satisfied; elsewhere they are text. min_tokens, ignore_eos: forbid ends, unless
+    the grammar leaves nothing else.
+    """
+
+    __slots__ = ("_free_ends", "_left", "_matcher", "_stops", "sampled_in", "vocabulary")
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        stop_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+    ) -> None:
+        """matcher: its own, before the first token."""
+        self._matcher = matcher
+        self.vocabulary = vocabulary
+        self._stops = frozenset(stop_ids) - vocabulary.end_ids
+        self._left = min_tokens  # tokens until it may end
+        self._free_ends = not ignore_eos
+        self.sampled_in = 0  # the last launched step that samples a token for it
+
+    def resume(self, token_ids: Sequence[int]) -> bool:
+        """Take what was sampled elsewhere. False: it does not fit the grammar."""
+        self._left -= len(token_ids)
+        return not token_ids or self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing may follow but an end token."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def ends_with(self, token: int) -> bool:
+        """The sampled token ends the output and is no part of its text."""
+        if token in self.vocabulary.end_ids:
+            return True
+        return token in self._stops and self._left <= 0 and bool(self._matcher.is_accepting())
+
+    def take(self, token: int) -> bool:
+        """The next token of the text; True: it completes it.
+
+        Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
+        """
+        self._left -= 1
+        if self._matcher.try_consume_tokens([token]) != 1:
+            if self._matcher.is_error():
+                raise ValueError(TOO_COMPLEX)
+            raise ValueError(f"engine_error: token {token} is not in the grammar")
+        return self.complete
+
+    def finish_mask(self, mask: Masks) -> str:
+        """Ends and errors, in the mask that the matcher has filled: [num_words] int32. Returns why
+        there is none, or ""."""
+        matcher = self._matcher
+        if matcher.is_error() or matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
+            mask[:] = _ALL  # nobody will read it
+            return TOO_COMPLEX
+        if (self._stops or self._left > 0 or not self._free_ends) and matcher.is_accepting():
+            ends = self.vocabulary.end_ids
+            if self._left <= 0:
+                _set(mask, self._stops)
+                if self._free_ends:
+                    return ""
+                _clear_unless_all(mask, ends)
+            else:
+                _clear_unless_all(mask, ends | self._stops)
+        return ""
+
+    @property
+    def matcher(self) -> Any:
+        return self._matcher
+
+
+class MaskFiller:
+    """Masks of a step's constrained rows. One thread calls it at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = max(1, num_threads)
+        self._pool: Any = None
+
+    def fill(self, constraints: Sequence[Constraint]) -> tuple[Masks, dict[int, str]]:
+        """[n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+        And index -> why that one can go no further: "code: message"."""
+        masks: Masks = llg_numpy.allocate_token_bitmask(
+            len(constraints), constraints[0].vocabulary.num_tokens
+        )
+        if len(constraints) < _PARALLEL or self._threads == 1:
+            for row, one in enumerate(constraints):
+                llg_numpy.fill_next_token_bitmask(one.matcher, masks, row)
+        else:
+            if self._pool is None:
+                self._pool = llg.LLExecutor(num_threads=self._threads)
+            rows = [(one.matcher, row) for row, one in enumerate(constraints)]
+            llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
+        failed = {
+            row: why for row, one in enumerate(constraints) if (why := one.finish_mask(masks[row]))
+        }
+        return masks, failed
+
+
+def _set(mask: Masks, ids: Iterable[int]) -> None:
+    bits = mask.view(np.uint32)
+    for token in ids:
+        bits[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _clear_unless_all(mask: Masks, ids: Iterable[int]) -> None:
+    """Forbid these tokens, if that leaves any."""
+    kept = mask.copy()
+    bits = kept.view(np.uint32)
+    for token in ids:
+        if token >> 5 < len(bits):
+            bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    if kept.any():
+        mask[:] = kept

@@ -1,0 +1,81 @@
+"""Grammar: what an output is limited to, as plain data that a request carries."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.structured.json_schema import enforceable
+
+MAX_BYTES = 256 * 1024  # of a grammar's text
+MAX_CHOICES = 4096
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """kind: the language of `text`.
+
+        json_schema   a schema as `enforceable` leaves it (use the constructor below)
+        regex         of the whole output, in the syntax of Rust's regex crate, without look-around
+        choice        a JSON list of strings: one of them
+        lark          llguidance's Lark; the rule to begin with is `start`
+        gbnf          llama.cpp's; the rule to begin with is `root`
+
+    Only its size is checked here; whether it can be enforced shows when it is compiled.
+    Raises InvalidRequest (grammar_too_large).
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "lark", "gbnf"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise InvalidRequest(
+                f"the grammar has more than {MAX_BYTES} bytes",
+                param="structured",
+                code="grammar_too_large",
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Any, *, strict: bool = True) -> "Grammar":
+        """JSON that a schema (an object, or its text) describes.
+
+        strict: refuse what cannot be enforced. Otherwise such keywords are left out; `enforceable`
+        says which.
+        Raises UnsupportedSchema; InvalidRequest.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                message = f"the schema is not JSON: {error}"
+                raise InvalidRequest(message, param="structured") from None
+        kept, _ = enforceable(schema, strict=strict)
+        return cls("json_schema", msgspec.json.encode(kept).decode())
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> "Grammar":
+        """Exactly one of these texts. Raises InvalidRequest."""
+        if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+            raise InvalidRequest(
+                f"choice takes 1 to {MAX_CHOICES} texts, none of them empty", param="structured"
+            )
+        return cls("choice", msgspec.json.encode(list(choices)).decode())
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        return cls("lark", text)
+
+    @classmethod
+    def gbnf(cls, text: str) -> "Grammar":
+        return cls("gbnf", text)

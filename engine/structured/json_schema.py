@@ -1,0 +1,290 @@
+"""enforceable: a JSON Schema as it can be enforced token by token, and what had to be left out.
+
+llguidance never accepts an invalid document of a schema that it compiles, and refuses schemas with
+keywords that it does not know. Some of these mean nothing where they stand, some can be said in
+other words, and what is left is named by a JSON pointer (RFC 6901).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.errors import InvalidRequest
+
+MAX_NODES = 20_000  # schemas inside a schema
+MAX_DEPTH = 64
+_MOST_BRANCHES = 64  # of a oneOf whose branches are compared, each with each
+
+# Formats that are enforced, and those that JSON Schema defines beside them. Any other is an
+# annotation, by the specification.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_OTHER_FORMATS = frozenset(
+    (
+        *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    )
+)
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_ONES = ("additionalProperties", "additionalItems")
+# Keywords that nothing here enforces, each with values that ask for nothing.
+_UNENFORCED: dict[str, tuple[Any, ...]] = {
+    "not": (False,),
+    "if": (),
+    "uniqueItems": (False,),
+    "contains": (),
+    "propertyNames": (True, {}),
+    "dependencies": ({},),
+    "dependentSchemas": ({},),
+    "dependentRequired": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+}
+_BESIDE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+
+_INT64 = 2**63
+
+
+class UnsupportedSchema(InvalidRequest):
+    """A schema that cannot be enforced. pointer: the keyword at fault; "" is the whole schema."""
+
+    code = "unsupported_schema"
+
+    def __init__(self, message: str, pointer: str = "", *, code: str | None = None) -> None:
+        super().__init__(message, param="structured", code=code)
+        self.pointer = pointer
+
+
+def enforceable(schema: Any, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """The schema without what changes nothing, and the pointers of keywords that are not enforced.
+
+    A `oneOf` whose branches exclude each other becomes `anyOf`, a list under `items` becomes
+    `prefixItems`, and integers without bounds get those of 64 bits, or a model might write digits
+    for ever.
+    strict: raise UnsupportedSchema for the first keyword that limits documents and cannot be
+    enforced; a `format` that the specification does not define limits none, and is only named.
+    Literals (`const`, `enum`, `default`, `examples`) are not looked into.
+    """
+    walk = _Walk(schema, strict)
+    return walk.root, walk.left_out
+
+
+class _Walk:
+    def __init__(self, schema: Any, strict: bool) -> None:
+        self.left_out: list[str] = []
+        self._strict = strict
+        self._nodes = 0
+        self._document = schema
+        self._old = isinstance(schema, dict) and _is_old(schema.get("$schema"))
+        found = self._schema(schema, "", 0)
+        if found is False:
+            raise UnsupportedSchema("the schema false allows nothing", code="unsatisfiable_schema")
+        self.root: dict[str, Any] = {} if found is True else found
+
+    def _schema(self, schema: Any, at: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise UnsupportedSchema(
+                f"{at or 'the schema'} must be an object", at, code="invalid_type"
+            )
+        self._nodes += 1
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            most = f"{MAX_NODES} schemas inside each other or {MAX_DEPTH} levels"
+            raise UnsupportedSchema(f"the schema has more than {most}", code="grammar_too_large")
+        found: dict[str, Any] = {}
+        for name, value in schema.items():
+            here = f"{at}/{_escaped(name)}"
+            if name == "x-guidance":  # options of the compiler, which are not the caller's
+                continue
+            if name in _MAPS and isinstance(value, dict):
+                value = {
+                    key: self._schema(one, f"{here}/{_escaped(key)}", depth + 1)
+                    for key, one in value.items()
+                }
+            elif name in _LISTS and isinstance(value, list):
+                value = [self._schema(v, f"{here}/{i}", depth + 1) for i, v in enumerate(value)]
+            elif name in _ONES:
+                value = self._schema(value, here, depth + 1)
+            elif name == "items":
+                if isinstance(value, list):
+                    value = [self._schema(v, f"{here}/{i}", depth + 1) for i, v in enumerate(value)]
+                else:
+                    value = self._schema(value, here, depth + 1)
+            elif name in _UNENFORCED:
+                if value not in _UNENFORCED[name] and not self._idle(name, schema):
+                    self._leave_out(name, here)
+                continue
+            elif name in _BESIDE:
+                continue  # `if` and `contains` speak for them
+            elif name == "format" and isinstance(value, str) and value not in FORMATS:
+                if value in _OTHER_FORMATS:
+                    self._leave_out(f'format "{value}"', here)
+                else:
+                    self.left_out.append(here)
+                continue
+            found[name] = value
+        self._reword(found)
+        return found
+
+    @staticmethod
+    def _idle(name: str, schema: dict[str, Any]) -> bool:
+        return name == "if" and "then" not in schema and "else" not in schema
+
+    def _leave_out(self, what: str, at: str) -> None:
+        if self._strict:
+            raise UnsupportedSchema(f"{what} cannot be enforced, at {at}", at)
+        self.left_out.append(at)
+
+    def _reword(self, schema: dict[str, Any]) -> None:
+        """What llguidance takes in other words, in place."""
+        items = schema.get("items")
+        if isinstance(items, list) and not self._old:
+            del schema["items"]
+            schema.setdefault("prefixItems", items)
+            if "additionalItems" in schema:
+                schema["items"] = schema.pop("additionalItems")
+        branches = schema.get("oneOf")
+        if isinstance(branches, list) and "anyOf" not in schema and self._disjoint(branches):
+            schema["anyOf"] = schema.pop("oneOf")
+        if schema.get("type") == "integer" and not {"enum", "const"} & schema.keys():
+            if not {"minimum", "exclusiveMinimum"} & schema.keys() and _below(schema, _INT64):
+                schema["minimum"] = -_INT64
+            if not {"maximum", "exclusiveMaximum"} & schema.keys() and _above(schema, -_INT64):
+                schema["maximum"] = _INT64 - 1
+
+    # ---- oneOf ---------------------------------------------------------------------------------
+
+    def _disjoint(self, branches: list[Any]) -> bool:
+        """No document is valid under two of them, for sure."""
+        if len(branches) > _MOST_BRANCHES:
+            return False
+        seen = [self._resolved(branch) for branch in branches]
+        return all(_exclude(a, b) for i, a in enumerate(seen) for b in seen[i + 1 :])
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """Behind a `$ref` of this document; {} where that is not known."""
+        for _ in range(8):
+            if not isinstance(schema, dict):
+                return {}
+            reference = schema.get("$ref")
+            if not isinstance(reference, str):
+                return schema
+            schema = _lookup(self._document, reference)
+        return {}
+
+
+def _is_old(draft: Any) -> bool:
+    """`items` may be a list there."""
+    return isinstance(draft, str) and "json-schema.org" in draft and "2020-12" not in draft
+
+
+def _below(schema: dict[str, Any], bound: int) -> bool:
+    """No maximum that -2**63 could be above."""
+    given = [schema.get(name) for name in ("maximum", "exclusiveMaximum")]
+    return all(not isinstance(v, (int, float)) or -bound < v for v in given)
+
+
+def _above(schema: dict[str, Any], bound: int) -> bool:
+    given = [schema.get(name) for name in ("minimum", "exclusiveMinimum")]
+    return all(not isinstance(v, (int, float)) or v < -bound - 1 for v in given)
+
+
+def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """No value is valid under both."""
+    kinds_a, kinds_b = _kinds(a), _kinds(b)
+    if kinds_a is None or kinds_b is None:
+        return False
+    common = kinds_a & kinds_b
+    if not common:
+        return True
+    values_a, values_b = _values(a), _values(b)
+    if values_a is not None and values_b is not None:
+        return not any(_same(x, y) for x in values_a for y in values_b)
+    if common != {"object"}:
+        return False
+    tags = {*_required(a), *_required(b)}
+    properties_a, properties_b = a.get("properties"), b.get("properties")
+    if not isinstance(properties_a, dict) or not isinstance(properties_b, dict):
+        return False
+    # A property that one of them requires: a document with it must suit both.
+    for tag in tags:
+        one, other = properties_a.get(tag), properties_b.get(tag)
+        if isinstance(one, dict) and isinstance(other, dict) and _exclude(one, other):
+            return True
+    return False
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    found = schema.get("required")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    found = schema.get("enum")
+    return found if isinstance(found, list) and len(found) <= 256 else None
+
+
+def _kinds(schema: dict[str, Any]) -> set[str] | None:
+    """Types that its documents may have; None: not known. Integers are numbers."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        kind = [kind]
+    if isinstance(kind, list) and all(isinstance(one, str) for one in kind):
+        return {"number" if one == "integer" else one for one in kind}
+    values = _values(schema)
+    return None if values is None else {_kind(value) for value in values}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if value is None:
+        return "null"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return _kind(a) == _kind(b) and a == b
+
+
+def _lookup(document: Any, reference: str) -> Any:
+    """What a reference such as "#/$defs/a" is to; None for any other or a broken one."""
+    if not reference.startswith("#") or "%" in reference:
+        return None
+    node = document
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node = node.get(name)
+        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None
+    return node
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(pointer, the schema that holds it) of each use of a keyword, also where it is only data."""
+    if isinstance(schema, dict):
+        if keyword in schema:
+            yield f"{at}/{_escaped(keyword)}", schema
+        for name, value in schema.items():
+            yield from places(value, keyword, f"{at}/{_escaped(name)}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from places(value, keyword, f"{at}/{i}")

@@ -1,0 +1,86 @@
+"""Grammars: constraints for new requests, made beside the step loop."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from queue import SimpleQueue
+
+from engine.errors import InvalidRequest, MantaError
+from engine.structured.compiler import Compiler, Vocabulary
+from engine.structured.constraint import Constraint
+from engine.structured.grammar import Grammar
+
+logger = logging.getLogger("manta.engine")
+
+_THREADS = 2  # one grammar that takes seconds holds up no other
+
+Prepared = tuple[int, Constraint | MantaError]
+
+
+class Grammars:
+    """`ask`, then `poll`. Both belong to the step loop's thread.
+
+    vocabulary: of the model; or why there is none, which is every request's answer then.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary | InvalidRequest, executor: Executor | None = None
+    ) -> None:
+        self._refusal = vocabulary if isinstance(vocabulary, InvalidRequest) else None
+        self._compiler = None if isinstance(vocabulary, InvalidRequest) else Compiler(vocabulary)
+        self._executor = executor or ThreadPoolExecutor(_THREADS, "grammars")
+        self._done: SimpleQueue[Prepared] = SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Call wake(), from any thread, when `poll` has something."""
+        self._wake = wake
+
+    def has_news(self) -> bool:
+        return not self._done.empty()
+
+    def ask(
+        self,
+        id: int,
+        grammar: Grammar,
+        output: Sequence[int],
+        *,
+        stop_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+    ) -> None:
+        """Begin to make the constraint of request `id`; `poll` brings it. output: what has been
+        sampled before. The others: as of `Constraint`."""
+
+        def make() -> Constraint:
+            if self._refusal is not None:
+                refusal = self._refusal
+                raise InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)
+            assert self._compiler is not None
+            matcher = self._compiler.compile(grammar).deep_copy()
+            vocabulary = self._compiler.vocabulary
+            constraint = Constraint(matcher, vocabulary, stop_ids, min_tokens, ignore_eos)
+            if not constraint.resume(output):
+                raise MantaError("the output so far does not fit the grammar")
+            return constraint
+
+        self._executor.submit(self._prepare, id, make)
+
+    def _prepare(self, id: int, make: Callable[[], Constraint]) -> None:
+        made: Constraint | MantaError
+        try:
+            made = make()
+        except MantaError as error:
+            made = error
+        except Exception as error:
+            logger.exception("a grammar could not be compiled")
+            made = MantaError(f"the grammar could not be compiled: {type(error).__name__}")
+        self._done.put((id, made))
+        self._wake()
+
+    def poll(self) -> list[Prepared]:
+        """What has been made since the last call."""
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+        return found
