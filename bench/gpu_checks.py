@@ -45,13 +45,13 @@ CPU_THREADS = "8"
 _PLAIN = {"part", "case", "outcome", "seconds", "why"}  # not measured
 
 
-class Part(NamedTuple):
+class CheckPart(NamedTuple):
     name: str
     command: list[str]
     alone: bool = False  # on its device
 
 
-def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[Part]:
+def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
     """extra: more for pytest."""
     files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
     texts = {file: (root / file).read_text() for file in files}
@@ -65,21 +65,23 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", *extra]
     tests = re.findall(r"^def (test_\w+)", texts.get(SPLIT, ""), re.MULTILINE)
     first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
-    found = [Part(name, [*pytest, "-m", GPU, name]) for name in first]
+    found = [CheckPart(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
     # Four processes each: their references are in Python.
-    found += [Part(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain]
-    found += [Part(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
+    found += [
+        CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain
+    ]
+    found += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     if ALONE in marked:
-        found.append(Part(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
+        found.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
     if model:
         command = [sys.executable, "-m", "bench.long_context", "--model", model]
         command += ["--name", name, "--tokens", *LONG]
-        found.append(Part("long contexts", command, alone=True))
+        found.append(CheckPart("long contexts", command, alone=True))
     return found
 
 
-def run(part: Part, until: float, device: str) -> list[Line]:
+def run(part: CheckPart, until: float, device: str) -> list[Line]:
     """Its lines, the last of which tells how it ended; until: by time.monotonic()."""
     seconds = until - time.monotonic()
     if seconds < 1:
@@ -192,12 +194,12 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
                     if "why" in line:
                         print(f"--- {line['case']}\n{line['why'][-600:]}", flush=True)
 
-        def run_all(todo: Sequence[Part], places: Sequence[str]) -> None:
+        def run_all(todo: Sequence[CheckPart], places: Sequence[str]) -> None:
             free: queue.SimpleQueue[str] = queue.SimpleQueue()
             for device in places:
                 free.put(device)
 
-            def run_one(part: Part) -> None:
+            def run_one(part: CheckPart) -> None:
                 device = free.get()
                 try:
                     keep(run(part, until, device))

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions_under
 from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
-from loadtest.runner import Options, Result, Task, run_async
+from loadtest.runner import RunOptions, RunResult, Task, run_async
 from loadtest.scenario import workloads
 
 if TYPE_CHECKING:
@@ -326,9 +326,9 @@ def load(
             }
         ],
     }
-    task, options = Task(json.dumps(scenario), label), Options(procs=clients)
+    task, options = Task(json.dumps(scenario), label), RunOptions(procs=clients)
 
-    async def limited() -> Result:
+    async def limited() -> RunResult:
         async with asyncio.timeout(LOAD_S):
             return await run_async(task, options)
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
-from engine.lora.build import AdapterRoom
+from engine.lora.build import DeviceAdapters
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
@@ -42,7 +42,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
-from engine.scheduling.step import Counters
+from engine.scheduling.step import SchedulerCounters
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
 from engine.weights import load_weights
@@ -54,7 +54,7 @@ logger = logging.getLogger("manta.engine")
 Progress = Callable[[str, float], None]  # phase name, fraction done
 
 
-class _Phases:
+class _StartTimes:
     """Seconds by phase, for the start-up table."""
 
     def __init__(self, progress: Progress | None) -> None:
@@ -81,7 +81,7 @@ def build(
 
     compilers: for a first start on a machine; the caller closes them.
     """
-    phases = _Phases(progress)
+    phases = _StartTimes(progress)
     phases.start("device")
     resolved = resolve(config)
     device = resolved.device
@@ -119,9 +119,9 @@ def build(
     phases.end("weights")
 
     phases.start("memory")
-    room = _room(resolved, model) if config.max_loras else None
+    device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
-    runner, plan = _build_runner(resolved, model, kernels, room, host_bytes, compilers)
+    runner, plan = _build_runner(resolved, model, kernels, device_adapters, host_bytes, compilers)
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
@@ -147,7 +147,7 @@ def build(
             model_key=_model_key(resolved),
         ),
         runner,
-        _adapters(config, room, host_bytes),
+        _adapters(config, device_adapters, host_bytes),
         FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
         _grammars(resolved),
     )
@@ -179,7 +179,7 @@ def _rehearse(core: EngineCore) -> None:
         core.step()
     core.check_integrity()
     core.reset_prefix_cache()
-    core.scheduler.counters = Counters()
+    core.scheduler.counters = SchedulerCounters()
 
 
 def _model_key(resolved: Resolved) -> str:
@@ -196,19 +196,21 @@ def _model_key(resolved: Resolved) -> str:
     return state.hexdigest()
 
 
-def _room(resolved: Resolved, model: Model) -> AdapterRoom:
+def _device_adapters(resolved: Resolved, model: Model) -> DeviceAdapters:
     config = resolved.config
     what = f"the LoRA slots ({config.max_loras} of rank {config.max_lora_rank})"
     if config.max_virtual_tokens:
         what += f" and their virtual tokens ({config.max_virtual_tokens} each)"
     with fits_on(resolved.device, what, ADAPTERS_TOO_LARGE, param="max_loras"):
-        return AdapterRoom.allocate(resolved, model)
+        return DeviceAdapters.allocate(resolved, model)
 
 
 def _adapters(
-    config: EngineConfig, room: AdapterRoom | None, host_bytes: int
+    config: EngineConfig, device_adapters: DeviceAdapters | None, host_bytes: int
 ) -> AdapterStore | None:
-    return None if room is None else AdapterStore(room.loader, config.max_loras, host_bytes)
+    if device_adapters is None:
+        return None
+    return AdapterStore(device_adapters.loader, config.max_loras, host_bytes)
 
 
 def _grammars(resolved: Resolved) -> Grammars:
@@ -229,7 +231,7 @@ def _build_runner(
     resolved: Resolved,
     model: Model,
     kernels: Kernels,
-    room: AdapterRoom | None,
+    device_adapters: DeviceAdapters | None,
     host_bytes: int,
     compilers: Compilers | None,
 ) -> tuple[ModelRunner, MemoryPlan]:
@@ -251,8 +253,8 @@ def _build_runner(
             num_heads=resolved.model.num_heads,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             device=device,
-            lora=None if room is None else room.lora,
-            prompts=None if room is None else room.prompts,
+            lora=None if device_adapters is None else device_adapters.lora,
+            prompts=None if device_adapters is None else device_adapters.prompts,
         )
 
     if device.type == "cuda":

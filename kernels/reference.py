@@ -147,7 +147,7 @@ def attention(
 
 
 def attend_chunk(
-    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, chunk: "Chunk"
+    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, chunk: "PrefillChunk"
 ) -> Tensor:
     """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
     # Products over many queries are faster in float32 than in 16 bits without AMX.
@@ -188,7 +188,7 @@ class _Gather:
 
 
 @dataclass(slots=True)
-class _Decodes:
+class _DecodeBatch:
     """Entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
@@ -200,7 +200,7 @@ class _Decodes:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PrefillChunk:
     """One entry with any number of queries, tokens [begin, end) of the step."""
 
     begin: int
@@ -211,23 +211,23 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ReferencePlan:
     write_rows: Tensor  # [num_written * num_kv_heads] int64: rows of a cache seen as [-1, head_dim]
     written: Tensor | None  # tokens that have a slot; None = all
-    whole: _Decodes | None = None  # the step is one batch of decodes in order
-    decodes: list[_Decodes] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    whole: _DecodeBatch | None = None  # the step is one batch of decodes in order
+    decodes: list[_DecodeBatch] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     cos: Tensor | None = None  # [num_tokens, 1, rotary_dim] float32, as _rotate takes them
     sin: Tensor | None = None
 
 
-def _plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
-    if not isinstance(meta.plan, _Plan):
+def _plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
+    if not isinstance(meta.plan, _ReferencePlan):
         meta.plan = _make_plan(meta, cache)
     return meta.plan
 
 
-def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
+def _make_plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -236,7 +236,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
     head = torch.arange(num_kv_heads, device=slots.device)
     first = torch.div(slots, block_size, rounding_mode="floor") * (num_kv_heads * block_size)
     write_rows = (first + slots % block_size)[:, None] + head * block_size
-    plan = _Plan(write_rows.flatten(), written)
+    plan = _ReferencePlan(write_rows.flatten(), written)
 
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     groups = _groups(kv_lens[: meta.num_decodes], block_size)
@@ -249,7 +249,7 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _Plan:
 
 def _plan_decodes(
     meta: AttentionMeta, cache: Tensor, entries: list[int], kv_lens: list[int]
-) -> _Decodes:
+) -> _DecodeBatch:
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
     blocks = -(-max(kv_lens[entry] for entry in entries) // block_size)
@@ -264,10 +264,10 @@ def _plan_decodes(
     mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
     mask.masked_fill_(outside, float("-inf"))
     gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
-    return _Decodes(index, gather, unused, mask[:, None, None])
+    return _DecodeBatch(index, gather, unused, mask[:, None, None])
 
 
-def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[Chunk]:
+def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
     """Of the entries that are not decodes."""
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
@@ -279,15 +279,15 @@ def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[Chunk]:
 
 def _plan_chunk(
     meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
-) -> Chunk:
+) -> PrefillChunk:
     blocks = -(-kv_len // cache.shape[2])
     rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], cache.shape[1])
     gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
     length = end - begin
     if length == 1 or length == kv_len:
-        return Chunk(begin, end, kv_len, gather, None)
+        return PrefillChunk(begin, end, kv_len, gather, None)
     mask = torch.full((length, kv_len), float("-inf"), device=cache.device)
-    return Chunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
+    return PrefillChunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
@@ -312,7 +312,9 @@ def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
     return (table[:, None].long() * num_kv_heads + head).flatten()
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, part: _Decodes) -> Tensor:
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, part: _DecodeBatch
+) -> Tensor:
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)

@@ -8,11 +8,11 @@ import ssl
 import msgspec
 
 from loadtest.errors import RunError
-from loadtest.http import Address, Pool, request_head
+from loadtest.http import Address, ConnectionPool, request_head
 from loadtest.scenario.schema import Target, read_key
 
 
-class _Body:
+class _WholeResponse:
     """An answer taken whole, for questions before the load."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ async def get(target: Target, path: str) -> tuple[int, bytes]:
     """(status, body) from the first URL. Raises RunError with the address tried."""
     url = target.urls[0]
     address = Address.of(url)
-    pool = Pool(address)
+    pool = ConnectionPool(address)
     headers = {"accept": "application/json"}
     if target.key_file is not None:
         headers["authorization"] = f"Bearer {read_key(target.key_file)}"
-    answer = _Body()
+    answer = _WholeResponse()
     try:
         connection = await pool.connect(target.connect_timeout)
     except ssl.SSLError as error:
@@ -69,12 +69,12 @@ async def get(target: Target, path: str) -> tuple[int, bytes]:
     return answer.status, answer.body
 
 
-class _Card(msgspec.Struct):
+class _ModelCard(msgspec.Struct):
     id: str
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
 
 
 async def first_model(target: Target) -> str:
@@ -84,7 +84,7 @@ async def first_model(target: Target) -> str:
     if status != 200:
         raise RunError(f"{where}: status {status}; name the model with --model")
     try:
-        cards = msgspec.json.decode(body, type=_Cards).data
+        cards = msgspec.json.decode(body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise RunError(f"{where}: no list of models; name the model with --model") from None
     if not cards:

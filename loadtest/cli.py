@@ -70,13 +70,13 @@ def run(
 ) -> None:
     """Run a scenario: open loop, latency from the intended send time."""
     with failing():
-        from loadtest.chaos.faults import beside, needs_relays, parse_chaos
+        from loadtest.chaos.faults import beside, needs_proxies, parse_chaos
         from loadtest.errors import ScenarioError
         from loadtest.live import show_outcomes, show_summary
         from loadtest.measure import asserts, outputs
         from loadtest.measure.verify import read_references
         from loadtest.report import write_report
-        from loadtest.runner import Options
+        from loadtest.runner import RunOptions
 
         task, checked, plans = read(scenario, url, model, setting)
         wanted = [*checked.asserts, *(assertions or [])]
@@ -96,8 +96,8 @@ def run(
         folder = out or checked.out or _default_folder(checked, scenario)
         harm = beside(faults, checked.target.urls[0], checked.seed)
         outputs.prepare(folder)
-        options = Options(
-            procs=procs, ray=ray, verify=verify, relayed=needs_relays(faults), beside=harm
+        options = RunOptions(
+            procs=procs, ray=ray, verify=verify, proxied=needs_proxies(faults), beside=harm
         )
         result = execute(task, options, plans)
         outputs.write(folder, result.summary, result.records)
@@ -190,11 +190,11 @@ def _show_plan(scenario: "Scenario", plans: "list[PhasePlan]") -> None:
         words += [f"{plan.concurrency} at a time"] if plan.concurrency is not None else []
         print(f"{plan.phase.name}: {count}{seconds} ({', '.join(words)})")
         visits = plan.visits[:3]
-        jobs = [(v.t, plan.job(v)) for v in visits] or [(0.0, plan.source.job(0))]
-        for t, job in jobs:
-            body = job.body().decode()
+        specs = [(v.t, plan.spec(v)) for v in visits] or [(0.0, plan.generator.spec(0))]
+        for t, spec in specs:
+            body = spec.body().decode()
             shown = body if len(body) <= 300 else f"{body[:200]} ... {body[-90:]}"
-            print(f"  {t:9.3f} s  POST {job.path}  {shown}")
+            print(f"  {t:9.3f} s  POST {spec.path}  {shown}")
 
 
 def main() -> None:

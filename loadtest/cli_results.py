@@ -11,7 +11,7 @@ from loadtest.cli_run import execute, failing, read
 if TYPE_CHECKING:
     from loadtest.measure.records import RequestRecord, Summary
     from loadtest.report.compare import Comparison
-    from loadtest.runner import Options, Task
+    from loadtest.runner import RunOptions, Task
     from loadtest.scenario.schema import Scenario
     from loadtest.search import RunOnce, Trial
 
@@ -96,7 +96,7 @@ def search(
     with failing():
         from loadtest import search as searching
         from loadtest.errors import ScenarioError
-        from loadtest.runner import Options
+        from loadtest.runner import RunOptions
 
         task, checked, _ = read(scenario, url, model, setting)
         if (slo is None) == (sweep is None):
@@ -115,7 +115,7 @@ def search(
         except OSError as error:
             raise ScenarioError(f"{folder}: {error.strerror or error}") from None
         trials = searching.Trials(
-            _run_once(task, checked, Options(procs=procs, ray=ray), keys, folder, whole),
+            _run_once(task, checked, RunOptions(procs=procs, ray=ray), keys, folder, whole),
             searching.resume(folder, fresh),
             folder=folder,
             repeats=repeats or (1 if sweep is not None else 3),
@@ -184,7 +184,7 @@ def _key(task: "Task", limits: list[str]) -> str:
 def _run_once(
     task: "Task",
     scenario: "Scenario",
-    options: "Options",
+    options: "RunOptions",
     keys: Sequence[str],
     folder: Path,
     whole: bool,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from loadtest.runner import Options, Result, Task
+    from loadtest.runner import RunOptions, RunResult, Task
     from loadtest.scenario.schedule import PhasePlan
     from loadtest.scenario.schema import Scenario
 
@@ -39,18 +39,18 @@ def read(
     return task, scenario, lay_out(scenario, scenario.target.model or "(the first served)")
 
 
-def execute(task: "Task", options: "Options", plans: "list[PhasePlan]") -> "Result":
+def execute(task: "Task", options: "RunOptions", plans: "list[PhasePlan]") -> "RunResult":
     """A run with its live table. Ctrl-C ends it early and keeps what there is; twice: at once."""
     import asyncio
     import signal
     from dataclasses import replace
 
-    from loadtest.live import Board
+    from loadtest.live import LiveProgress
     from loadtest.runner import run_async
 
-    board = Board(plans, console_on(stderr=True))
+    board = LiveProgress(plans, console_on(stderr=True))
 
-    async def go() -> "Result":
+    async def go() -> "RunResult":
         stop = options.stop or asyncio.Event()
         me = asyncio.current_task()
         assert me is not None

@@ -17,7 +17,7 @@ _MAX_LINE = 2**12
 IDLE_S = 2.0  # servers drop idle connections after 5 s or more; a request must not meet that
 
 
-class Exchange(Protocol):
+class ResponseHandler(Protocol):
     """What takes an answer. Each method gets the time of the bytes' arrival."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None: ...
@@ -52,17 +52,17 @@ class Address(NamedTuple):
         return cls(host, port, prefix, tls, head, host)
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """One connection, with at most one request under way."""
 
     # One buffer for all connections: data is taken out of it before the loop reads the next socket.
     _shared = memoryview(bytearray(2**17))
 
-    def __init__(self, pool: "Pool", slow_pause: float | None = None) -> None:
+    def __init__(self, pool: "ConnectionPool", slow_pause: float | None = None) -> None:
         self._pool = pool
         self._pause = slow_pause
         self.transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._handler: ResponseHandler | None = None
         self._rest = b""
         self._feed: Callable[[bytes, float], None] = self._idle
         self._left = 0
@@ -78,16 +78,16 @@ class Connection(asyncio.BufferedProtocol):
     def usable(self) -> bool:
         return self.transport is not None and not self.transport.is_closing()
 
-    def send(self, request: bytes, exchange: Exchange) -> None:
-        assert self.transport is not None and self._exchange is None
-        self._exchange = exchange
+    def send(self, request: bytes, handler: ResponseHandler) -> None:
+        assert self.transport is not None and self._handler is None
+        self._handler = handler
         self._rest = b""
         self._feed = self._head
         self.transport.write(request)
 
     def abandon(self) -> None:
-        """Hang up. The exchange hears nothing more."""
-        self._exchange = None
+        """Hang up. The handler hears nothing more."""
+        self._handler = None
         if self.transport is not None:
             self.transport.abort()
 
@@ -122,22 +122,22 @@ class Connection(asyncio.BufferedProtocol):
         self._lose(str(error) if error else "the server closed the connection", clock())
 
     def _lose(self, what: str, now: float) -> None:
-        exchange, self._exchange = self._exchange, None
+        handler, self._handler = self._handler, None
         if self.transport is not None:
             self.transport.abort()
-        if exchange is not None:
-            exchange.on_lost(what, now)
+        if handler is not None:
+            handler.on_lost(what, now)
 
     def _end(self, now: float) -> None:
-        exchange, self._exchange = self._exchange, None
+        handler, self._handler = self._handler, None
         self._feed = self._idle
         assert self.transport is not None
         if not self._keep or self._pause:
             self.transport.close()
         else:
             self._pool.give_back(self, now)
-        if exchange is not None:
-            exchange.on_end(now)
+        if handler is not None:
+            handler.on_end(now)
 
     def _idle(self, data: bytes, now: float) -> None:
         raise ValueError("bytes that nobody asked for")
@@ -167,8 +167,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         connection = headers.get(b"connection", b"").lower()
         self._keep = b"close" not in connection and version != b"HTTP/1.0"
-        assert self._exchange is not None
-        self._exchange.on_head(status, headers, now)
+        assert self._handler is not None
+        self._handler.on_head(status, headers, now)
         if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
             self._left, self._feed = -1, self._chunks
         elif (length := headers.get(b"content-length")) is not None:
@@ -178,21 +178,21 @@ class Connection(asyncio.BufferedProtocol):
                 return
         else:
             self._keep, self._feed = False, self._until_eof
-        if body and self._exchange is not None:
+        if body and self._handler is not None:
             self._feed(body, now)
 
     def _counted(self, data: bytes, now: float) -> None:
         if len(data) > self._left:
             raise ValueError("more bytes than announced")
         self._left -= len(data)
-        assert self._exchange is not None
-        self._exchange.on_body(data, now)
-        if not self._left and self._exchange is not None:
+        assert self._handler is not None
+        self._handler.on_body(data, now)
+        if not self._left and self._handler is not None:
             self._end(now)
 
     def _until_eof(self, data: bytes, now: float) -> None:
-        assert self._exchange is not None
-        self._exchange.on_body(data, now)
+        assert self._handler is not None
+        self._handler.on_body(data, now)
 
     def _chunks(self, data: bytes, now: float) -> None:
         """left: bytes until the chunk's end, 0 = its line break is due, -1 = a size line is due,
@@ -228,22 +228,22 @@ class Connection(asyncio.BufferedProtocol):
                 left = -3
                 break
         self._left = left
-        if body and self._exchange is not None:
-            self._exchange.on_body(b"".join(body) if len(body) > 1 else body[0], now)
-        if left == -3 and self._exchange is not None:
+        if body and self._handler is not None:
+            self._handler.on_body(b"".join(body) if len(body) > 1 else body[0], now)
+        if left == -3 and self._handler is not None:
             if position < size:
                 raise ValueError("bytes after the last chunk")
             self._end(now)
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one address that wait for a request. The newest is taken first."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
-    def take(self, now: float) -> Connection | None:
+    def take(self, now: float) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and now - connection.idle_since < IDLE_S:
@@ -251,15 +251,15 @@ class Pool:
             connection.abandon()
         return None
 
-    def give_back(self, connection: Connection, now: float) -> None:
+    def give_back(self, connection: HttpConnection, now: float) -> None:
         connection.idle_since = now
         self._idle.append(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
-    async def connect(self, timeout: float, slow_pause: float | None = None) -> Connection:
+    async def connect(self, timeout: float, slow_pause: float | None = None) -> HttpConnection:
         """A new connection. Raises OSError (TimeoutError, ssl.SSLError among them)."""
         address = self.address
         async with asyncio.timeout(timeout):
@@ -267,7 +267,7 @@ class Pool:
             name = address.name if address.tls else None
             if slow_pause is None:
                 _, made = await loop.create_connection(
-                    lambda: Connection(self),
+                    lambda: HttpConnection(self),
                     address.host,
                     address.port,
                     ssl=address.tls,
@@ -284,7 +284,7 @@ class Pool:
             try:
                 await loop.sock_connect(sock, where)
                 _, made = await loop.create_connection(
-                    lambda: Connection(self, slow_pause),
+                    lambda: HttpConnection(self, slow_pause),
                     sock=sock,
                     ssl=address.tls,
                     server_hostname=name,

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from loadtest.client.load import Progress
-from loadtest.measure.asserts import TIMES, Outcome
+from loadtest.client.load import ClientProgress
+from loadtest.measure.asserts import TIMES, AssertionResult
 from loadtest.measure.figures import percentiles
 from loadtest.measure.records import Percentiles, Summary
 from loadtest.scenario.schedule import PhasePlan
@@ -22,7 +22,7 @@ _LINE_S = 10.0  # between lines where there is no terminal
 _WINDOW = 2000  # requests that the shown latencies are of
 
 
-class Board:
+class LiveProgress:
     """Progress of all client processes, drawn."""
 
     def __init__(self, plans: Sequence[PhasePlan], console: Console) -> None:
@@ -47,14 +47,14 @@ class Board:
         self._line_at = time.monotonic()
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator["Board"]:
+    def shown(self) -> Iterator["LiveProgress"]:
         if not self._console.is_terminal:
             yield self
             return
         with Live(self._bars, console=self._console, refresh_per_second=4) as self._live:
             yield self
 
-    def update(self, all_: Sequence[Progress]) -> None:
+    def update(self, all_: Sequence[ClientProgress]) -> None:
         done: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for progress in all_:
@@ -81,7 +81,7 @@ class Board:
                 markup=False,
             )
 
-    def _table(self, all_: Sequence[Progress], sent: int, done: int) -> Table:
+    def _table(self, all_: Sequence[ClientProgress], sent: int, done: int) -> Table:
         (t0, done0, tokens0), (t1, done1, tokens1) = self._history[0], self._history[-1]
         seconds = max(t1 - t0, 1e-9)
         ttft, late = percentiles(self._ttft), percentiles(self._late)
@@ -207,7 +207,7 @@ def _remarks(summary: Summary) -> Iterator[str]:
         yield f"REFUSED: {reason}"
 
 
-def show_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+def show_outcomes(outcomes: Sequence[AssertionResult], console: Console) -> None:
     for assertion, value, holds in outcomes:
         if value is None:
             told = "there is no such figure"

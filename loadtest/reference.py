@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from loadtest.ask import first_model
-from loadtest.client.load import Client
+from loadtest.client.load import LoadClient
 from loadtest.errors import ScenarioError
 from loadtest.measure.records import RequestRecord
-from loadtest.measure.verify import Answer, Reference, reference_of, write_references
-from loadtest.scenario.requests import Job
+from loadtest.measure.verify import ReceivedAnswer, Reference, reference_of, write_references
+from loadtest.scenario.requests import RequestSpec
 from loadtest.scenario.schedule import PhasePlan, Visit, lay_out
 from loadtest.scenario.schema import Scenario
 
@@ -36,13 +36,13 @@ def make(
     return asyncio.run(_make(scenario, out, console))
 
 
-def _jobs(plan: PhasePlan) -> Iterator[tuple[int, Job]]:
+def _specs(plan: PhasePlan) -> Iterator[tuple[int, RequestSpec]]:
     """Every request of a phase, without what would spoil its answer."""
     visits = plan.visits or [Visit(0.0, number) for number in range(plan.requests or 0)]
     for visit in visits:
         for turn in range(1 + len(visit.thinks)):
-            job = plan.job(visit, turn)
-            quiet = job._replace(cancel_chunks=None, cancel_after=None, slow_pause=None)
+            spec = plan.spec(visit, turn)
+            quiet = spec._replace(cancel_chunks=None, cancel_after=None, slow_pause=None)
             yield visit.index + turn, quiet
 
 
@@ -53,21 +53,21 @@ async def _make(scenario: Scenario, out: Path, console: Console) -> tuple[int, i
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
 
-    def keep(job: Job, record: RequestRecord, answer: Answer) -> None:
+    def keep(spec: RequestSpec, record: RequestRecord, answer: ReceivedAnswer) -> None:
         if record.ok:
-            found[job.key()] = reference_of(job.key(), record, answer)
+            found[spec.key()] = reference_of(spec.key(), record, answer)
 
-    client = Client(scenario.target, lambda record: None, keep=keep)
+    client = LoadClient(scenario.target, lambda record: None, keep=keep)
     with Bars(console=console, disable=not console.is_terminal) as bars:
         for plan in lay_out(scenario, model):
             task = bars.add_task(plan.phase.name, total=plan.total)
-            for number, job in _jobs(plan):
+            for number, spec in _specs(plan):
                 bars.advance(task)
-                key = job.key()
-                if not job.repeatable or key in asked or stop.is_set():
+                key = spec.key()
+                if not spec.repeatable or key in asked or stop.is_set():
                     continue
                 asked.add(key)
-                await client.ask(plan, number, job)
+                await client.ask(plan, number, spec)
     client.close()
     if not asked and not stop.is_set():
         raise ScenarioError(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.ask import first_model
-from loadtest.chaos.network_fault import Relay, open_relays
-from loadtest.client.load import Progress
-from loadtest.client.process import Order
-from loadtest.client.processes import Link, LocalProcess, Worker
+from loadtest.chaos.network_fault import NetworkProxy, open_proxies
+from loadtest.client.load import ClientProgress
+from loadtest.client.process import ClientAssignment
+from loadtest.client.processes import LocalProcess, ProcessConnection, Worker
 from loadtest.errors import RunError, ScenarioError
 from loadtest.http import clock
 from loadtest.measure.figures import summarise
@@ -34,12 +34,12 @@ _MEET_S = 0.05
 _FAR_S = 0.7  # what the start, and a meeting, take longer where orders cross a network
 
 
-class Clock:
+class RunClock:
     """The run's time, for what happens beside the load. mark(): a line in the summary's faults."""
 
-    def __init__(self, origin: float, relays: Sequence[Relay] = ()) -> None:
-        """relays: the ways to the servers, if the clients go through them."""
-        self.origin, self.relays = origin, relays
+    def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
+        """proxies: the ways to the servers, if the clients go through them."""
+        self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
         self.spoilt: list[str] = []  # why the run is not what was asked for
 
@@ -52,13 +52,13 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RunOptions:
     """procs: client processes. ray: start them on the nodes of this Ray cluster, an address or
     "auto". verify: a reference file. keep: write one instead.
 
-    relayed: clients reach the servers through relays of ours, for faults of the network.
+    proxied: clients reach the servers through proxies of ours, for faults of the network.
     beside: runs along with the load and is cancelled at its end, e.g. to kill replicas.
-    on_progress: gets every process's Progress four times a second, and the plans' totals once.
+    on_progress: gets each process's ClientProgress four times a second, the totals once.
     stop: set it to end early; the summary then says so.
     """
 
@@ -66,14 +66,14 @@ class Options:
     ray: str | None = None
     verify: Path | None = None
     keep: Path | None = None
-    relayed: bool = False
-    beside: Callable[[Clock], Awaitable[None]] | None = None
-    on_progress: Callable[[Sequence[Progress]], None] | None = None
+    proxied: bool = False
+    beside: Callable[[RunClock], Awaitable[None]] | None = None
+    on_progress: Callable[[Sequence[ClientProgress]], None] | None = None
     stop: asyncio.Event | None = None
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """records: in the order of intended times."""
 
     summary: Summary
@@ -105,65 +105,69 @@ class Task:
         return parse(self.text, self.name, self.folder, self.overrides)
 
 
-def run(task: Task, options: Options | None = None) -> Result:
+def run(task: Task, options: RunOptions | None = None) -> RunResult:
     """The whole run; blocks. Raises ScenarioError before any request, RunError."""
     return asyncio.run(run_async(task, options))
 
 
-async def run_async(task: Task, options: Options | None = None) -> Result:
+async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
     """As run(), in the caller's loop."""
-    options = options or Options()
+    options = options or RunOptions()
     scenario = task.scenario()
     plans = lay_out(scenario, scenario.target.model or "")  # a bad plan, before any request
     model = scenario.target.model or await first_model(scenario.target)
     stop = options.stop or asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="manta-loadtest-") as folder:
-        relays, ports = await open_relays(scenario.target.urls if options.relayed else ())
-        links = await _links(scenario, options, Path(folder))
+        proxies, ports = await open_proxies(scenario.target.urls if options.proxied else ())
+        connections = await _connections(scenario, options, Path(folder))
         crew = [
-            Worker(link, _order(task, model, options, number, ports))
-            for number, link in enumerate(links)
+            Worker(connection, _assignment(task, model, options, number, ports))
+            for number, connection in enumerate(connections)
         ]
         try:
             await asyncio.gather(*(worker.start() for worker in crew))
             ahead = _START_S + (_FAR_S if options.ray else 0)
-            began = Clock(clock() + ahead, relays)
+            began = RunClock(clock() + ahead, proxies)
             started_at = datetime.fromtimestamp(time.time() + ahead, UTC)
             for worker in crew:
                 worker.go(began.origin)
             await _until_done(crew, options, began, stop)
-            paths = [await link.file("records") for link in links]
-            kept = [await link.file("kept") for link in links]
+            paths = [await connection.file("records") for connection in connections]
+            kept = [await connection.file("kept") for connection in connections]
         finally:
-            await asyncio.gather(*(link.end() for link in links))
-            for relay in relays:
-                relay.close()
+            await asyncio.gather(*(connection.end() for connection in connections))
+            for proxy in proxies:
+                proxy.close()
         records = sorted(
             (record for path in paths if path is not None for record in read_records(path)),
             key=lambda record: (record.intended_s, record.index),
         )
         if options.keep is not None:
             _write(options.keep, b"".join(path.read_bytes() for path in kept if path is not None))
-    info = _info(task, scenario, model, links, started_at)
-    return Result(
+    info = _info(task, scenario, model, connections, started_at)
+    return RunResult(
         _summary(scenario, plans, records, info, crew, began, stop), records, stop.is_set()
     )
 
 
-async def _links(scenario: Scenario, options: Options, folder: Path) -> Sequence[Link]:
+async def _connections(
+    scenario: Scenario, options: RunOptions, folder: Path
+) -> Sequence[ProcessConnection]:
     """A way to each client process; none runs yet. Raises RunError."""
     folders = [folder / str(number) for number in range(options.procs)]
     if options.ray is None:
         return [LocalProcess(folder) for folder in folders]
-    if options.relayed:
+    if options.proxied:
         raise ScenarioError("faults of the network need the clients on this machine, without --ray")
     from loadtest.client.ray_nodes import connect
 
     return await connect(options.ray, folders, scenario)
 
 
-def _order(task: Task, model: str, options: Options, number: int, relays: list[int]) -> Order:
-    return Order(
+def _assignment(
+    task: Task, model: str, options: RunOptions, number: int, proxies: list[int]
+) -> ClientAssignment:
+    return ClientAssignment(
         scenario=task.text,
         folder=str(task.folder.absolute()),
         overrides=task.overrides,
@@ -172,7 +176,7 @@ def _order(task: Task, model: str, options: Options, number: int, relays: list[i
         procs=options.procs,
         references=str(options.verify.absolute()) if options.verify else None,
         keep=options.keep is not None,
-        relays=relays,
+        proxies=proxies,
     )
 
 
@@ -182,7 +186,7 @@ def _summary(
     records: list[RequestRecord],
     info: RunInfo,
     crew: list[Worker],
-    began: Clock,
+    began: RunClock,
     stop: asyncio.Event,
 ) -> Summary:
     known = [plan.seconds for plan in plans if not plan.phase.warmup]
@@ -206,7 +210,7 @@ def _summary(
 
 
 async def _until_done(
-    crew: list[Worker], options: Options, began: Clock, stop: asyncio.Event
+    crew: list[Worker], options: RunOptions, began: RunClock, stop: asyncio.Event
 ) -> None:
     def show() -> None:
         if options.on_progress is not None:
@@ -231,7 +235,7 @@ async def _until_done(
         await asyncio.wait([everyone, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not everyone.done():
             for worker in crew:
-                worker.link.stop()
+                worker.connection.stop()
         await everyone
         if beside is not None and beside.done():
             await beside  # its failure is the run's
@@ -244,7 +248,11 @@ async def _until_done(
 
 
 def _info(
-    task: Task, scenario: Scenario, model: str, links: Sequence[Link], started_at: datetime
+    task: Task,
+    scenario: Scenario,
+    model: str,
+    connections: Sequence[ProcessConnection],
+    started_at: datetime,
 ) -> RunInfo:
     versions = {"python": platform.python_version()}
     for name in ("manta-serve", "msgspec", "numpy"):
@@ -253,7 +261,7 @@ def _info(
     if commit := _commit():
         versions["client commit"] = commit
     hosts = [f"{socket.gethostname()}, {os.cpu_count()} CPUs, {platform.platform()}"]
-    hosts += [link.where for link in links if link.where]
+    hosts += [connection.where for connection in connections if connection.where]
     return RunInfo(
         name=scenario.name or Path(task.name).stem,
         scenario=task.text,
@@ -262,7 +270,7 @@ def _info(
         model=model,
         client_host="; ".join(hosts),
         started_at=started_at.isoformat(timespec="milliseconds"),
-        procs=len(links),
+        procs=len(connections),
         gpus=scenario.target.gpus,
         versions=versions,
         target=scenario.target.about,

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
 from engine.errors import AdapterError
-from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
 from engine.sampling_params import SamplingParams
@@ -278,15 +278,15 @@ class MemoryLoader:
     """Adapters that are only names: an adapter's path is its size in bytes and its name in VIRTUAL,
     or why it fails."""
 
-    def describe(self, path: str, digest: str = "") -> Described:
+    def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not path[0].isdigit():
             raise AdapterError(path)
         kind, virtual = VIRTUAL.get(path.lstrip("0123456789"), ("lora", 0))
-        return Described(kind, 8, int(path.rstrip(LETTERS)), [], path, virtual)
+        return AdapterDescription(kind, 8, int(path.rstrip(LETTERS)), [], path, virtual)
 
-    def read(self, path: str, digest: str = "") -> Loaded:
+    def read(self, path: str, digest: str = "") -> LoadedAdapter:
         described = self.describe(path)
-        return Loaded(described, path, described.num_bytes, object())
+        return LoadedAdapter(described, path, described.num_bytes, object())
 
     def upload(self, weights: Any, slot: int) -> None:
         assert weights is not None

@@ -1,17 +1,11 @@
-"""The seeds' workloads inside Manta, each with one feature switched off; claimed and reached ratio.
+"""What each technique gains inside Manta: it is switched off, and the workload is run both ways.
 
     python -m bench.ablations --out bench/results
-    python -m bench.ablations W6 W12 --simulated
+    python -m bench.ablations admission continuous-batching --simulated
 
 "simulated" rows run Manta's own core, scheduler and block manager on a device that only keeps the
 time of a step (bench/ablations/simulated.py says how it is reckoned); "measured" rows run on one
-core of this machine, by processor time.
-
-W4   ShareGPT at 200 requests/s                   W13  text beside the loop, or in it
-W5   tokens and the exact peak against slots      W14  8-bit and 16-bit weights
-W6   lengths that differ widely                   W15  ragged and filled prompts
-W7   fused and unfused                            W16  requests in a given memory
-W12  continuous and static batches                W20  adapters in one step, or one a step
+core of this machine, by processor time. `rows.TECHNIQUES` lists the techniques.
 """
 
 import argparse
@@ -22,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.ablations import measured, simulated
-from bench.ablations.rows import Row, table
+from bench.ablations.rows import TECHNIQUES, AblationRow, table
 from bench.report.result_file import commit
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.ablations", description=__doc__)
+    listed = "\n".join(f"{name:24}{what}" for name, what in TECHNIQUES.items())
+    parser = argparse.ArgumentParser(prog="bench.ablations", description=f"{__doc__}\n{listed}")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    every = sorted({*simulated.WORKLOADS, *measured.WORKLOADS}, key=lambda name: int(name[1:]))
-    parser.add_argument("workloads", nargs="*", metavar="W", help=f"of {', '.join(every)}")
+    parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help="default: all")
     parser.add_argument("--simulated", action="store_true", help="these only")
     parser.add_argument("--measured", action="store_true", help="these only")
     parser.add_argument("--model", type=Path, help="folder; default: the default model")
@@ -38,12 +32,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of what is measured")
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
-    chosen = args.workloads or every
-    if unknown := set(chosen) - set(every):
-        parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(every)}")
-    rows: list[Row] = []
+    chosen = args.techniques or list(TECHNIQUES)
+    if unknown := set(chosen) - set(TECHNIQUES):
+        names = ", ".join(sorted(unknown))
+        parser.error(f"no technique {names}; there are {', '.join(TECHNIQUES)}")
+    rows: list[AblationRow] = []
 
-    def add(new: list[Row]) -> None:
+    def add(new: list[AblationRow]) -> None:
         for row in new:
             print(json.dumps(row.line()), flush=True)
         rows.extend(new)
@@ -66,17 +61,18 @@ def _folder(args: argparse.Namespace) -> Path:
     return Path(args.model)
 
 
-def write(out: Path, rows: list[Row], options: dict[str, Any]) -> list[Row]:
-    """Write the result files. Rows of other workloads that ran on the same day stay, so that some
+def write(out: Path, rows: list[AblationRow], options: dict[str, Any]) -> list[AblationRow]:
+    """Write the result files. Rows of other techniques that ran on the same day stay, so that some
     can be run again; returns all of them."""
     today = datetime.date.today().isoformat()
-    stem = out / f"seeds-{today}"
+    stem = out / f"ablations-{today}"
     path = stem.with_suffix(".json")
     if path.exists():
         new = {_kind(row) for row in rows}
-        kept = [Row(**line) for line in json.loads(path.read_text())["rows"]]
+        kept = [AblationRow.from_line(line) for line in json.loads(path.read_text())["rows"]]
         rows = [row for row in kept if _kind(row) not in new] + rows
-    rows = sorted(rows, key=lambda row: (int(row.case.split()[0][1:]), row.how != "simulated"))
+    order = list(TECHNIQUES)
+    rows = sorted(rows, key=lambda row: (order.index(row.technique), row.how != "simulated"))
     document = {
         "commit": commit(),
         "date": today,
@@ -91,8 +87,8 @@ def write(out: Path, rows: list[Row], options: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _kind(row: Row) -> tuple[str, str]:
-    return row.case.split()[0], row.how
+def _kind(row: AblationRow) -> tuple[str, str]:
+    return row.technique, row.how
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lengths of the seeds' workloads: (prompt tokens, output tokens) of each request, seeded."""
+"""Lengths of the ablations' workloads: (prompt tokens, output tokens) of each request."""
 
 import random
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from bench.ablations.lengths import Sizes, batches, sharegpt
-from bench.ablations.rows import Row
+from bench.ablations.rows import AblationRow
 from engine.config import EngineConfig
 from engine.factory import build
 from engine.library.llm import LLM
@@ -73,7 +73,7 @@ def _unfused() -> Iterator[None]:
         yield
 
 
-def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
+def fusion(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
     """Inputs of 5, 13, 27 and 51 tokens in turn, outputs of one length; fused and unfused."""
     output = max(4, int(32 * scale))
     rows = []
@@ -90,8 +90,8 @@ def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
         ours, theirs = _in_turns(rounds, lambda sizes=sizes: _serve(fused, [sizes]), unfused)
         tokens = batch * output
         rows.append(
-            Row.of(
-                f"W7 SmolLM2-135M, batch {batch}: fused / unfused",
+            AblationRow.of(
+                f"fusion SmolLM2-135M, batch {batch}: fused / unfused",
                 tokens / ours,
                 tokens / theirs,
                 "tok/s",
@@ -102,7 +102,7 @@ def w7(folder: Path, scale: float, rounds: int) -> list[Row]:
     return rows
 
 
-def w12(folder: Path, scale: float, rounds: int) -> list[Row]:
+def continuous_batching(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
     """Continuous against static batches, ShareGPT's lengths at a tenth."""
     rows = []
     sizes = sharegpt(max(16, int(32 * scale)), scale=0.1)
@@ -114,8 +114,9 @@ def w12(folder: Path, scale: float, rounds: int) -> list[Row]:
             lambda core=core, filled=filled: _serve(core, filled),
         )  # fmt: skip
         rows.append(
-            Row.of(
-                f"W12 SmolLM2-135M, at most {limit} at once: continuous / static batches",
+            AblationRow.of(
+                f"continuous-batching SmolLM2-135M, at most {limit} at once: "
+                "continuous / static batches",
                 len(sizes) / ours,
                 len(sizes) / theirs,
                 "req/s",
@@ -135,10 +136,12 @@ TINY = {
 }  # fmt: skip
 
 
-VOCAB = 1024  # of W13's model: with the tokenizer's own its head would be most of a step
+VOCAB = (
+    1024  # of the detokenization model: with the tokenizer's own its head would be most of a step
+)
 
 
-def w13(folder: Path, scale: float, rounds: int) -> list[Row]:
+def detokenization(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
     """256 streams of a model of two tiny layers with the default model's tokenizer: text made in
     the engine's loop, or beside it. What the loop's process has to do for a token, because that is
     what bounds it where there are cores for both."""
@@ -146,7 +149,7 @@ def w13(folder: Path, scale: float, rounds: int) -> list[Row]:
     tokenizer = Tokenizer.load(folder)
     prompts = [f"Request {i}: tell me about the number {i * 7919}." for i in range(count)]
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    with tempfile.TemporaryDirectory(prefix="manta-seeds-") as name:
+    with tempfile.TemporaryDirectory(prefix="manta-ablations-") as name:
         tiny = Path(name)
         (tiny / "config.json").write_text(json.dumps({**TINY, "vocab_size": VOCAB}))
         fields: dict[str, Any] = {
@@ -160,8 +163,8 @@ def w13(folder: Path, scale: float, rounds: int) -> list[Row]:
             lambda: _inline(core, tokenizer, prompts, params),
         )
     return [
-        Row.of(
-            f"W13 {count} streams: text beside the loop / in it",
+        AblationRow.of(
+            f"detokenization {count} streams: text beside the loop / in it",
             count * output / ours,
             count * output / theirs,
             "tok/s",
@@ -211,8 +214,8 @@ def _inline(
     return time.process_time() - begin
 
 
-def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
-    """A product with weights in 8 bits and in 16, by rows; the seed's 4 bits do not exist here."""
+def int8_weights(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
+    """A product with weights in 8 bits and in 16, by rows; Manta has no 4-bit weights here."""
     if not has_int8():
         return []
     torch.set_num_threads(1)
@@ -234,8 +237,8 @@ def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
         )
         work = 2 * count * weight.numel() / 1e9
         rows.append(
-            Row.of(
-                f"W14 {count} rows x 4096 x 4096: 8-bit / 16-bit weights",
+            AblationRow.of(
+                f"int8-weights {count} rows x 4096 x 4096: 8-bit / 16-bit weights",
                 work / ours,
                 work / theirs,
                 "GFLOP/s",
@@ -246,7 +249,7 @@ def w14(folder: Path, scale: float, rounds: int) -> list[Row]:
     return rows
 
 
-def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
+def ragged_prefill(folder: Path, scale: float, rounds: int) -> list[AblationRow]:
     """Prompts of prefill batches as they are, and filled up to the longest; ShareGPT at a third."""
     sizes = [(prompt, 1) for prompt, _ in sharegpt(max(16, int(16 * scale)), scale=0.33)]
     core = _core(folder)
@@ -259,8 +262,8 @@ def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
             lambda groups=filled: _serve(core, groups),
         )  # fmt: skip
         rows.append(
-            Row.of(
-                f"W15 SmolLM2-135M, prompts in batches of {size}: ragged / filled up",
+            AblationRow.of(
+                f"ragged-prefill SmolLM2-135M, prompts in batches of {size}: ragged / filled up",
                 len(sizes) / ours,
                 len(sizes) / theirs,
                 "req/s",
@@ -271,4 +274,10 @@ def w15(folder: Path, scale: float, rounds: int) -> list[Row]:
     return rows
 
 
-WORKLOADS = {"W7": w7, "W12": w12, "W13": w13, "W14": w14, "W15": w15}
+WORKLOADS = {
+    "fusion": fusion,
+    "continuous-batching": continuous_batching,
+    "detokenization": detokenization,
+    "int8-weights": int8_weights,
+    "ragged-prefill": ragged_prefill,
+}

@@ -1,15 +1,43 @@
-"""Row: one comparison, with the seed's claim beside it."""
+"""AblationRow: a technique switched on and off, and the ratio that its authors claim."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+TECHNIQUES = {
+    "paged-kv-under-load": "KV blocks, slots and static batches: ShareGPT at 200 requests/s",
+    "paged-kv-and-admission": "KV by tokens and the exact future peak, against slots",
+    "admission": "peak, sum, reserved and optimistic admission: lengths that differ widely",
+    "fusion": "fused kernels, against one operation after the other",
+    "continuous-batching": "continuous batching, against static batches",
+    "detokenization": "text made beside the engine's loop, or in it",
+    "int8-weights": "8-bit weights, against 16-bit weights",
+    "ragged-prefill": "prompts as long as they are, against prompts padded to the longest",
+    "paged-kv-capacity": "requests that fit into a given memory: blocks, slots, grouped heads",
+    "multi-adapter-batches": "all adapters in one step, against one adapter a step",
+}
+
+# Result files up to 2026-11-21 call the techniques by numbers.
+_NUMBERED = {
+    "W4": "paged-kv-under-load",
+    "W5": "paged-kv-and-admission",
+    "W6": "admission",
+    "W7": "fusion",
+    "W12": "continuous-batching",
+    "W13": "detokenization",
+    "W14": "int8-weights",
+    "W15": "ragged-prefill",
+    "W16": "paged-kv-capacity",
+    "W20": "multi-adapter-batches",
+}
+
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """ours with the feature, peer with it switched off; more is better.
 
-    how: "simulated" or "measured" (on this machine, that is). claimed: the ratio that the
-    system claims whose technique it is; of W12 and W15 what the lengths make possible.
+    case: begins with the technique. how: "simulated", or "measured" on this machine. claimed: the
+    ratio that the technique's authors claim; for continuous-batching and ragged-prefill the bound
+    that the lengths alone allow.
     """
 
     case: str
@@ -32,7 +60,7 @@ class Row:
         claimed: float | None,
         how: str,
         note: str = "",
-    ) -> "Row":
+    ) -> "AblationRow":
         return cls(
             f"{case} ({how})",
             float(f"{ours:.4g}"),
@@ -44,13 +72,26 @@ class Row:
             note,
         )
 
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> "AblationRow":
+        """A row of a result file."""
+        name, _, rest = line["case"].partition(" ")
+        return cls(**{**line, "case": f"{_NUMBERED.get(name, name)} {rest}"})
+
+    @property
+    def technique(self) -> str:
+        return self.case.split()[0]
+
     def line(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[AblationRow]) -> str:
     """Markdown."""
-    lines = ["| workload | with | without | reached | claimed |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| technique and workload | with | without | reached | claimed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         claimed = "" if row.claimed is None else f"{row.claimed:g}"
         lines.append(

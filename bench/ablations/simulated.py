@@ -1,10 +1,10 @@
 """Simulated workloads: Manta's own core, scheduler and block manager, and a device that only says
 how long a step takes.
 
-The time of a step is that of its bytes and its arithmetic on the seed's machine: weights once,
-keys and values of every entry once, two operations for each weight and token. It is the same on
-both sides of a ratio, so that nothing but the feature which is switched off makes a difference;
-what the seeds' own kernels and hosts gained over their rivals' is not in it.
+The time of a step is the larger of its bytes and its arithmetic on an A100-80G: weights once, keys
+and values of every entry once, two operations for each weight and token. Both sides of a ratio have
+the same step times, so only the technique that is switched off makes a difference. What the
+original systems gained by their own kernels and hosts is not in it.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ablations.lengths import Sizes, batches, sharegpt, widely_different
-from bench.ablations.rows import Row
+from bench.ablations.rows import AblationRow
 from engine.batch import Batch, StepResult
 from engine.lora.fake import FakeLoader
 from engine.lora.tiers.store import AdapterStore
@@ -29,7 +29,7 @@ SLOT = 2048  # tokens that a static slot reserves
 
 
 @dataclass(frozen=True)
-class Device:
+class SimulatedDevice:
     """A model on its machine: bytes of the weights and of a token's keys and values, parameters;
     bytes/s and operations/s as kernels reach them; seconds that a step costs on top."""
 
@@ -49,8 +49,8 @@ class Device:
 
 # 2.0 TB/s and 312 TFLOP/s of an A100-80G, 85 % and 70 % of it reached; eight of them in parallel
 # reach 70 % of eight.
-LLAMA_7B = Device(13.5e9, 2**19, 6.7e9, 1.7e12, 218e12)
-LLAMA_65B = Device(130e9, 2.5 * 2**20, 65e9, 5.6 * 1.7e12, 5.6 * 218e12, 0.003)
+LLAMA_7B = SimulatedDevice(13.5e9, 2**19, 6.7e9, 1.7e12, 218e12)
+LLAMA_65B = SimulatedDevice(130e9, 2.5 * 2**20, 65e9, 5.6 * 1.7e12, 5.6 * 218e12, 0.003)
 
 
 class _Done:
@@ -64,7 +64,7 @@ class _Done:
 class TimedRunner:
     """`engine.scheduling.core.Runner` that computes nothing and keeps the time. Its token is 9."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self.seconds = 0.0
         self.steps = self.entries = self.tokens = 0
@@ -84,7 +84,7 @@ class TimedRunner:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     seconds: float
     steps: int
     running: float  # mean requests in a step
@@ -95,14 +95,14 @@ class Outcome:
 
 def serve(
     sizes: Sizes,
-    device: Device,
+    device: SimulatedDevice,
     capacity: int,  # tokens of memory
     *,
     rate: float = 0.0,  # requests a second, Poisson; 0 = all at once
     seed: int = 0,
     adapters: Sequence[str] = (),  # of each request; none at all: no request has one
     **changes: Any,  # of CoreConfig
-) -> Outcome:
+) -> SimulatedRun:
     """Serve requests of these sizes to the end."""
     values: dict[str, Any] = {
         "max_num_seqs": 1024,
@@ -138,7 +138,7 @@ def serve(
         filled += sum(r.num_computed if r.slot < 0 else r.base + core.scheduler.step
                       for r in running) / capacity  # fmt: skip
     core.check_integrity()
-    return Outcome(
+    return SimulatedRun(
         runner.seconds,
         runner.steps,
         runner.entries / runner.steps,
@@ -161,7 +161,7 @@ def _store(names: Sequence[str]) -> AdapterStore:
     """Adapters of these names without weights, all of which fit on the device."""
     at_once = _AtOnce()
     store = AdapterStore(FakeLoader(), len(names), 1 << 20, disk=at_once, device=at_once)
-    with tempfile.TemporaryDirectory(prefix="manta-seeds-") as folder:
+    with tempfile.TemporaryDirectory(prefix="manta-ablations-") as folder:
         (Path(folder) / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]})
         )
@@ -175,13 +175,13 @@ def _store(names: Sequence[str]) -> AdapterStore:
 
 
 def serve_in_batches(
-    sizes: Sizes, size: int, device: Device, *, fill_prompts: bool = True, **options: Any
-) -> Outcome:
+    sizes: Sizes, size: int, device: SimulatedDevice, *, fill_prompts: bool = True, **options: Any
+) -> SimulatedRun:
     """Batches that begin together and end with their longest; see `batches`."""
     groups = batches(sizes, size, fill_prompts=fill_prompts)
     parts = [serve(group, device, **options) for group in groups]
     steps = sum(part.steps for part in parts)
-    return Outcome(
+    return SimulatedRun(
         sum(part.seconds for part in parts),
         steps,
         sum(part.running * part.steps for part in parts) / steps,
@@ -194,13 +194,13 @@ def serve_in_batches(
 def _rates(
     workload: str,
     count: int,
-    ours: tuple[str, Outcome],
-    others: Sequence[tuple[str, Outcome, float | None]],
-) -> list[Row]:
-    """Requests/s of ours over each other's; with each other what the seed claims."""
+    ours: tuple[str, SimulatedRun],
+    others: Sequence[tuple[str, SimulatedRun, float | None]],
+) -> list[AblationRow]:
+    """Requests/s with the technique over each run without it, beside the claimed ratio."""
     name, mine = ours
     return [
-        Row.of(
+        AblationRow.of(
             f"{workload}: {name} / {other}",
             count / mine.seconds,
             count / outcome.seconds,
@@ -215,13 +215,13 @@ def _rates(
     ]
 
 
-def w4(scale: float) -> list[Row]:
+def paged_kv_under_load(scale: float) -> list[AblationRow]:
     """ShareGPT at 200 requests/s on LLaMA-7B with memory for 121,060 tokens."""
     sizes, memory = sharegpt(int(2000 * scale)), {"capacity": 121_060}
     poisson = {**memory, "rate": 200.0}
     slots = 121_060 // SLOT
     return _rates(
-        "W4 LLaMA-7B, ShareGPT",
+        "paged-kv-under-load LLaMA-7B, ShareGPT",
         len(sizes),
         ("token + peak", serve(sizes, LLAMA_7B, admission="peak", **poisson)),
         [
@@ -236,7 +236,7 @@ def w4(scale: float) -> list[Row]:
     )
 
 
-def w5(scale: float) -> list[Row]:
+def paged_kv_and_admission(scale: float) -> list[AblationRow]:
     """What token attention and the exact peak each add to slots, where slots are what is short."""
     rows = []
     for name, device, count, claims in (
@@ -249,7 +249,7 @@ def w5(scale: float) -> list[Row]:
         for admission, claimed in zip(("sum", "peak"), claims, strict=True):
             outcome = serve(sizes, device, admission=admission, **memory)
             rows += _rates(
-                f"W5 {name}, 40,960 tokens",
+                f"paged-kv-and-admission {name}, 40,960 tokens",
                 len(sizes),
                 (f"token + {admission}", outcome),
                 [(f"slots of {SLOT}", slots, claimed)],
@@ -257,7 +257,7 @@ def w5(scale: float) -> list[Row]:
     return rows
 
 
-def w6(scale: float) -> list[Row]:
+def admission(scale: float) -> list[AblationRow]:
     """Widely different lengths, all at once, memory for 16,000 tokens."""
     sizes, count = widely_different(int(600 * scale)), int(600 * scale)
     served = {
@@ -266,14 +266,14 @@ def w6(scale: float) -> list[Row]:
     }
     claims = {"sum": 1.51, "reserved": None, "optimistic": None}
     return _rates(
-        "W6 LLaMA-65B, mixed lengths",
+        "admission LLaMA-65B, mixed lengths",
         count,
         ("peak", served["peak"]),
         [(name, served[name], claimed) for name, claimed in claims.items()],
     )
 
 
-def w12(scale: float) -> list[Row]:
+def continuous_batching(scale: float) -> list[AblationRow]:
     """Continuous against static batches, which run to their longest output, at a limit of requests.
     The claim is 2 to 3 times; the ratios of steps that these lengths make possible are between."""
     rows = []
@@ -282,7 +282,7 @@ def w12(scale: float) -> list[Row]:
         ours = serve(sizes, LLAMA_7B, 400_000, max_num_seqs=limit)
         static = serve_in_batches(sizes, limit, LLAMA_7B, fill_prompts=False, capacity=400_000)
         rows += _rates(
-            f"W12 at most {limit} at once",
+            f"continuous-batching at most {limit} at once",
             len(sizes),
             ("continuous", ours),
             [(f"static batches ({static.steps / ours.steps:.2f} times the steps)", static, ideal)],
@@ -290,7 +290,7 @@ def w12(scale: float) -> list[Row]:
     return rows
 
 
-def w15(scale: float) -> list[Row]:
+def ragged_prefill(scale: float) -> list[AblationRow]:
     """Tokens of prefill batches, ragged and filled up to the longest prompt. Counted by the steps
     that the scheduler makes."""
     rows = []
@@ -316,8 +316,8 @@ def w15(scale: float) -> list[Row]:
             counted.append(runner.tokens)
         ragged, padded = counted
         rows.append(
-            Row.of(
-                f"W15 prompts in batches of {size}: ragged / filled up",
+            AblationRow.of(
+                f"ragged-prefill prompts in batches of {size}: ragged / filled up",
                 100.0,
                 100.0 * ragged / padded,
                 "% of computed tokens used",
@@ -329,7 +329,7 @@ def w15(scale: float) -> list[Row]:
     return rows
 
 
-def w16(scale: float) -> list[Row]:
+def paged_kv_capacity(scale: float) -> list[AblationRow]:
     """Requests at once in the memory of 32 slots of 2,048 tokens (32 GB on 7B)."""
     sizes = sharegpt(int(2000 * scale))
     capacity = 32 * SLOT
@@ -340,8 +340,8 @@ def w16(scale: float) -> list[Row]:
     grouped = serve(sizes, LLAMA_7B, 4 * capacity)
     slots = served[SLOT]
     return [
-        Row.of(
-            f"W16 32 GB: {name} / slots of {SLOT}",
+        AblationRow.of(
+            f"paged-kv-capacity 32 GB: {name} / slots of {SLOT}",
             outcome.running,
             slots.running,
             "requests",
@@ -357,7 +357,7 @@ def w16(scale: float) -> list[Row]:
     ]
 
 
-def w20(scale: float) -> list[Row]:
+def multi_adapter_batches(scale: float) -> list[AblationRow]:
     """Two adapters, asked for in blocks of 16 requests or in turns: one adapter a step, first come
     first served (`batching: split`), against all in one step. The adapters' own products cost
     nothing here: what is compared is how many requests a step holds."""
@@ -368,9 +368,17 @@ def w20(scale: float) -> list[Row]:
         options: dict[str, Any] = {"capacity": 400_000, "max_num_seqs": 64, "adapters": adapters}
         mixed = serve(sizes, LLAMA_7B, **options)
         split = serve(sizes, LLAMA_7B, batching="split", **options)
-        workload = f"W20 adapters {case}"
+        workload = f"multi-adapter-batches adapters {case}"
         rows += _rates(workload, len(sizes), ("mixed", mixed), [("split", split, None)])
     return rows
 
 
-WORKLOADS = {"W4": w4, "W5": w5, "W6": w6, "W12": w12, "W15": w15, "W16": w16, "W20": w20}
+WORKLOADS = {
+    "paged-kv-under-load": paged_kv_under_load,
+    "paged-kv-and-admission": paged_kv_and_admission,
+    "admission": admission,
+    "continuous-batching": continuous_batching,
+    "ragged-prefill": ragged_prefill,
+    "paged-kv-capacity": paged_kv_capacity,
+    "multi-adapter-batches": multi_adapter_batches,
+}

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels import lora as bench_lora
-from bench.kernels.measure import OPERATIONS, Calls, Work, copies_for
+from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from kernels import cuda
 from kernels.batch import apply_updates, assemble
 from kernels.gemm.deterministic import linear_fixed
@@ -22,7 +22,7 @@ from kernels.sampling.edits import add_bias, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.logprobs import logprobs
 
-Make = Callable[[], Work]
+Make = Callable[[], KernelWork]
 
 
 class Sizes(NamedTuple):
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 LLAMA = Sizes()
 
-# Keys of each entry, and the least share of copy bandwidth that issue 3 asks for.
+# Keys of each entry, and the least share of copy bandwidth that is our goal.
 DECODES: dict[str, tuple[list[int], float | None]] = {
     "64 x 4096": ([4096] * 64, 0.9),
     "256 x 1024": ([1024] * 256, 0.9),
@@ -108,7 +108,7 @@ def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple
     return [(s.random(*shape), s.random(*shape)) for _ in range(count)]
 
 
-def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -> Work:
+def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -> KernelWork:
     num_bytes = 2 * sum(kv_len) * s.kv_heads * s.dim * s.dtype.itemsize
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
     kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
@@ -116,7 +116,7 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
     # In between, as in a model: attention reads the plan before it waits (kernels/pdl.py).
     q = s.random(len(kv_len), s.heads, s.dim)
     calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
-    return Work(calls, num_bytes, target=target)
+    return KernelWork(calls, num_bytes, target=target)
 
 
 # q, k_cache, v_cache, meta -> the same by a library
@@ -129,7 +129,7 @@ def prefill(
     query_len: list[int],
     target: float | None = None,
     libraries: dict[str, Library] | None = None,
-) -> Work:
+) -> KernelWork:
     """libraries: of a single prompt without a prefix."""
     meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(kv_len, query_len, strict=True))
@@ -141,7 +141,7 @@ def prefill(
         name: [make(q, k, v, meta) for k, v in kv] for name, make in (libraries or {}).items()
     }
     work = 4.0 * seen * s.heads * s.dim
-    return Work(calls, work, OPERATIONS, target, next(iter(others), ""), others)
+    return KernelWork(calls, work, OPERATIONS, target, next(iter(others), ""), others)
 
 
 def torch_attention(backend: SDPBackend) -> Library:
@@ -162,7 +162,7 @@ def torch_attention(backend: SDPBackend) -> Library:
     return make
 
 
-def linear(s: Sizes, size: int, width: int, rows: int) -> Work:
+def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     """After the tuner has seen these, as at an engine's start."""
     num_bytes = size * width * s.dtype.itemsize
     weights = [s.random(size, width) for _ in range(copies_for(num_bytes) + 1)]
@@ -170,28 +170,28 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> Work:
     cuda.tune_linear(weights, [rows], add=False)
     ours = [partial(cuda.linear, x, w, None) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
-    return Work(ours, num_bytes, against="cublas", libraries={"cublas": library})
+    return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
 
 
-def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> Work:
+def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     """The product of the deterministic mode."""
     weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     x = s.random(rows, width)
     ours = [partial(linear_fixed, x, w) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
     work = 2.0 * rows * size * width
-    return Work(ours, work, OPERATIONS, against="cublas", libraries={"cublas": library})
+    return KernelWork(ours, work, OPERATIONS, against="cublas", libraries={"cublas": library})
 
 
-def norm(s: Sizes, rows: int) -> Work:
+def norm(s: Sizes, rows: int) -> KernelWork:
     num_bytes = 2.0 * rows * s.hidden * s.dtype.itemsize
     xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
     weight = s.random(s.hidden)
     calls = [partial(cuda.rms_norm, x, weight, 1e-5) for x in xs]
-    return Work(calls, num_bytes)
+    return KernelWork(calls, num_bytes)
 
 
-def residual_norm(s: Sizes, rows: int) -> Work:
+def residual_norm(s: Sizes, rows: int) -> KernelWork:
     """The product after attention with the residual, then the norm before the MLP: the sum itself
     has no kernel of its own, it is part of the product."""
     weights = [s.random(s.hidden, s.hidden) for _ in range(copies_for(2.0 * s.hidden**2) + 1)]
@@ -201,16 +201,16 @@ def residual_norm(s: Sizes, rows: int) -> Work:
     def call(weight: Tensor) -> Tensor:
         return cuda.rms_norm(cuda.linear_add(x, weight, None, residual), scale, 1e-5)
 
-    return Work([partial(call, w) for w in weights], weights[0].nbytes + 5 * x.nbytes)
+    return KernelWork([partial(call, w) for w in weights], weights[0].nbytes + 5 * x.nbytes)
 
 
-def gate(s: Sizes, rows: int, name: str) -> Work:
+def gate(s: Sizes, rows: int, name: str) -> KernelWork:
     num_bytes = 3.0 * rows * s.inner * s.dtype.itemsize
     xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
-    return Work([partial(cuda.GATES[name], x) for x in xs], num_bytes)
+    return KernelWork([partial(cuda.GATES[name], x) for x in xs], num_bytes)
 
 
-def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
+def rope(s: Sizes, rows: int, head_norm: bool) -> KernelWork:
     """Decodes up to 256 rows, a prompt from there on."""
     width = (s.heads + 2 * s.kv_heads) * s.dim
     num_bytes = 2.0 * rows * width * s.dtype.itemsize
@@ -224,7 +224,7 @@ def rope(s: Sizes, rows: int, head_norm: bool) -> Work:
         partial(cuda.rope_kv_write, qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta)
         for qkv in qkvs
     ]
-    return Work(calls, num_bytes)
+    return KernelWork(calls, num_bytes)
 
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
@@ -245,7 +245,7 @@ def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
     return words.to(s.device)
 
 
-def sampling(s: Sizes, rows: int, how: str) -> Work:
+def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
     """A pass over the logits is what choosing cannot do without; edits touch some of them."""
     num_bytes: float = rows * s.vocab * s.dtype.itemsize
     logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
@@ -289,10 +289,10 @@ def sampling(s: Sizes, rows: int, how: str) -> Work:
             return choose(x, index, positions, words, sampled=True, filters=filters)
 
         calls = [partial(filtered, x) for x in logits]
-    return Work(calls, num_bytes)
+    return KernelWork(calls, num_bytes)
 
 
-def assembly(s: Sizes, rows: int, what: str) -> Work:
+def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
     """Decodes after 1,000 tokens: the layout of a step, or the rows' new blocks."""
     blocks = 64
     tokens = torch.zeros(rows + 1, 1025, dtype=torch.int32, device=s.device)
@@ -300,7 +300,7 @@ def assembly(s: Sizes, rows: int, what: str) -> Work:
     if what == "updates":
         updates = s.ints([x for row in range(rows) for x in (row, blocks - 1, row)])
         call = partial(apply_updates, updates, tokens, table, 0, rows)
-        return Work([call] * 16, rows * 16)
+        return KernelWork([call] * 16, rows * 16)
     ids, positions, kv_len = (s.ints([0] * rows) for _ in range(3))
     call = partial(
         assemble,
@@ -317,10 +317,10 @@ def assembly(s: Sizes, rows: int, what: str) -> Work:
         16,
         rows,
     )
-    return Work([call] * 16, rows * (2 * 63 * 4 + 44))
+    return KernelWork([call] * 16, rows * (2 * 63 * 4 + 44))
 
 
-def adapters(s: Sizes, rows: int, part: int) -> Work:
+def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
     """Shrink and expand for adapters of rank 16, drawn zipf of 16; with a gate, also that."""
     layer = bench_lora.LAYER[part]
     rank, count = 16, 16
@@ -333,9 +333,9 @@ def adapters(s: Sizes, rows: int, part: int) -> Work:
     ]
     if len(layer.outs) == 2:
         calls = [partial(lora_gated, y, x, layer, step, "silu") for step in steps]
-        return Work(calls, matrices + x.nbytes + 1.5 * y.nbytes)
+        return KernelWork(calls, matrices + x.nbytes + 1.5 * y.nbytes)
     calls = [partial(lora_add, y, x, layer, step) for step in steps]
-    return Work(calls, matrices + x.nbytes + 2 * y.nbytes)
+    return KernelWork(calls, matrices + x.nbytes + 2 * y.nbytes)
 
 
 def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> dict[str, Make]:

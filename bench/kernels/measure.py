@@ -22,7 +22,7 @@ _BUSY = 200_000  # cycles: the device waits for none of what it is timed by
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """What is timed: calls that do the same on other data each."""
 
     calls: Calls
@@ -91,7 +91,7 @@ def copies_for(num_bytes: float) -> int:
     return max(1, min(_MOST_COPIES, int(_COLD // num_bytes) + 1))
 
 
-def measure(case: str, work: Work, best: Best, timer: Timer) -> dict[str, Any]:
+def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, Any]:
     """A row: microseconds, the rate, of_best (its share of the device's best), the libraries'
     microseconds, and ratio, the share of the best or of the library that it is held against."""
     us = timer(work.calls)
@@ -138,7 +138,7 @@ def told(row: Mapping[str, Any]) -> str:
 
 
 def rows(
-    cases: Mapping[str, Callable[[], Work]], best: Best, timer: Timer
+    cases: Mapping[str, Callable[[], KernelWork]], best: Best, timer: Timer
 ) -> Iterator[dict[str, Any]]:
     """One case after the other. What fails gives a row that says so, and the others go on."""
     for case, make in cases.items():
@@ -148,7 +148,7 @@ def rows(
             yield {"case": case, "error": f"{type(error).__name__}: {error}"[:400]}
 
 
-def compile_only(cases: Mapping[str, Callable[[], Work]]) -> None:
+def compile_only(cases: Mapping[str, Callable[[], KernelWork]]) -> None:
     """Launch each once, so that Triton's cache has it. What fails will fail again, and be told,
     when it is timed."""
     for make in cases.values():

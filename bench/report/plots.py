@@ -21,6 +21,7 @@ _CHAT = "dialogue"  # the workload of chat prompts and answers that keeps the de
 
 # What made the files whose names begin so; the longest that fits.
 MADE_BY = {
+    "ablations": "`python -m bench.ablations`: each technique switched on and off",
     "adapters-live": "`python -m tests.deployments.adapters_live`: 40 adapters that come and go",
     "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",
     "before-after": "`python -m bench.versus_engine --against`: Manta's engine and an older one",
@@ -35,7 +36,6 @@ MADE_BY = {
     "long-context": "`python -m bench.long_context`: one long request at a time",
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
-    "seeds": "`python -m bench.ablations`: workloads of five systems, each with one feature off",
     "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m bench.simulate`: routing and scaling policies in a simulated fleet",
     "simulate-calibration": "`python -m bench.simulate calibrate`: a real replica's steps, "
@@ -75,7 +75,7 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Those that compare two sides in a picture; the docs draw others themselves."""
-        if self.name.startswith(("seeds", "simulate", "kernels")):
+        if self.name.startswith(("ablations", "simulate", "kernels")):
             return []
         rows = self.document.get("rows", [])
         return [row for row in rows if row.get("ours") and row.get("peer") and "unit" in row]

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.report import result_file
 from bench.simulate import calibrate, costs, overload, routing, scaling
-from bench.simulate.cluster import Outcome
+from bench.simulate.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus_engine import engine_fields
 
@@ -36,7 +36,7 @@ def main() -> None:
     if args.what == "calibrate":
         calibrate.main(args.model, args.name, engine_fields(args.set), args.out)
         return
-    rows: list[routing.Row] = []
+    rows: list[routing.RoutingRow] = []
     lines: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}
     if args.what == "routing":
@@ -71,7 +71,7 @@ def main() -> None:
             (args.pictures / f"{name}.svg").write_text(text)
 
 
-def _show(rows: list[routing.Row]) -> None:
+def _show(rows: list[routing.RoutingRow]) -> None:
     for row in rows:
         note = f"  ({row.note})" if row.note else ""
         print(
@@ -80,7 +80,7 @@ def _show(rows: list[routing.Row]) -> None:
         )
 
 
-def _line(case: str, one: Outcome) -> dict[str, Any]:
+def _line(case: str, one: RoutingOutcome) -> dict[str, Any]:
     return {
         "case": case,
         "policy": one.policy,
@@ -95,7 +95,7 @@ def _line(case: str, one: Outcome) -> dict[str, Any]:
     }
 
 
-def _waits(name: str, outcomes: list[Outcome]) -> str:
+def _waits(name: str, outcomes: list[RoutingOutcome]) -> str:
     lines = []
     for one in outcomes:
         waits = one.waits()

@@ -11,7 +11,7 @@ from bench.simulate.replica import Job, SimReplica, Speed
 _HOP = 0.0005  # seconds from router to replica
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses replicas; is told what a router of its kind would hear."""
 
     name: str
@@ -33,7 +33,7 @@ class Policy(Protocol):
 
 
 @dataclass(slots=True)
-class Outcome:
+class RoutingOutcome:
     """jobs: those whose arrival counts (after the warm-up). pending: of these, without a first
     token at the end, at second `stopped`. loads: of adapters, after the warm-up."""
 
@@ -73,14 +73,14 @@ class Outcome:
 
 def run(
     speeds: Sequence[Speed],
-    policy: Policy,
+    policy: RoutingPolicy,
     work: Sequence[Job],
     *,
     routers: int = 2,
     warm_up: float = 0.0,
     patience: float = 20.0,
     seed: int = 1,
-) -> Outcome:
+) -> RoutingOutcome:
     """Serve `work` until all has its first token, for `patience` seconds after the last arrival at
     most."""
     dice = Random(seed)
@@ -153,7 +153,7 @@ def run(
                 policy.frame(replica, now)
             begin(replica, now)
     counted = [job for job in work if job.arrival >= warm_up]
-    return Outcome(
+    return RoutingOutcome(
         policy.name,
         counted,
         replicas,

@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from random import Random
 
-from bench.simulate.routing import Row
+from bench.simulate.routing import RoutingRow
 from bench.simulate.speeds import GPU
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
@@ -22,7 +22,7 @@ _GOALS = {64: 50.0, 1000: 500.0}  # us a decision, by replicas
 _PAIRS = 50_000
 
 
-def all_rows() -> list[Row]:
+def all_rows() -> list[RoutingRow]:
     dice = Random(1)
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
     prefix_hashes = hash_prefix(tokens)
@@ -56,14 +56,16 @@ def all_rows() -> list[Row]:
     return [*rows, _alone("frame", best(_frames(64)), "us")]
 
 
-def decision(count: int) -> Row:
+def decision(count: int) -> RoutingRow:
     """One decision among so many replicas; the goal beside it."""
     dice, made = Random(1), _fleet(count)
     work = RoutingRequest(2100, 200, prefix_hashes=[dice.randbytes(8) for _ in range(32)])
     for row in range(count):
         made.index.add(work.prefix_hashes[: row % 9], row)
     took, goal = best(lambda: route(work, made, dice, 0.0)), _GOALS[count]
-    return Row(f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal")
+    return RoutingRow(
+        f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal"
+    )
 
 
 def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float:
@@ -77,8 +79,8 @@ def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float
     return found * 1e6
 
 
-def _alone(case: str, ours: float, unit: str, note: str = "") -> Row:
-    return Row(case, round(ours, 2), 0.0, unit, 0.0, note)
+def _alone(case: str, ours: float, unit: str, note: str = "") -> RoutingRow:
+    return RoutingRow(case, round(ours, 2), 0.0, unit, 0.0, note)
 
 
 def _fleet(count: int) -> Fleet:

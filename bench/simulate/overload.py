@@ -15,7 +15,7 @@ from typing import Any
 from bench.simulate import virtual_time
 from bench.simulate.engine import SimEngine
 from bench.simulate.replica import Speed
-from bench.simulate.routing import Row
+from bench.simulate.routing import RoutingRow
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
@@ -220,7 +220,7 @@ def open_loop(
     return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0, seed))
 
 
-def rows() -> list[Row]:
+def rows() -> list[RoutingRow]:
     """Ten times what a closed loop gets, for a minute."""
     found = []
     for name, lengths in (("alike", alike), ("mixed", mixed)):
@@ -231,7 +231,7 @@ def rows() -> list[Row]:
         let_in = flood.let_in()[1:]
         case = f"overload/{name}"
         found += [
-            Row(
+            RoutingRow(
                 f"{case}/good_answers",
                 round(good, 2),
                 round(capacity, 2),
@@ -239,10 +239,10 @@ def rows() -> list[Row]:
                 round(good / capacity, 3),
                 f"a closed loop; first token within {WAIT:g} s",
             ),
-            Row(
+            RoutingRow(
                 f"{case}/p99_ttft", round(late, 3), WAIT, "s", round(late / WAIT, 3), "the promise"
             ),
-            Row(
+            RoutingRow(
                 f"{case}/let_in_5_s, least and most",
                 min(let_in),
                 max(let_in),
@@ -250,7 +250,7 @@ def rows() -> list[Row]:
                 round(min(let_in) / max(let_in), 3),
                 "after the first 5 s",
             ),
-            Row(
+            RoutingRow(
                 f"{case}/waiting_in_an_engine",
                 flood.most_waiting,
                 CORE.max_num_seqs,

@@ -122,7 +122,7 @@ class PrefixTree(TwoChoices):
         return self.sizes.index(min(self.sizes))
 
 
-class Manta:
+class MantaRouting:
     """Manta's own `route` over a `Fleet`, each router with its own."""
 
     name = "manta"

@@ -14,7 +14,7 @@ from itertools import count
 from deployments.routing.prefix_index import STRIDE
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
-from engine.scheduling.chunking import pace, startable_tokens
+from engine.scheduling.chunking import prefill_tokens, startable_tokens
 
 _BLOCK = 16
 _FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
@@ -81,7 +81,7 @@ class SimReplica:
         self.speed = speed
         self.waiting: deque[Job] = deque()
         self.late: list[Job] = []  # came when the next step was launched already
-        self.filling: list[Job] = []
+        self.computing: list[Job] = []
         self.decoding: list[tuple[int, Job]] = []  # heap by the step in which each ends
         self.of_router = [0] * routers  # requests that run here
         # By router: requests that no frame to it has counted.
@@ -105,7 +105,7 @@ class SimReplica:
 
     @property
     def running(self) -> int:
-        return len(self.filling) + len(self.decoding)
+        return len(self.computing) + len(self.decoding)
 
     def submit(self, job: Job) -> None:
         job.left = job.prompt
@@ -126,10 +126,10 @@ class SimReplica:
             startable = min(speed.max_num_seqs - self.running, len(self.waiting))
             requests = len(self.waiting) + len(self.late)
             queued = startable_tokens(self.waiting_tokens, requests, startable)
-            filling = sum(job.left for job in self.filling)
-            budget = min(budget, pace(queued + filling, speed.chunk))
+            computing = sum(job.left for job in self.computing)
+            budget = min(budget, prefill_tokens(queued + computing, speed.chunk))
         chunk = self.chunk = []
-        for job in self.filling:
+        for job in self.computing:
             if budget <= 0:
                 break
             length = min(job.left, budget)
@@ -176,7 +176,7 @@ class SimReplica:
             self.prompts += length
             if job.left:
                 continue
-            self.filling.remove(job)
+            self.computing.remove(job)
             job.first = now
             self.outputs += 1
             if job.output <= 1:
@@ -202,7 +202,7 @@ class SimReplica:
             step=self.step,
             running=self.running,
             waiting=len(self.waiting) + len(self.late),
-            waiting_tokens=self.waiting_tokens + sum(job.left for job in self.filling),
+            waiting_tokens=self.waiting_tokens + sum(job.left for job in self.computing),
             free_blocks=free // _BLOCK,
             total_blocks=self.speed.kv_tokens // _BLOCK,
             block_size=_BLOCK,
@@ -253,7 +253,7 @@ class SimReplica:
             self.hits += job.cached
             job.left = job.prompt - job.cached
             self._keep(job.prefix_hashes)
-            self.filling.append(job)
+            self.computing.append(job)
             length = min(job.left, budget)
             chunk.append((job, length))
             budget -= length

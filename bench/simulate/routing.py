@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import fmean as mean
 
-from bench.simulate.cluster import Outcome, Policy, run
-from bench.simulate.policies import Manta, OurSlots, PrefixTree, RoundRobin, TwoChoices
+from bench.simulate.cluster import RoutingOutcome, RoutingPolicy, run
+from bench.simulate.policies import MantaRouting, OurSlots, PrefixTree, RoundRobin, TwoChoices
 from bench.simulate.replica import Job, Speed
 from bench.simulate.speeds import CPU, GPU, SLOW
 from bench.simulate.workload import Mix, ideal_hits, jobs
@@ -30,7 +30,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoutingRow:
     case: str
     ours: float
     peer: float
@@ -71,12 +71,14 @@ def make_case(kind: str, count: int, seconds: float) -> Case:
     return Case(f"{kind}/{count}", speeds, wanted, seconds, rate)
 
 
-def outcome(case: Case, policy: Policy, routers: int = _ROUTERS, seed: int = SEED) -> Outcome:
+def outcome(
+    case: Case, policy: RoutingPolicy, routers: int = _ROUTERS, seed: int = SEED
+) -> RoutingOutcome:
     work = jobs(case.mix, case.rate, case.seconds, routers, seed)
     return run(case.speeds, policy, work, routers=routers, warm_up=case.seconds / 3, seed=seed)
 
 
-def peers() -> list[Policy]:
+def peers() -> list[RoutingPolicy]:
     return [
         RoundRobin(),
         TwoChoices(),
@@ -85,15 +87,15 @@ def peers() -> list[Policy]:
     ]
 
 
-def compare(case: Case) -> tuple[list[Row], list[Outcome]]:
+def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
     """p99 and p50 to the first token against the best peer at each; hit rate against the ideal."""
-    outcomes = [outcome(case, policy) for policy in [Manta(), *peers()]]
+    outcomes = [outcome(case, policy) for policy in [MantaRouting(), *peers()]]
     ours, others = outcomes[0], outcomes[1:]
     rows = []
     for name, share in (("p99_ttft", 0.99), ("p50_ttft", 0.5)):
         best = min(others, key=lambda one: one.ttft(share))
         rows.append(
-            Row(
+            RoutingRow(
                 f"{case.name}/{name}",
                 round(ours.ttft(share), 4),
                 round(best.ttft(share), 4),
@@ -105,7 +107,7 @@ def compare(case: Case) -> tuple[list[Row], list[Outcome]]:
     ideal = _ideal(case)
     hits = ours.hit_rate()
     rows.append(
-        Row(
+        RoutingRow(
             f"{case.name}/prefix_hit_rate",
             round(hits, 4),
             round(ideal, 4),
@@ -125,11 +127,11 @@ def _ideal(case: Case) -> float:
     return (ideal_hits(work) - ideal_hits(before)) / sum(job.prompt for job in after)
 
 
-def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[Row], list[Outcome]]:
+def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
     """200 adapters over 4 replicas of 16 slots, against routing by load alone, with slots that are
     LRU and with ours; means over ADAPTER_SEEDS."""
     case = Case(f"adapters-zipf-{zipf:g}/4", (GPU,) * 4, Mix(adapters=200, zipf=zipf), seconds, 50)
-    policies = (Manta, TwoChoices, OurSlots)
+    policies = (MantaRouting, TwoChoices, OurSlots)
     outcomes = [[outcome(case, policy(), 2, seed) for seed in ADAPTER_SEEDS] for policy in policies]
     ours, *others = outcomes
     least = mean(
@@ -144,11 +146,11 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[Row], list[Outco
         note = told if rows else f"{told}; {best}"
         mine, theirs = (mean(one.loads for one in some) for some in (ours, other))
         rows.append(
-            Row(f"{case.name}/{name}", mine, theirs, "loads", round(mine / theirs, 3), note)
+            RoutingRow(f"{case.name}/{name}", mine, theirs, "loads", round(mine / theirs, 3), note)
         )
     late, later = (mean(one.ttft(0.99) for one in some) for some in (ours, others[0]))
     rows.append(
-        Row(
+        RoutingRow(
             f"{case.name}/p99_ttft",
             round(late, 4),
             round(later, 4),
@@ -191,7 +193,7 @@ CASES = (
 )
 
 
-def all_rows(quick: bool = False) -> Iterator[tuple[list[Row], list[Outcome]]]:
+def all_rows(quick: bool = False) -> Iterator[tuple[list[RoutingRow], list[RoutingOutcome]]]:
     """quick: the smallest fleet only."""
     for kind, count, seconds in CASES:
         if not quick or count == 4:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from bench.simulate.pictures import Line, Panel, svg
-from bench.simulate.routing import SEED, Row
+from bench.simulate.routing import SEED, RoutingRow
 from deployments.scaling.decide import (
     Demand,
     PoolModel,
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Shape, float]] = {
 
 
 @dataclass(slots=True)
-class Run:
+class ScalingRun:
     """What came of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
     requests within the promise. turns: changes of direction of the GPU count. minutes: of each,
     requests that arrived in it, and those of them within the promise."""
@@ -105,7 +105,7 @@ class Run:
         }
 
 
-class Policy:
+class ScalingPolicy:
     """target(now, ...) is asked every second for the replicas that should be there."""
 
     name = ""
@@ -116,7 +116,7 @@ class Policy:
         raise NotImplementedError
 
 
-class Manta(Policy):
+class MantaScaling(ScalingPolicy):
     name = "manta"
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Manta(Policy):
         )
 
 
-class ServeDefault(Policy):
+class ServeDefault(ScalingPolicy):
     """Ray Serve's: requests in flight, averaged over 30 s, over a target; up after 30 s, from none
     at once, down after 600 s. The target is the best one: what a replica has in flight when as busy
     as ours may be."""
@@ -163,7 +163,7 @@ class ServeDefault(Policy):
         return {"gpu": have, "cpu": 0}, ""
 
 
-class Clairvoyant(Policy):
+class Clairvoyant(ScalingPolicy):
     """Knows the demand: starts in time, stops at once, plans replicas 97 % busy."""
 
     name = "clairvoyant"
@@ -184,10 +184,10 @@ class Clairvoyant(Policy):
 _CPU_SHARE = CPU.work(PROMPT, OUTPUT) / GPU.work(PROMPT, OUTPUT)  # CPU replicas for one GPU
 
 
-def simulate(case: str, policy: Policy) -> Run:
+def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
     shape, seconds = CASES[case]
     dice = Random(SEED)
-    run = Run(case, policy.name)
+    run = ScalingRun(case, policy.name)
     per_request = GPU.work(PROMPT, OUTPUT)
     pools = {"gpu": GPU, "cpu": CPU}
     speed = {"gpu": 1.0, "cpu": 1 / _CPU_SHARE}
@@ -276,13 +276,13 @@ def _poisson(dice: Random, mean: float) -> int:
     return count
 
 
-def compare(case: str) -> tuple[list[Row], list[Run]]:
+def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
     """promise kept against Serve's default; cost against who knows the future."""
-    ours = simulate(case, Manta())
+    ours = simulate(case, MantaScaling())
     default = simulate(case, ServeDefault())
     best = simulate(case, Clairvoyant(CASES[case][0]))
     rows = [
-        Row(
+        RoutingRow(
             f"{case}/slo_kept",
             round(ours.kept, 4),
             round(default.kept, 4),
@@ -290,7 +290,7 @@ def compare(case: str) -> tuple[list[Row], list[Run]]:
             round(ours.kept / max(1e-9, default.kept), 3),
             "Serve's target_ongoing_requests",
         ),
-        Row(
+        RoutingRow(
             f"{case}/cost",
             round(ours.cost, 3),
             round(best.cost, 3),
@@ -298,7 +298,7 @@ def compare(case: str) -> tuple[list[Row], list[Run]]:
             round(ours.cost / best.cost, 3),
             f"clairvoyant, which keeps {best.kept:.4f}; Serve's {default.cost:.3f}",
         ),
-        Row(
+        RoutingRow(
             f"{case}/changes_of_direction",
             ours.turns,
             best.turns,
@@ -310,12 +310,12 @@ def compare(case: str) -> tuple[list[Row], list[Run]]:
     return rows, [ours, default, best]
 
 
-def all_rows() -> Iterator[tuple[list[Row], list[Run]]]:
+def all_rows() -> Iterator[tuple[list[RoutingRow], list[ScalingRun]]]:
     for case in CASES:
         yield compare(case)
 
 
-def picture(case: str, runs: list[Run]) -> str:
+def picture(case: str, runs: list[ScalingRun]) -> str:
     """Load and replicas, requests that wait, and the promise, over time."""
     every = max(1, len(runs[0].at) // _POINTS)
     load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]

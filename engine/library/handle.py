@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: it is not there yet
 
 
-class _Choice:
+class _ChoiceState:
     """One choice: what came, how much of it is text already, how much was read."""
 
     __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
@@ -130,7 +130,7 @@ class RequestHandle:
         self._abort = abort
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
-        self._choices = [_Choice(i, decoder, eager) for i, decoder in enumerate(decoders)]
+        self._choices = [_ChoiceState(i, decoder, eager) for i, decoder in enumerate(decoders)]
         self._running = len(self._choices)
         self._cached: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -7,16 +7,16 @@ import torch
 from engine.lora.device import LoraDevice, slot_sizes
 from engine.lora.loader import AdapterLoader
 from engine.lora.tiers.disk import DiskCache
-from engine.lora.uploads import Uploads
-from engine.lora.virtual_tokens import PromptDevice, PromptReader
+from engine.lora.uploader import AdapterUploader
+from engine.lora.virtual_tokens import VirtualTokensDevice, VirtualTokensReader
 from engine.lora.weights import LoraLayout, LoraReader
 from engine.models.registry import Model
 from engine.resolve import Resolved
 
 
 def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
-    """Bytes of the device by purpose, of what `AdapterRoom.allocate` makes. On the CPU adapters are
-    used where they were read to."""
+    """(purpose, bytes) of the device memory that `DeviceAdapters.allocate` takes. On the CPU,
+    adapters are used where they were read to."""
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens
     found = []
@@ -41,15 +41,15 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRoom:
+class DeviceAdapters:
     """loader: fills the two others."""
 
     loader: AdapterLoader
     lora: LoraDevice
-    prompts: PromptDevice | None
+    prompts: VirtualTokensDevice | None
 
     @classmethod
-    def allocate(cls, resolved: Resolved, model: Model) -> "AdapterRoom":
+    def allocate(cls, resolved: Resolved, model: Model) -> "DeviceAdapters":
         """The slots, and the model's layers told of them."""
         config, device = resolved.config, resolved.device
         linears = list(model.linears())
@@ -57,14 +57,14 @@ class AdapterRoom:
         for linear, place in zip(linears, layout.layers, strict=True):
             linear.lora = place
         dtype = torch.float32 if device.type == "cpu" else resolved.dtype
-        uploads = Uploads(device)
+        uploader = AdapterUploader(device)
         lora = LoraDevice(
             config.max_loras,
             layout.num_elements(config.max_lora_rank),
             len(layout.parts),
             config.max_lora_rank,
             dtype,
-            uploads,
+            uploader,
             max_rows=resolved.max_num_seqs,
             max_tokens=resolved.max_num_batched_tokens,
             deterministic=config.deterministic,
@@ -74,9 +74,9 @@ class AdapterRoom:
         if not config.max_virtual_tokens:
             return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype
-        prompts = PromptDevice(
-            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploads
+        prompts = VirtualTokensDevice(
+            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploader
         )
-        prompt_reader = PromptReader(resolved.model, model.dtype, kv_dtype, count)
+        prompt_reader = VirtualTokensReader(resolved.model, model.dtype, kv_dtype, count)
         loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk, config.model)
         return cls(loader, lora, prompts)

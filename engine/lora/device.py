@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.lora.uploads import Uploads
+from engine.lora.uploader import AdapterUploader
 from engine.lora.weights import HostLora, padded
 from kernels.metadata import LoraStep
 
@@ -40,7 +40,7 @@ class LoraDevice:
         num_parts: int,
         max_rank: int,
         dtype: torch.dtype,
-        uploads: Uploads,
+        uploader: AdapterUploader,
         *,
         max_rows: int,
         max_tokens: int,
@@ -48,8 +48,8 @@ class LoraDevice:
     ) -> None:
         self.max_rank = max_rank
         self._deterministic = deterministic
-        self._uploads = uploads
-        device = uploads.device
+        self._uploader = uploader
+        device = uploader.device
         self.num_slots = slots
         self._row_slots = np.full(max_rows + 1, -1, dtype=np.int16)  # the last is for padding
         self._used = False  # any row has ever had an adapter
@@ -84,7 +84,7 @@ class LoraDevice:
             self._parts[slot] = weights.parts
             return
         place = self._slab[slot, : weights.blob.numel()]
-        self._uploads.copy([(weights.blob, place), (weights.table, self._table[slot])])
+        self._uploader.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
     def pretend(self, num_tokens: int) -> LoraStep:
         """For warm-up: a step whose tokens have adapters of the largest rank on all parts, evenly

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from engine.lora.peft_config import read_peft_config, stamp
-from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 
 
 class FakeLoader:
@@ -13,15 +13,17 @@ class FakeLoader:
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
-    def describe(self, path: str, digest: str = "") -> Described:
+    def describe(self, path: str, digest: str = "") -> AdapterDescription:
         config = read_peft_config(Path(path))
         targets = list(config.targets or ())
         seen = stamp(Path(path))
-        return Described(config.kind, config.max_rank, 1, targets, seen, config.virtual_tokens)
+        return AdapterDescription(
+            config.kind, config.max_rank, 1, targets, seen, config.virtual_tokens
+        )
 
-    def read(self, path: str, digest: str = "") -> Loaded:
+    def read(self, path: str, digest: str = "") -> LoadedAdapter:
         described = self.describe(path)
-        return Loaded(described, described.stamp, 1, "weights")
+        return LoadedAdapter(described, described.stamp, 1, "weights")
 
     def upload(self, weights: object, slot: int) -> None:
         time.sleep(self._seconds)

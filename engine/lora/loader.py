@@ -9,17 +9,17 @@ from engine.errors import AdapterError
 from engine.lora.base_model import another_model
 from engine.lora.device import LoraDevice
 from engine.lora.peft_config import PeftConfig, read_peft_config, stamp
-from engine.lora.tiers.adapter import Described, Loaded
-from engine.lora.tiers.disk import DiskCache, Entry
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
+from engine.lora.tiers.disk import CachedFolder, DiskCache
 from engine.lora.tiers.remote import fetched, is_remote
-from engine.lora.virtual_tokens import HostPrompt, PromptDevice, PromptReader
+from engine.lora.virtual_tokens import HostVirtualTokens, VirtualTokensDevice, VirtualTokensReader
 from engine.lora.weights import HostLora, LoraReader
 
 logger = logging.getLogger("manta.engine")
 
 
 @contextmanager
-def _named(path: str, entry: Entry) -> Iterator[None]:
+def _named(path: str, entry: CachedFolder) -> Iterator[None]:
     """Errors speak of the URL that was given, not of the copy."""
     folder = str(entry.folder)
     try:
@@ -40,7 +40,7 @@ class AdapterLoader:
     def __init__(
         self,
         lora: tuple[LoraReader, LoraDevice],
-        prompts: tuple[PromptReader, PromptDevice] | None = None,
+        prompts: tuple[VirtualTokensReader, VirtualTokensDevice] | None = None,
         disk: DiskCache | None = None,
         model: str = "",
     ) -> None:
@@ -50,7 +50,7 @@ class AdapterLoader:
         self._model = model
         self._warned: set[str] = set()  # digests
 
-    def describe(self, path: str, digest: str = "") -> Described:
+    def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not is_remote(path):
             return self._describe(Path(path), stamp(Path(path)))
         kept = self._disk.find(digest)
@@ -61,7 +61,7 @@ class AdapterLoader:
         with fetched(path, entry, weights=False) as seen, _named(path, entry):
             return self._describe(entry.folder, seen)
 
-    def read(self, path: str, digest: str = "") -> Loaded:
+    def read(self, path: str, digest: str = "") -> LoadedAdapter:
         if not is_remote(path):
             return self._read(path, Path(path), stamp(Path(path)))
         while (entry := self._disk.open(digest)).filled:
@@ -80,7 +80,7 @@ class AdapterLoader:
             entry.keep(loaded.digest)
             return loaded
 
-    def _read(self, path: str, folder: Path, seen: str) -> Loaded:
+    def _read(self, path: str, folder: Path, seen: str) -> LoadedAdapter:
         config = read_peft_config(folder)
         other = another_model(config.base, self._model)
         try:
@@ -94,10 +94,10 @@ class AdapterLoader:
             logger.warning("adapter %s: %s; it fits, and is served", path, other)
         return loaded
 
-    def _describe(self, folder: Path, seen: str) -> Described:
+    def _describe(self, folder: Path, seen: str) -> AdapterDescription:
         return self._reader(folder, read_peft_config(folder)).describe(folder, seen)
 
-    def _reader(self, folder: Path, config: PeftConfig) -> LoraReader | PromptReader:
+    def _reader(self, folder: Path, config: PeftConfig) -> LoraReader | VirtualTokensReader:
         if config.kind == "lora":
             return self._lora_reader
         if self._prompts is None:
@@ -107,7 +107,7 @@ class AdapterLoader:
             )
         return self._prompts[0]
 
-    def upload(self, weights: HostLora | HostPrompt, slot: int) -> None:
+    def upload(self, weights: HostLora | HostVirtualTokens, slot: int) -> None:
         if isinstance(weights, HostLora):
             self._lora.upload(weights, slot)
         else:

@@ -25,15 +25,15 @@ from engine.lora.peft_config import (
     read_peft_config,
     stamp,
 )
-from engine.lora.tiers.adapter import Described, Loaded
-from engine.lora.uploads import Uploads
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
+from engine.lora.uploader import AdapterUploader
 from engine.model_config import ModelConfig
 
 TENSOR = "prompt_embeddings"  # the only one of its file; PEFT has run the encoder, if there is one
 
 
 @dataclass(frozen=True, slots=True)
-class HostPrompt:
+class HostVirtualTokens:
     """values: a row for each virtual token: [n, hidden_size] vectors, or if `prefix` [n, 2 *
     num_layers, num_kv_heads, head_dim] the first layer's keys, its values, the second's ..."""
 
@@ -41,7 +41,7 @@ class HostPrompt:
     prefix: bool
 
 
-class PromptReader:
+class VirtualTokensReader:
     """Reads prompts for one model. dtype: of its embedding. kv_dtype: of the KV cache."""
 
     def __init__(
@@ -52,11 +52,11 @@ class PromptReader:
         self._kv_dtype = kv_dtype
         self._max_tokens = max_tokens
 
-    def describe(self, folder: Path, seen: str) -> Described:
+    def describe(self, folder: Path, seen: str) -> AdapterDescription:
         """seen: the stamp to give it."""
         return self._describe(folder, read_peft_config(folder), seen)
 
-    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> Described:
+    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> AdapterDescription:
         count, model = config.virtual_tokens, self._model
         if count > self._max_tokens:
             raise AdapterError(
@@ -72,9 +72,9 @@ class PromptReader:
                 f"{model.num_layers} of {model.num_kv_heads}",
                 code="adapter_incompatible",
             )
-        return Described(config.kind, 0, 0, [], seen, count)
+        return AdapterDescription(config.kind, 0, 0, [], seen, count)
 
-    def read(self, folder: Path, seen: str) -> Loaded:
+    def read(self, folder: Path, seen: str) -> LoadedAdapter:
         """All of it, checked: names, shape, finite numbers."""
         before = stamp(folder)
         config = read_peft_config(folder)
@@ -98,8 +98,12 @@ class PromptReader:
         check_finite(stored, read, host)
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
-        described = Described(config.kind, 0, host.nbytes, [], seen, described.virtual_tokens)
-        return Loaded(described, state.hexdigest(), host.nbytes, HostPrompt(host, prefix))
+        described = AdapterDescription(
+            config.kind, 0, host.nbytes, [], seen, described.virtual_tokens
+        )
+        return LoadedAdapter(
+            described, state.hexdigest(), host.nbytes, HostVirtualTokens(host, prefix)
+        )
 
     def _shape(self, config: PeftConfig) -> torch.Size:
         model = self._model
@@ -109,7 +113,7 @@ class PromptReader:
         return torch.Size((config.virtual_tokens, model.hidden_size))
 
 
-class PromptDevice:
+class VirtualTokensDevice:
     """Room for `max_tokens` virtual tokens in each of `slots` slots.
 
     embedding: [vocab_size + slots * max_tokens, hidden_size], the model's own table, so that a
@@ -123,13 +127,13 @@ class PromptDevice:
         model: ModelConfig,
         embedding: Tensor,
         kv_dtype: torch.dtype,
-        uploads: Uploads,
+        uploader: AdapterUploader,
     ) -> None:
         assert embedding.shape[0] == model.vocab_size + slots * max_tokens
         self._max_tokens = max_tokens
         self._vocab_size = model.vocab_size
         self._vectors = embedding[model.vocab_size :]
-        self._uploads = uploads
+        self._uploader = uploader
         self._cuda = embedding.is_cuda
         shape = (slots, max_tokens, 2 * model.num_layers, model.num_kv_heads, model.head_dim)
         if not self._cuda:  # which uses host memory
@@ -140,14 +144,14 @@ class PromptDevice:
     def num_bytes(self) -> int:
         return self._vectors.nbytes + sum(prefix.nbytes for prefix in self._prefixes)
 
-    def upload(self, prompt: HostPrompt, slot: int) -> None:
+    def upload(self, prompt: HostVirtualTokens, slot: int) -> None:
         """Into a slot that no step uses; from any thread. Returns when it is there."""
         values, count = prompt.values, len(prompt.values)
         if not prompt.prefix:
             first = slot * self._max_tokens
-            self._uploads.copy([(values, self._vectors[first : first + count])])
+            self._uploader.copy([(values, self._vectors[first : first + count])])
         elif self._cuda:
-            self._uploads.copy([(values, self._prefixes[slot][:count])])
+            self._uploader.copy([(values, self._prefixes[slot][:count])])
         else:
             self._prefixes[slot] = values
 

@@ -25,7 +25,7 @@ from engine.lora.peft_config import (
     read_peft_config,
     stamp,
 )
-from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.quantization.method import LinearSpec, Part
 from engine.weights.index import StoredTensor
 from engine.weights.parameter import num_rows, take_rows
@@ -83,20 +83,20 @@ class LoraReader:
         self._max_rank = max_rank
         self._filling = Lock()  # several threads at it would keep Python from the step loop
 
-    def describe(self, folder: Path, seen: str) -> Described:
+    def describe(self, folder: Path, seen: str) -> AdapterDescription:
         """seen: the stamp to give it."""
         return self._describe(folder, read_peft_config(folder), seen)
 
-    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> Described:
+    def _describe(self, folder: Path, config: PeftConfig, seen: str) -> AdapterDescription:
         if config.max_rank > self._max_rank:
             raise AdapterError(
                 f"{folder}: rank {config.max_rank} is over max_lora_rank {self._max_rank}",
                 code="adapter_incompatible",
             )
         targets = sorted(config.targets or ())
-        return Described(config.kind, config.max_rank, 0, targets, seen)
+        return AdapterDescription(config.kind, config.max_rank, 0, targets, seen)
 
-    def read(self, folder: Path, seen: str) -> Loaded:
+    def read(self, folder: Path, seen: str) -> LoadedAdapter:
         """All of it, checked: names, shapes, ranks, finite numbers."""
         before = stamp(folder)
         config = read_peft_config(folder)
@@ -111,8 +111,8 @@ class LoraReader:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         targets = sorted({self._layout.parts[n].name.rsplit(".", 1)[-1] for n in pairs})
         num_bytes = host.blob.nbytes
-        described = Described("lora", described.rank, num_bytes, targets, described.stamp)
-        return Loaded(described, state.hexdigest(), num_bytes, host)
+        described = AdapterDescription("lora", described.rank, num_bytes, targets, described.stamp)
+        return LoadedAdapter(described, state.hexdigest(), num_bytes, host)
 
     def _match(
         self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig

@@ -30,7 +30,7 @@ from engine.messages import (
     Ready,
     RemoveAdapter,
 )
-from engine.scheduling.step_timer import BusyTime
+from engine.scheduling.step_timer import StepTimer
 
 PREFIX = "fake:"
 STEP_TOKENS = 2048  # what it says; a step takes whatever waits
@@ -112,7 +112,7 @@ class FakeCore:
         self.lost = False  # the device
         self.end_process: Callable[[int], object] = os._exit
         self._lethal: dict[int, int] = {}  # requests that end it -> tokens when they came
-        self._busy = BusyTime()
+        self._timer = StepTimer()
 
     def ready(self) -> Ready:
         o = self._options
@@ -227,8 +227,8 @@ class FakeCore:
             if request.id not in self._blocked and self._can_run(request):
                 deltas.append(self._advance(request))
         stats.finished += sum(1 for delta in deltas if delta.finish)
-        self._busy.stepped(began, result=True, more=self.has_work())
-        stats.step_seconds, stats.busy_seconds = self._busy.step, self._busy.total
+        self._timer.stepped(began, result=True, more=self.has_work())
+        stats.step_seconds, stats.busy_seconds = self._timer.step, self._timer.total
         return deltas
 
     def _advance(self, request: EngineRequest) -> Delta:

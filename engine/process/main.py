@@ -55,7 +55,7 @@ QUIET_MS = 500
 IDLE_MS = 3_600_000
 
 
-class Start(msgspec.Struct, forbid_unknown_fields=True):
+class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
     """The line on stdin.
 
     core: name in CORES. directory: to work in, so that relative paths mean what they did there.
@@ -316,7 +316,7 @@ def main() -> int:
         if not byte:
             return 1
         line += byte
-    start = msgspec.json.decode(line, type=Start)
+    start = msgspec.json.decode(line, type=EngineStart)
     _tie_to_parent(start.parent)
     os.chdir(start.directory)
     _set_threads(start.config.num_threads)

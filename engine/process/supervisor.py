@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Control, ToEngine
 from engine.process.fake import PREFIX as FAKE
-from engine.process.main import Start
+from engine.process.main import EngineStart
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SOCKET_PATH = 100  # sockaddr_un has 108 bytes
@@ -40,7 +40,7 @@ class EngineProcess:
         self._on_exit = on_exit
         self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: nobody else may connect
         inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
-        self._start = Start(
+        self._start = EngineStart(
             core="fake" if config.model.startswith(FAKE) else "model",
             config=config,
             directory=os.getcwd(),

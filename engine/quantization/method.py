@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
-from kernels.cpu.compiler import Unavailable, has_int8
+from kernels.cpu.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.dispatch import Kernels
@@ -238,7 +238,7 @@ class Int8Cpu(DenseCpu):
             return super().finish(state)
         try:
             return PackedState(PackedInt8(state.weight, state.bias))
-        except Unavailable as error:
+        except CompilerUnavailable as error:
             raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error
 
 

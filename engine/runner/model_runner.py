@@ -1,4 +1,4 @@
-"""ModelRunner: launch(batch) -> Pending; Pending.wait() -> StepResult.
+"""ModelRunner: launch(batch) -> DeviceResult; DeviceResult.wait() -> StepResult.
 
 The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
 for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA,
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.lora.device import LoraDevice
-from engine.lora.virtual_tokens import PromptDevice
+from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.registry import Model
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
@@ -33,7 +33,7 @@ from kernels.dispatch import Kernels
 
 
 @dataclass(slots=True)
-class Pending:
+class DeviceResult:
     """A launched step. `wait` may be called once, in launch order."""
 
     step: int
@@ -136,7 +136,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         device: torch.device,
         lora: LoraDevice | None = None,
-        prompts: PromptDevice | None = None,
+        prompts: VirtualTokensDevice | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -170,7 +170,7 @@ class ModelRunner:
         self._num_virtual = [0] * rows.pad_row
         self.graphs: StepGraphs | None = None
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> DeviceResult:
         """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns.
 
         Raises OutOfMemory.
@@ -182,7 +182,7 @@ class ModelRunner:
         raise OutOfMemory(message)  # out here, because torch's own holds the step's tensors
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> Pending:
+    def _launch(self, batch: Batch) -> DeviceResult:
         for new in batch.new_rows:
             self.sampler.set_row(new)
             params = new.params
@@ -239,7 +239,7 @@ class ModelRunner:
         samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
         if not batch.masked:
             return self._choose(batch.step, samples, prompt_logprobs, None)
-        pending = Pending(batch.step, positions, entries)
+        pending = DeviceResult(batch.step, positions, entries)
         masked = batch.masked
 
         def sample(masks: NDArray[np.int32]) -> None:
@@ -257,7 +257,7 @@ class ModelRunner:
         prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
         masked: Sequence[int],
         masks: NDArray[np.int32],
-    ) -> Pending:
+    ) -> DeviceResult:
         """The second half of a step that has waited for masks. Raises OutOfMemory."""
         try:
             with torch.inference_mode():
@@ -273,7 +273,7 @@ class ModelRunner:
         samples: "_Samples",
         prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
         masked: Masked | None,
-    ) -> Pending:
+    ) -> DeviceResult:
         """The tokens of a step, chosen and on their way to the host."""
         sampled = self.sample(samples.hidden, samples.rows, samples.positions, samples.plan, masked)
         pending = self._finish(step, sampled.tokens, samples.entries)
@@ -327,16 +327,16 @@ class ModelRunner:
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
 
-    def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> Pending:
+    def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
         """Send the tokens to the host behind everything launched so far."""
         if not self._cuda:
-            return Pending(step, tokens, entries)
+            return DeviceResult(step, tokens, entries)
         self._turn ^= 1
         host = self._host_tokens[self._turn][: tokens.shape[0]]
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return Pending(step, host, entries, event)
+        return DeviceResult(step, host, entries, event)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self._cuda else tensor

@@ -27,7 +27,7 @@ import numpy as np
 from engine.scheduling.chunking import steps_until_computed
 
 if TYPE_CHECKING:
-    from engine.scheduling.queue import Queue
+    from engine.scheduling.queue import WaitingQueue
     from engine.scheduling.request import Request
 
 
@@ -47,7 +47,7 @@ class Footprint(NamedTuple):
 
 
 @dataclass(slots=True)
-class Memory:
+class KVMemory:
     """What a policy knows. `running()` includes requests that ended but whose blocks are not back.
 
     uncomputed: known tokens of running requests that have no keys yet; budget: tokens a step that
@@ -83,23 +83,23 @@ class Memory:
 class Fits(Protocol):
     """An admission strategy. Asked only after `fits_now`, and overruled where nothing runs."""
 
-    def __call__(self, memory: Memory, new: Footprint, /) -> bool: ...
+    def __call__(self, memory: KVMemory, new: Footprint, /) -> bool: ...
 
 
 class Joins(Protocol):
     """A batching strategy. running: by id; queue: still with the request."""
 
     def __call__(
-        self, request: "Request", running: "Mapping[int, Request]", queue: "Queue", /
+        self, request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue", /
     ) -> bool: ...
 
 
-def fits_now(memory: Memory, new: Footprint) -> bool:
+def fits_now(memory: KVMemory, new: Footprint) -> bool:
     """Its known tokens find blocks; the scheduler asks this whatever the policy."""
     return memory.blocks(new.now) - new.shared <= memory.free - memory.promised
 
 
-def optimistic(memory: Memory, new: Footprint) -> bool:
+def optimistic(memory: KVMemory, new: Footprint) -> bool:
     # A block for each who runs: they will want one soon, and a preempted request that came back at
     # once would take it from them. Simulated with 1,500 requests of 32-512 + 16-512 tokens in 2,048
     # blocks: 1.5 % more steps than without, and 17 preemptions instead of 820.
@@ -107,18 +107,18 @@ def optimistic(memory: Memory, new: Footprint) -> bool:
     return memory.blocks(new.now) - new.shared + headroom <= memory.free - memory.promised
 
 
-def reserved(memory: Memory, new: Footprint) -> bool:
+def reserved(memory: KVMemory, new: Footprint) -> bool:
     owed = sum(memory.blocks(r.final) - r.held for r in memory.running())
     return memory.blocks(new.final) - new.shared <= memory.free - owed
 
 
-def sum_of_lengths(memory: Memory, new: Footprint) -> bool:
+def sum_of_lengths(memory: KVMemory, new: Footprint) -> bool:
     size = memory.block_size
     total = sum(max(memory.blocks(r.final), r.held) for r in memory.running())
     return (total + memory.blocks(new.final)) * size <= memory.num_blocks * size
 
 
-def peak(memory: Memory, new: Footprint) -> bool:
+def peak(memory: KVMemory, new: Footprint) -> bool:
     requests = [*memory.running(), new]
     # While prompts are computed in chunks those requests do not decode: they end later by at most
     # `delay` steps, and so may meet requests that would have been gone.
@@ -145,12 +145,12 @@ def future_peak(now: Sequence[int], left: Sequence[int]) -> int:
     return int((left_sorted * np.arange(1, len(now) + 1) + held).max())
 
 
-def mixed(request: "Request", running: "Mapping[int, Request]", queue: "Queue") -> bool:
+def mixed(request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue") -> bool:
     return True
 
 
-def split(request: "Request", running: "Mapping[int, Request]", queue: "Queue") -> bool:
-    if queue.parked:  # an earlier request waits for its adapter
+def split(request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue") -> bool:
+    if queue.waiting_for_adapter:  # an earlier request waits for its adapter
         return False
     other = next(iter(running.values()), None)
     return other is None or other.adapter is request.adapter

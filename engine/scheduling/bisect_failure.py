@@ -1,10 +1,10 @@
-"""Trial: a step has raised; which of its requests is to blame?
+"""FailureBisection: a step has raised; which of its requests is the poison request?
 
 Everybody goes back to the queue, and the requests of that step run again in halves, one group at a
 time and nothing beside it, a failing half in halves of its own, until one fails alone:
 
     8 raised      1 2 3 4 | 5 6 7 8      ->  5 6 | 7 8   ->  7 | 8
-                  ok        raised           ok    raised    ok  guilty
+                  ok        raised           ok    raised    ok  poison
 
 A group has passed when each of its requests has a new token, or has ended. If all pass, the fault
 was not theirs and nobody fails. One poison in n is found by log2(n) failures.
@@ -12,18 +12,18 @@ was not theirs and nobody fails. One poison in n is found by log2(n) failures.
 
 from collections import deque
 
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.request import Request, RequestPhase
 
 
-class Trial:
-    """`group` is what may run now. guilty: found so far; they are told at the end.
+class FailureBisection:
+    """`group` is what may run now. poison: requests found so far; they fail at the end.
 
-    error: the last failure. healthy: a step has succeeded since the trial began.
+    error: the last failure. healthy: a step has succeeded since the bisection began.
     """
 
     def __init__(self, suspects: list[Request], error: Exception) -> None:
         self.error = error
-        self.guilty: list[Request] = []
+        self.poison: list[Request] = []
         self.healthy = False
         self.group: dict[Request, int] = {}  # its requests -> known tokens when it began
         self._groups: deque[list[Request]] = deque(_halves(suspects))
@@ -36,7 +36,7 @@ class Trial:
         if others:
             self._groups.appendleft(others)
         if len(suspects) == 1:
-            self.guilty += suspects
+            self.poison += suspects
         else:
             self._groups.extendleft(reversed(_halves(suspects)))
         self.next_group()
@@ -45,17 +45,17 @@ class Trial:
         return not self._untried()
 
     def next_group(self) -> None:
-        """Choose what runs next; an empty group means that the trial is over."""
+        """Choose what runs next; an empty group means that the bisection is over."""
         self.group = {}
         while self._groups and not self.group:
             members = self._groups.popleft()
-            self.group = {r: len(r.token_ids) for r in members if r.phase is not Phase.ENDED}
+            self.group = {r: len(r.token_ids) for r in members if r.phase is not RequestPhase.ENDED}
 
     def _untried(self) -> list[Request]:
         return [
             request
             for request, known in self.group.items()
-            if request.phase is not Phase.ENDED and len(request.token_ids) == known
+            if request.phase is not RequestPhase.ENDED and len(request.token_ids) == known
         ]
 
 

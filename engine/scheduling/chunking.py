@@ -1,4 +1,4 @@
-"""Pace: how many prompt tokens a step computes while requests decode.
+"""Chunked prefill: how many prompt tokens a step computes while requests decode.
 
 Prompt tokens that share a step with decodes put off the next token of every stream. All at once
 they are one long gap; in two halves they are two shorter ones, and the first token of that prompt
@@ -13,12 +13,12 @@ _SCORED = 2  # of the budget, the part whose tokens may be scored beside decodes
 _LEAST = 32  # tokens; fewer do not fill the tiles of matrix products
 
 
-def pace(waiting: int, budget: int) -> int:
+def prefill_tokens(waiting: int, budget: int) -> int:
     """Prompt tokens for the next step, of `waiting` that could be computed; budget: of a step."""
     return min(budget, max(_LEAST, budget // _SHARE, -(-waiting // 2)))
 
 
-def scored_pace(budget: int) -> int:
+def scored_prefill_tokens(budget: int) -> int:
     """Prompt tokens of a step whose log-probabilities are wanted, beside decodes. Each costs a row
     of logits over the whole vocabulary as well: for small models up to as much as the token."""
     return max(_LEAST, budget // _SCORED)
@@ -33,6 +33,6 @@ def steps_until_computed(tokens: int, budget: int) -> int:
     """Steps that `tokens` prompt tokens take at that pace, at most."""
     steps = 0
     while tokens > 0:
-        tokens -= pace(tokens, budget)
+        tokens -= prefill_tokens(tokens, budget)
         steps += 1
     return steps

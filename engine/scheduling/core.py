@@ -39,24 +39,24 @@ from engine.messages import (
     EngineStats,
     RemoveAdapter,
 )
-from engine.scheduling.bisect_failure import Trial
+from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.request import Phase, Request, validate
+from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import Flight
-from engine.scheduling.step_timer import BusyTime
+from engine.scheduling.step import LaunchedStep
+from engine.scheduling.step_timer import StepTimer
 from engine.structured.constraint import Constraint, MaskFiller, Masks
 from engine.structured.preparing import Grammars
 
-__all__ = ["CoreConfig", "EngineCore", "Pending", "Runner"]
+__all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
 logger = logging.getLogger("manta.engine")
 
 _SHORTAGES = 3  # in a row, until the KV cache has to give memory back: an eighth of it
 _PATIENCE = 64  # good steps until larger ones are tried again; each further time twice as many
 
-_GUILTY = "engine_error: the engine fails on this request, and only on it"
+_POISON = "engine_error: the engine fails on this request, and only on it"
 
 MASK_THREADS = 4
 _NO_GRAMMARS = InvalidRequest(
@@ -66,7 +66,7 @@ _NO_GRAMMARS = InvalidRequest(
 )
 
 
-class Pending(Protocol):
+class PendingResult(Protocol):
     """A launched step."""
 
     def sample(self, masks: Masks) -> None:
@@ -82,7 +82,7 @@ class Pending(Protocol):
 class Runner(Protocol):
     """Runs batches on a device, in order. At most two are launched and not waited for."""
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch) -> PendingResult:
         """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
         ...
 
@@ -118,18 +118,19 @@ class EngineCore:
         self.draining = False
         self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingResult] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
         self._masks = MaskFiller(MASK_THREADS)
         self._beside = ThreadPoolExecutor(1, "masks")
-        self._busy = BusyTime()
+        self._timer = StepTimer()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
         self._patience = _PATIENCE // 2  # the first shortage doubles it
-        self._trial: Trial | None = None
-        self._unproven = False  # a request was found guilty, and no step has succeeded since
+        self._bisection: FailureBisection | None = None
+        # A poison request was found, and no step has succeeded since.
+        self._poison_unconfirmed = False
 
     def add(self, message: EngineRequest) -> None:
         """Queue a request. One that cannot run ends with its delta in the next step's."""
@@ -187,7 +188,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """A call of `step` would do something. It would not if all requests wait for adapters, or
-        all whose turn it is in a trial."""
+        all of the current group of a bisection."""
         return bool(
             self.scheduler.can_run()
             or self._pending
@@ -206,12 +207,12 @@ class EngineCore:
         batch = self.scheduler.schedule()
         deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
         pending = self._pending
-        ahead = self.config.async_scheduling and self._trial is None
+        ahead = self.config.async_scheduling and self._bisection is None
         result: StepResult | None = None
         failure: Exception | None = None
-        suspect = 0  # index of the flight to blame
+        suspect = 0  # index in scheduler.in_flight of the step to blame
         try:
-            if batch is not None and batch.masked and not self.scheduler.flights[-1].late:
+            if batch is not None and batch.masked and not self.scheduler.in_flight[-1].late:
                 deltas += self._launch_with_masks(batch)
             elif batch is not None:
                 pending.append(self._runner.launch(batch))
@@ -232,15 +233,15 @@ class EngineCore:
             "requests are left, yet none can run"
         )
         if result is not None:
-            self._unproven = False
+            self._poison_unconfirmed = False
             self._shortages = 0
             self._good_steps += 1
             if self._good_steps % self._patience == 0:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
             deltas += self.scheduler.update(result)
-        if batch is not None and failure is None and self.scheduler.flights:
-            newest = self.scheduler.flights[-1]
+        if batch is not None and failure is None and self.scheduler.in_flight:
+            newest = self.scheduler.in_flight[-1]
             if newest.late:
                 try:
                     masks, errors = self._masks.fill(_constraints(newest))
@@ -251,36 +252,36 @@ class EngineCore:
                 except Exception as error:
                     failure, suspect = error, -1
                     pending.pop()
-        if isinstance(failure, OutOfMemory) and batch is not None and self._trial is None:
-            self._go_on_smaller(failure, batch)
+        if isinstance(failure, OutOfMemory) and batch is not None and self._bisection is None:
+            self._retry_smaller(failure, batch)
         elif failure is not None:
-            self._begin_trial(failure, suspect)
-        if self._trial is not None:
-            deltas += self._go_on_with(self._trial, succeeded=result is not None)
-        self._busy.stepped(began, result=result is not None, more=self.has_work())
+            self._begin_bisection(failure, suspect)
+        if self._bisection is not None:
+            deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
+        self._timer.stepped(began, result=result is not None, more=self.has_work())
         return deltas
 
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:
         """All that the masks depend on is known: they are made while the host launches the forward
         pass, or computes it."""
-        flight = self.scheduler.flights[-1]
-        filled = self._beside.submit(self._masks.fill, _constraints(flight))
+        launched = self.scheduler.in_flight[-1]
+        filled = self._beside.submit(self._masks.fill, _constraints(launched))
         try:
-            launched = self._runner.launch(batch)
+            pending = self._runner.launch(batch)
         finally:
             masks, errors = filled.result()
-        launched.sample(masks)
-        self._pending.append(launched)
-        return self._fail_masks(flight, errors)
+        pending.sample(masks)
+        self._pending.append(pending)
+        return self._fail_masks(launched, errors)
 
-    def _fail_masks(self, flight: Flight, errors: dict[int, str]) -> list[Delta]:
+    def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
         """End those whose grammar can go no further. errors: by the row of the masks."""
         deltas = []
         for row, why in errors.items():
-            deltas += self.scheduler.fail([flight.requests[flight.constrained[row]]], why)
+            deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
 
-    def _go_on_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
+    def _retry_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
         """No memory for this step: all back to the queue, and smaller steps from now on. If it does
         not fit however small, somebody is to blame."""
         self._shortages += 1
@@ -293,7 +294,7 @@ class EngineCore:
         can_shrink = fewer * self.config.block_size >= self.config.max_model_len
         smaller = batch.num_tokens // 2
         if not smaller and not can_shrink:
-            self._begin_trial(failure, -1)
+            self._begin_bisection(failure, -1)
             return
         assert not self._pending
         if not self._runner.recover():
@@ -311,7 +312,7 @@ class EngineCore:
             scheduler.shrink(fewer)
             self.config = scheduler.config
 
-    def _begin_trial(self, failure: Exception, suspect: int) -> None:
+    def _begin_bisection(self, failure: Exception, suspect: int) -> None:
         """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
         device is lost."""
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
@@ -322,36 +323,36 @@ class EngineCore:
         self._pending.clear()
         if not self._runner.recover():
             raise failure
-        flight = self.scheduler.flights[suspect]
-        suspects = [r for r in flight.requests if r.phase is not Phase.ENDED]
+        launched = self.scheduler.in_flight[suspect]
+        suspects = [r for r in launched.requests if r.phase is not RequestPhase.ENDED]
         self.scheduler.requeue(trusted=False)
-        if self._trial is None:
-            self._trial = Trial(suspects, failure)
+        if self._bisection is None:
+            self._bisection = FailureBisection(suspects, failure)
         else:
-            self._trial.failed(suspects, failure)
-        self.scheduler.admit_only(self._trial.group)
+            self._bisection.failed(suspects, failure)
+        self.scheduler.admit_only(self._bisection.group)
 
-    def _go_on_with(self, trial: Trial, *, succeeded: bool) -> list[Delta]:
-        """After each step of a trial: the next group if this one has passed, or the verdict.
+    def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
+        """After each step of a bisection: the next group if this one has passed, or the verdict.
 
         Raises the last failure if no step succeeds whoever runs: then the engine is to blame.
         """
-        trial.healthy |= succeeded
-        if trial.group and not trial.group_passed():
+        bisection.healthy |= succeeded
+        if bisection.group and not bisection.group_passed():
             return []
-        trial.next_group()
+        bisection.next_group()
         self.scheduler.requeue(trusted=True)
-        if trial.group:
-            self.scheduler.admit_only(trial.group)
+        if bisection.group:
+            self.scheduler.admit_only(bisection.group)
             return []
-        self._trial = None
+        self._bisection = None
         self.scheduler.admit_only(None)
-        if trial.guilty and not trial.healthy:
-            if self._unproven or len(trial.guilty) > 1:
-                raise trial.error
-            self._unproven = True
-        logger.warning("%d requests are to blame for failed steps", len(trial.guilty))
-        return self.scheduler.fail(trial.guilty, _GUILTY)
+        if bisection.poison and not bisection.healthy:
+            if self._poison_unconfirmed or len(bisection.poison) > 1:
+                raise bisection.error
+            self._poison_unconfirmed = True
+        logger.warning("%d requests are to blame for failed steps", len(bisection.poison))
+        return self.scheduler.fail(bisection.poison, _POISON)
 
     def drain(self) -> None:
         """Refuse new requests from now on and finish the old ones."""
@@ -395,8 +396,8 @@ class EngineCore:
             prefix_hits=counters.prefix_hits,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
-            step_seconds=self._busy.step,
-            busy_seconds=self._busy.total,
+            step_seconds=self._timer.step,
+            busy_seconds=self._timer.total,
             finished=counters.finished,
             out_of_memory=counters.out_of_memory,
             draining=self.draining,
@@ -410,7 +411,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
 
-def _constraints(flight: Flight) -> list[Constraint]:
+def _constraints(launched: LaunchedStep) -> list[Constraint]:
     """Of its constrained entries, in order."""
-    found = [flight.requests[entry].constraint for entry in flight.constrained]
+    found = [launched.requests[entry].constraint for entry in launched.constrained]
     return [one for one in found if one is not None]

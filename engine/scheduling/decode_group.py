@@ -13,7 +13,7 @@ A request that cannot run in a step has to leave (see `Scheduler`), and may join
 
 from typing import Any
 
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.request import Request, RequestPhase
 
 
 class DecodeGroup:
@@ -39,7 +39,7 @@ class DecodeGroup:
         base = request.num_computed - next_step
         request.base = base
         request.slot = len(self.requests)
-        request.phase = Phase.DECODING
+        request.phase = RequestPhase.DECODING
         self.requests.append(request)
         self.rows.append(request.row)
         self.bases.append(base)

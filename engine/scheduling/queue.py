@@ -1,25 +1,26 @@
-"""Queue: the requests without a row, in line or waiting for their adapters."""
+"""WaitingQueue: the requests without a row, in line or waiting for their adapters."""
 
 import time
 from bisect import bisect_left, insort
 from collections.abc import Container
 
 from engine.lora.tiers.adapter import Adapter
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.request import Request, RequestPhase
 
 
-class Queue:
+class WaitingQueue:
     """Order of service is (priority, arrival). num_tokens: known tokens of all that are here."""
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []  # in the order of service
-        self.parked: dict[Adapter, list[Request]] = {}  # were first in line, but for their adapter
+        # Requests that came to the head of the queue while their adapter was not on the device.
+        self.waiting_for_adapter: dict[Adapter, list[Request]] = {}
         self.num_tokens = 0
         self.retry = True  # something has changed since the first in line could not start
         self.only: Container[Request] | None = None  # if any, nobody else may start
 
     def __len__(self) -> int:
-        return len(self.waiting) + sum(map(len, self.parked.values()))
+        return len(self.waiting) + sum(map(len, self.waiting_for_adapter.values()))
 
     def first(self) -> Request | None:
         """Who may start next."""
@@ -29,7 +30,7 @@ class Queue:
 
     def put(self, request: Request) -> None:
         """A new request, or a preempted one."""
-        request.phase = Phase.WAITING
+        request.phase = RequestPhase.WAITING
         request.queued_tokens = len(request.token_ids)
         self.num_tokens += request.queued_tokens
         insort(self.waiting, request)
@@ -42,34 +43,34 @@ class Queue:
         del self.waiting[at]
         self.num_tokens -= request.queued_tokens
 
-    def park(self, adapter: Adapter, request: Request) -> None:
+    def wait_for_adapter(self, adapter: Adapter, request: Request) -> None:
         """It steps aside until its adapter is on the device."""
         self.waiting.remove(request)
-        request.phase = Phase.PARKED
+        request.phase = RequestPhase.WAITING_FOR_ADAPTER
         request.adapter_us -= time.monotonic_ns() // 1000
-        self.parked.setdefault(adapter, []).append(request)
+        self.waiting_for_adapter.setdefault(adapter, []).append(request)
 
-    def unpark(self, adapter: Adapter) -> None:
+    def adapter_ready(self, adapter: Adapter) -> None:
         """Who waits for this adapter lines up again."""
-        for request in self.parked.pop(adapter, []):
-            request.phase = Phase.WAITING
+        for request in self.waiting_for_adapter.pop(adapter, []):
+            request.phase = RequestPhase.WAITING
             request.adapter_us += time.monotonic_ns() // 1000
             insort(self.waiting, request)
             self.retry = True
 
-    def drop_parked(self, request: Request) -> None:
+    def drop_waiting_for_adapter(self, request: Request) -> None:
         """It has ended."""
         assert request.adapter is not None
-        others = self.parked[request.adapter]
+        others = self.waiting_for_adapter[request.adapter]
         others.remove(request)
         self.num_tokens -= request.queued_tokens
         if not others:
-            del self.parked[request.adapter]
+            del self.waiting_for_adapter[request.adapter]
             self.retry = True
 
     def check_integrity(self) -> None:
-        parked = [request for requests in self.parked.values() for request in requests]
-        assert all(r.phase is Phase.WAITING for r in self.waiting)
-        assert all(r.phase is Phase.PARKED for r in parked)
+        blocked = [r for requests in self.waiting_for_adapter.values() for r in requests]
+        assert all(r.phase is RequestPhase.WAITING for r in self.waiting)
+        assert all(r.phase is RequestPhase.WAITING_FOR_ADAPTER for r in blocked)
         assert self.waiting == sorted(self.waiting)
-        assert self.num_tokens == sum(r.queued_tokens for r in self.waiting + parked)
+        assert self.num_tokens == sum(r.queued_tokens for r in self.waiting + blocked)

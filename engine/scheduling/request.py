@@ -24,14 +24,14 @@ from engine.scheduling.prefix_hash import root_hash
 from engine.structured.constraint import Constraint
 
 
-class Phase(enum.Enum):
+class RequestPhase(enum.Enum):
     """Where the scheduler keeps a request. It says nothing about prefill or decode."""
 
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
-    PARKED = enum.auto()  # as WAITING, and its adapter is not on the device
-    FILLING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
+    WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
+    COMPUTING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
     DECODING = enum.auto()  # in the decode group: one token in every step
-    CLOSING = enum.auto()  # its last step is launched; ends when the result comes
+    FINISHING = enum.auto()  # its last step is launched; ends when the result comes
     ENDED = enum.auto()
 
 
@@ -112,7 +112,7 @@ class Request:
         eos = () if params.ignore_eos else config.eos_token_ids
         self.stop_ids = frozenset(eos).union(params.stop_token_ids)
 
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         self.num_computed = 0
         self.row = -1
         self.blocks: list[int] = []  # block of tokens i * block_size ..
@@ -151,7 +151,7 @@ class Request:
 
     def footprint(self, step: int) -> Footprint:
         """What it holds when `step` is launched, and will. Legal while it has a row."""
-        if self.phase is Phase.DECODING:
+        if self.phase is RequestPhase.DECODING:
             now = self.base + step + 1
         else:
             now = max(self.num_computed, len(self.token_ids))

@@ -28,14 +28,14 @@ from engine.errors import AdapterError
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
-from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, Memory, fits_now
+from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory, fits_now
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
-from engine.scheduling.chunking import pace, scored_pace, startable_tokens
+from engine.scheduling.chunking import prefill_tokens, scored_prefill_tokens, startable_tokens
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup
-from engine.scheduling.queue import Queue
-from engine.scheduling.request import Phase, Request
-from engine.scheduling.step import Counters, Draft, Flight, Release
+from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.request import Request, RequestPhase
+from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
 
@@ -53,19 +53,19 @@ class Scheduler:
         self._adapters = adapters or AdapterStore.disabled()
         self._free_blocks = free_blocks
         self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks)
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last one scheduled
         self.done_step = 0  # the last one whose result is here
         self.requests: dict[int, Request] = {}  # all that have not ended
-        self.queue = Queue()
+        self.queue = WaitingQueue()
         self.running: dict[int, Request] = {}  # by id; those that have a row
         self.num_constrained = 0  # requests with a grammar
         self.reserved_blocks = 0  # of these, if each gets as long as it may
-        self.filling: list[Request] = []  # phase FILLING
+        self.computing: list[Request] = []  # phase COMPUTING
         self.decoding = DecodeGroup(config.block_size)
-        self.flights: deque[Flight] = deque()
-        self.releases: list[Release] = []
+        self.in_flight: deque[LaunchedStep] = deque()
+        self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         self._failed: list[Delta] = []  # requests whose adapter cannot be had
         # Every running request must be able to decode in every step, so the budget bounds them.
@@ -110,7 +110,7 @@ class Scheduler:
         """End these requests with an error, those that have not ended. error: "code: message"."""
         deltas = []
         for request in requests:
-            if request.phase is not Phase.ENDED:
+            if request.phase is not RequestPhase.ENDED:
                 self._end(request)
                 logger.warning("failed: %s", error, extra={"request_id": request.request_id})
                 deltas.append(Delta(request.id, [], "error", error=error))
@@ -119,7 +119,7 @@ class Scheduler:
     def take_loaded(self) -> None:
         """Requests whose adapter has come, or will not, line up again."""
         for adapter in self._adapters.poll():
-            self.queue.unpark(adapter)
+            self.queue.adapter_ready(adapter)
 
     def take_failed(self) -> list[Delta]:
         """The ends of requests that `schedule` had to give up; once."""
@@ -137,8 +137,8 @@ class Scheduler:
         """All running requests back to the queue, and the steps in flight forgotten: their results
         must not come. trusted: what is computed may be found again in the prefix cache.
         """
-        touched = [request for flight in self.flights for request in flight.requests]
-        self.flights.clear()
+        touched = [request for launched in self.in_flight for request in launched.requests]
+        self.in_flight.clear()
         self.done_step = self.step
         self._give_back()
         running = list(self.running.values())
@@ -155,7 +155,7 @@ class Scheduler:
 
     def shrink(self, num_blocks: int) -> None:
         """Go on with so few blocks, all empty. Legal when nobody runs."""
-        assert not self.running and not self.releases
+        assert not self.running and not self.deferred_releases
         self.config = replace(self.config, num_blocks=num_blocks)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self._free_blocks)
 
@@ -169,58 +169,58 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched. None if nothing can run now."""
-        draft = Draft(Batch(self.step + 1))
-        self._grow_decodes(draft)
-        if self.filling or self.queue.waiting:
-            draft.prompt_limit = self._prompt_limit()
-        if self.filling:
-            self._fill(draft)
-        if self.queue.waiting and not draft.preempted:
-            self._admit(draft)
-        if not (self.decoding or draft.sampling or draft.silent):
+        builder = StepBuilder(Batch(self.step + 1))
+        self._grow_decodes(builder)
+        if self.computing or self.queue.waiting:
+            builder.prompt_limit = self._prompt_limit()
+        if self.computing:
+            self._schedule_running(builder)
+        if self.queue.waiting and not builder.preempted:
+            self._admit(builder)
+        if not (self.decoding or builder.sampling or builder.prefill_only):
             return None
-        return self._build(draft)
+        return self._build(builder)
 
-    def _grow_decodes(self, draft: Draft) -> None:
+    def _grow_decodes(self, builder: StepBuilder) -> None:
         """A block for each decode that begins one.
 
-        If there are not enough, all who need one step out and line up in `filling`, so that the
+        If there are not enough, all who need one step out and line up in `computing`, so that the
         order of service decides who gets them.
         """
-        step = draft.batch.step
+        step = builder.batch.step
         due = self.decoding.block_due(step)
         if not due:
             return
-        stalled = any(r.remaining == 1 for r in self.filling)
+        stalled = any(r.remaining == 1 for r in self.computing)
         if stalled or len(due) > self.blocks.num_free:
             for request in due:
                 self.decoding.leave(request, step)
-                request.phase = Phase.FILLING
-                self.filling.append(request)
+                request.phase = RequestPhase.COMPUTING
+                self.computing.append(request)
             return
-        new_blocks = draft.batch.new_blocks
+        new_blocks = builder.batch.new_blocks
         for request, block in zip(due, self.blocks.allocate(len(due)), strict=True):
             new_blocks.append((request.row, len(request.blocks), block))
             self.decoding.add_block(request, block)
             self.blocks.hash_blocks(request, request.base + step)
 
-    def _fill(self, draft: Draft) -> None:
+    def _schedule_running(self, builder: StepBuilder) -> None:
         """Running requests outside the decode group: those one token short first."""
-        for request in sorted(self.filling, key=lambda r: (r.remaining > 1, r.order)):
-            if request.phase is not Phase.FILLING:
+        for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
+            if request.phase is not RequestPhase.COMPUTING:
                 continue  # preempted by one before it
-            self._draft_chunk(request, draft)
+            self._schedule_chunk(request, builder)
 
-    def _draft_chunk(self, request: Request, draft: Draft) -> None:
+    def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
         """As many of its tokens as budget and blocks allow, perhaps none."""
-        budget = self._budget(draft)
+        budget = self._budget(builder)
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
-            budget = min(budget, scored_pace(self.token_limit) - draft.scored_tokens)
-        length = self._give_blocks(request, budget, draft) if budget > 0 else 0
+            budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)
+        length = self._give_blocks(request, budget, builder) if budget > 0 else 0
         if length > 0:
-            draft.scored_tokens += length if scored else 0
-            self._draft(request, length, draft)
+            builder.scored_tokens += length if scored else 0
+            self._add_chunk(request, length, builder)
 
     def _prompt_limit(self) -> int:
         """Prompt tokens that this step may take; the whole budget where nobody decodes."""
@@ -228,61 +228,61 @@ class Scheduler:
             return self.token_limit
         startable = min(len(self._free_rows), len(self.queue.waiting))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
-        return pace(queued + sum(r.remaining for r in self.filling), self.token_limit)
+        return prefill_tokens(queued + sum(r.remaining for r in self.computing), self.token_limit)
 
-    def _budget(self, draft: Draft) -> int:
+    def _budget(self, builder: StepBuilder) -> int:
         """Tokens that this step can still take."""
         room = self.token_limit - len(self.decoding)
-        return min(room, draft.prompt_limit) - draft.chunk_tokens
+        return min(room, builder.prompt_limit) - builder.chunk_tokens
 
-    def _give_blocks(self, request: Request, budget: int, draft: Draft) -> int:
+    def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
         """Blocks for up to `budget` of its tokens; how many it can compute now."""
         size, manager = self.config.block_size, self.blocks
         length = min(request.remaining, budget)
         room = len(request.blocks) * size - request.num_computed
         if length > room:
             if room <= 0 and manager.num_free == 0:
-                self._make_room(request, draft)
+                self._make_room(request, builder)
             count = min(-(-(length - room) // size), manager.num_free)
             length = min(length, room + count * size)
             for block in manager.allocate(count):
-                draft.batch.new_blocks.append((request.row, len(request.blocks), block))
+                builder.batch.new_blocks.append((request.row, len(request.blocks), block))
                 request.blocks.append(block)
         return length
 
-    def _make_room(self, request: Request, draft: Draft) -> None:
+    def _make_room(self, request: Request, builder: StepBuilder) -> None:
         """Preempt who comes last in the order of service, until a block is free or on its way.
 
         Nobody is preempted for one who comes after him: the last request waits for its block.
-        A chunk drafted in this step is never a victim, because chunks are drafted in order.
+        A chunk scheduled in this step is never a victim: chunks are scheduled in order.
         """
         while self.blocks.num_free == 0:
-            coming = sum(self.blocks.num_exclusive(r.blocks) for r in self.releases) + sum(
+            coming = sum(self.blocks.num_exclusive(r.blocks) for r in self.deferred_releases) + sum(
                 self.blocks.num_exclusive(r.blocks)
                 for r in self.running.values()
-                if r.phase is Phase.CLOSING
+                if r.phase is RequestPhase.FINISHING
             )
-            if coming > draft.owed:
-                draft.owed += 1
+            if coming > builder.owed:
+                builder.owed += 1
                 return
-            victims = [r for r in self.running.values() if r.phase is not Phase.CLOSING]
+            victims = [r for r in self.running.values() if r.phase is not RequestPhase.FINISHING]
             victim = max(victims, key=lambda r: r.order)
             if victim is request:
                 return
-            self._preempt(victim, draft)
+            self._preempt(victim, builder)
 
-    def _preempt(self, victim: Request, draft: Draft) -> None:
+    def _preempt(self, victim: Request, builder: StepBuilder) -> None:
         """Take row and blocks from it, and what this step was to do with them."""
         self.counters.preemptions += 1
-        draft.preempted = True
-        draft.batch.new_blocks = [new for new in draft.batch.new_blocks if new[0] != victim.row]
+        builder.preempted = True
+        builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]
         self._line_up_again(victim)
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, builder: StepBuilder) -> None:
         """Waiting requests, in order, while there are tokens, rows and memory for the first."""
         memory = None
         queue = self.queue
-        while self._free_rows and self._budget(draft) > 0 and (request := queue.first()):
+        while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not queue.retry and self.running:
                 return
@@ -293,10 +293,10 @@ class Scheduler:
                 continue
             if memory is None:
                 memory = self._memory()
-            if not self._start(request, memory, draft):
+            if not self._start(request, memory, builder):
                 queue.retry = False
                 return
-            self._draft_chunk(request, draft)
+            self._schedule_chunk(request, builder)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
         """Its adapter is on the device. If not, the request steps aside until it is, and ends if
@@ -307,10 +307,10 @@ class Scheduler:
         except AdapterError as error:
             self._failed += self.fail([request], f"{error.code}: {error.message}")
             return False
-        self.queue.park(adapter, request)
+        self.queue.wait_for_adapter(adapter, request)
         return False
 
-    def _start(self, request: Request, memory: Memory, draft: Draft) -> bool:
+    def _start(self, request: Request, memory: KVMemory, builder: StepBuilder) -> bool:
         """Give the next of the queue a row and the blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
@@ -340,8 +340,8 @@ class Scheduler:
         if request.adapter is not None:
             first = request.num_cached < 0
             request.adapter_slot = self._adapters.pin(request.adapter, first=first)
-        request.phase = Phase.FILLING
-        self.filling.append(request)
+        request.phase = RequestPhase.COMPUTING
+        self.computing.append(request)
         self.running[request.id] = request
         self.reserved_blocks += self._most_blocks(request)
         if request.num_cached < 0:
@@ -353,42 +353,42 @@ class Scheduler:
                 self.counters.prefix_hits += request.num_cached
         free = self.blocks.num_free
         if request.num_computed < request.num_prefix:
-            self._copy_prefix(request, draft)
+            self._copy_prefix(request, builder)
         memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
         memory.promised += memory.blocks(num_tokens) - len(request.blocks)
         memory.uncomputed += num_tokens - request.num_computed
         memory.add(request.footprint(self.step))
-        draft.batch.new_rows.append(request.new_row())
-        draft.batch.new_blocks.extend(
+        builder.batch.new_rows.append(request.new_row())
+        builder.batch.new_blocks.extend(
             (request.row, index, block) for index, block in enumerate(request.blocks)
         )
         return True
 
-    def _copy_prefix(self, request: Request, draft: Draft) -> None:
+    def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
         """Blocks for the keys of its prefix that the cache does not have; nobody computes them."""
         start, stop = request.num_computed, request.num_prefix
         count = -(-stop // self.config.block_size) - len(request.blocks)
         blocks = self.blocks.allocate(count)
-        draft.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
+        builder.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
         request.blocks += blocks
         request.num_computed = stop
         self.blocks.hash_blocks(request, stop)  # for who starts in this very step
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> KVMemory:
         """What admission may know, at this point of the step."""
         config = self.config
-        memory = Memory(
+        memory = KVMemory(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             free=self.blocks.num_free,
             footprints=self._footprints,
             num_running=len(self.running),
-            uncomputed=sum(r.remaining for r in self.filling),
+            uncomputed=sum(r.remaining for r in self.computing),
             budget=max(1, self.token_limit - len(self.running)),
             lag=self._lag,
         )
         memory.promised = sum(
-            max(0, memory.blocks(r.num_tokens) - len(r.blocks)) for r in self.filling
+            max(0, memory.blocks(r.num_tokens) - len(r.blocks)) for r in self.computing
         )
         return memory
 
@@ -396,7 +396,7 @@ class Scheduler:
         size = self.config.block_size
         leaving = [
             Footprint(now=len(r.blocks) * size, final=len(r.blocks) * size, held=len(r.blocks))
-            for r in self.releases
+            for r in self.deferred_releases
         ]
         return leaving + [r.footprint(self.step) for r in self.running.values()]
 
@@ -404,74 +404,74 @@ class Scheduler:
         """At its end. The key of its last token is never computed."""
         return -(-max(request.num_prompt, request.limit - 1) // self.config.block_size)
 
-    def _draft(self, request: Request, length: int, draft: Draft) -> None:
+    def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Put `length` tokens of it into the step; their blocks are there."""
         reaches_end = length == request.remaining
         samples = reaches_end and request.num_tokens < request.limit
         if length == 1 and samples:
-            self.filling.remove(request)
-            self.decoding.join(request, draft.batch.step)
-            draft.joined.append(request)
+            self.computing.remove(request)
+            self.decoding.join(request, builder.batch.step)
+            builder.joined.append(request)
             return
-        (draft.sampling if samples else draft.silent).append((request, length))
-        draft.chunk_tokens += length
+        (builder.sampling if samples else builder.prefill_only).append((request, length))
+        builder.chunk_tokens += length
         # Now, so that a request that is admitted in this very step can share these blocks.
         self.blocks.hash_blocks(request, request.num_computed + length)
 
-    def _build(self, draft: Draft) -> Batch:
+    def _build(self, builder: StepBuilder) -> Batch:
         """Complete the batch, and move every request to where the next step finds it."""
         group = self.decoding
-        flight = draft.build(group)
-        step = self.step = flight.step
-        for entry in flight.closing:
-            group.leave(flight.requests[entry], step + 1)
-            flight.requests[entry].phase = Phase.CLOSING
-        chunks = draft.sampling + draft.silent
-        for entry, (request, length) in enumerate(chunks, start=draft.batch.num_decodes):
-            samples = entry < len(flight.ids)
+        launched = builder.build(group)
+        step = self.step = launched.step
+        for entry in launched.finishing:
+            group.leave(launched.requests[entry], step + 1)
+            launched.requests[entry].phase = RequestPhase.FINISHING
+        chunks = builder.sampling + builder.prefill_only
+        for entry, (request, length) in enumerate(chunks, start=builder.batch.num_decodes):
+            samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
             request.last_step = step
             if samples and not request.delivered:
-                flight.firsts.append(entry)
+                launched.firsts.append(entry)
             if reaches_end:
-                self.filling.remove(request)
+                self.computing.remove(request)
                 if not samples or request.num_tokens == request.limit:
-                    request.phase = Phase.CLOSING
-                    flight.closing.append(entry)
+                    request.phase = RequestPhase.FINISHING
+                    launched.finishing.append(entry)
                 else:
                     group.join(request, step + 1)
         if self.num_constrained:
-            self._constrain(flight, draft.batch)
-        self.flights.append(flight)
-        return draft.batch
+            self._constrain(launched, builder.batch)
+        self.in_flight.append(launched)
+        return builder.batch
 
-    def _constrain(self, flight: Flight, batch: Batch) -> None:
+    def _constrain(self, launched: LaunchedStep, batch: Batch) -> None:
         """Which samples need masks, and whether all that these depend on is known."""
         found = []
-        for entry, request in enumerate(flight.requests[: len(flight.ids)]):
+        for entry, request in enumerate(launched.requests[: len(launched.ids)]):
             constraint = request.constraint
             if constraint is not None:
-                flight.late |= constraint.sampled_in > self.done_step
-                constraint.sampled_in = flight.step
+                launched.late |= constraint.sampled_in > self.done_step
+                constraint.sampled_in = launched.step
                 found.append(entry)
-        flight.constrained = batch.masked = found
+        launched.constrained = batch.masked = found
 
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
         """Take the result of the oldest step in flight: new tokens, and requests that end."""
-        flight = self.flights.popleft()
-        outcome = flight.accept(result, self._end_tokens)
-        self.done_step = flight.step
-        self.counters.prompt_tokens += flight.prompt_tokens
+        launched = self.in_flight.popleft()
+        outcome = launched.accept(result, self._end_tokens)
+        self.done_step = launched.step
+        self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
         for request in outcome.failed:
             self._distrust(request)
             self._end(request)
         for request in outcome.ended:
             self._end(request)
-        if self.releases:
+        if self.deferred_releases:
             self._give_back()
         return outcome.deltas
 
@@ -486,20 +486,20 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take it out of wherever it is; the caller sets the phase."""
-        if request.phase is Phase.DECODING:
+        if request.phase is RequestPhase.DECODING:
             self.decoding.leave(request, self.step + 1)
-        elif request.phase is Phase.FILLING:
-            self.filling.remove(request)
-        elif request.phase is Phase.WAITING:
+        elif request.phase is RequestPhase.COMPUTING:
+            self.computing.remove(request)
+        elif request.phase is RequestPhase.WAITING:
             self.queue.take(request)
             self.queue.retry = True
-        elif request.phase is Phase.PARKED:
-            self.queue.drop_parked(request)
+        elif request.phase is RequestPhase.WAITING_FOR_ADAPTER:
+            self.queue.drop_waiting_for_adapter(request)
 
     def _end(self, request: Request) -> None:
         """It is gone. Its row and blocks follow when no step uses them."""
         self._leave(request)
-        request.phase = Phase.ENDED
+        request.phase = RequestPhase.ENDED
         if self._traced:
             told = (request.num_computed, request.num_cached, request.queued_us)
             text = "ended: %d tokens computed, %d of them cached, %d us queued"
@@ -507,8 +507,8 @@ class Scheduler:
         del self.requests[request.id]
         self.num_constrained -= request.constraint is not None
         self.counters.finished += 1
-        for flight in self.flights:
-            flight.some_ended = True
+        for launched in self.in_flight:
+            launched.some_ended = True
         if request.row >= 0:
             self._release(request)
         if request.adapter is not None:
@@ -524,8 +524,8 @@ class Scheduler:
         self.blocks.hash_blocks(request, request.num_computed)
         del self.running[request.id]
         self.reserved_blocks -= self._most_blocks(request)
-        self.releases.append(
-            Release(request.last_step, request.row, request.blocks, request.adapter_slot)
+        self.deferred_releases.append(
+            DeferredRelease(request.last_step, request.row, request.blocks, request.adapter_slot)
         )
         request.row = request.adapter_slot = -1
         request.blocks = []
@@ -534,7 +534,7 @@ class Scheduler:
 
     def _give_back(self) -> None:
         kept = []
-        for release in self.releases:
+        for release in self.deferred_releases:
             if release.step > self.done_step:
                 kept.append(release)
                 continue
@@ -543,7 +543,7 @@ class Scheduler:
             if release.adapter_slot >= 0:
                 self._adapters.unpin(release.adapter_slot)
             self.queue.retry = True
-        self.releases = kept
+        self.deferred_releases = kept
 
     # ---- looking at it -------------------------------------------------------------------------
 
@@ -556,37 +556,39 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Known tokens not yet computed, of waiting and running requests; those of steps in flight
         too."""
-        launched = sum(flight.prompt_tokens for flight in self.flights)
-        filling = sum(r.remaining for r in self.filling if r.remaining > 1)
-        return self.queue.num_tokens + filling + launched
+        in_flight = sum(launched.prompt_tokens for launched in self.in_flight)
+        computing = sum(r.remaining for r in self.computing if r.remaining > 1)
+        return self.queue.num_tokens + computing + in_flight
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""
-        tables = [r.blocks for r in self.running.values()] + [r.blocks for r in self.releases]
-        self.blocks.check_integrity(tables)
-        rows = [r.row for r in self.running.values()] + [r.row for r in self.releases]
+        held = [(r.row, r.blocks) for r in self.running.values()]
+        held += [(release.row, release.blocks) for release in self.deferred_releases]
+        self.blocks.check_integrity([blocks for _, blocks in held])
+        rows = [row for row, _ in held]
         total = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         assert sorted(rows + self._free_rows) == list(range(total)), "a row is lost or shared"
-        phases = dict.fromkeys(Phase, 0)
+        phases = dict.fromkeys(RequestPhase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1
-            queued = request.phase in (Phase.WAITING, Phase.PARKED)
+            queued = request.phase in (RequestPhase.WAITING, RequestPhase.WAITING_FOR_ADAPTER)
             assert (request.row >= 0) != queued
-            assert (request.slot >= 0) == (request.phase is Phase.DECODING)
-        assert phases[Phase.ENDED] == 0
-        assert phases[Phase.FILLING] == len(self.filling)
-        assert phases[Phase.DECODING] == len(self.decoding)
-        assert phases[Phase.WAITING] + phases[Phase.PARKED] == len(self.queue)
+            assert (request.slot >= 0) == (request.phase is RequestPhase.DECODING)
+        assert phases[RequestPhase.ENDED] == 0
+        assert phases[RequestPhase.COMPUTING] == len(self.computing)
+        assert phases[RequestPhase.DECODING] == len(self.decoding)
+        num_queued = phases[RequestPhase.WAITING] + phases[RequestPhase.WAITING_FOR_ADAPTER]
+        assert num_queued == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
         assert self.reserved_blocks == sum(map(self._most_blocks, self.running.values()))
         pins = Counter(r.adapter_slot for r in self.running.values())
-        pins.update(r.adapter_slot for r in self.releases)
+        pins.update(r.adapter_slot for r in self.deferred_releases)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
         self._adapters.check_integrity(pins, users)
         constrained = [r for r in self.requests.values() if r.constraint is not None]
         assert self.num_constrained == len(constrained)
         for slot, request in enumerate(self.decoding.requests):
             assert request.slot == slot and self.decoding.rows[slot] == request.row
-        if not self.requests and not self.flights:
-            assert not self.releases, "idle, yet somebody holds blocks"
+        if not self.requests and not self.in_flight:
+            assert not self.deferred_releases, "idle, yet somebody holds blocks"

@@ -1,5 +1,5 @@
-"""One step: while it is made (Draft), while it is in flight (Flight), what came of it (Outcome),
-and what waits for its end (Release). Whatever outlasts a step is the scheduler's.
+"""One step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome), and
+what is released when it is done (DeferredRelease). State that outlasts a step is the scheduler's.
 
 Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from engine.batch import Batch, StepResult
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.request import Request, RequestPhase
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What a step has brought. The scheduler ends the requests, first those that failed."""
 
     deltas: list[Delta]
@@ -24,7 +24,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Flight:
+class LaunchedStep:
     """A launched step. Lists are in batch order: entries that sample, then those that do not."""
 
     step: int
@@ -33,13 +33,13 @@ class Flight:
     ids: list[int]  # [num_samples]
     token_lists: list[list[int]]  # [num_samples] where the tokens go
     firsts: list[int]  # entries that may bring their request's first delta
-    closing: list[int]  # entries after which their request ends, whatever is sampled
+    finishing: list[int]  # entries after which their request ends, whatever is sampled
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     late: bool = False  # the last token of one of these was not known at the launch
 
-    def accept(self, result: StepResult, end_tokens: set[int]) -> Outcome:
+    def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
         """Give each request its token, unless it has ended, and see who ends with it. Legal once.
 
         end_tokens: of all requests; whose they are is asked only where one has come.
@@ -48,7 +48,7 @@ class Flight:
         assert result.step == self.step and len(tokens) == len(self.ids)
         dropped: list[int] = []  # entries of requests that ended before
         if self.some_ended:
-            dropped = [i for i, r in enumerate(requests) if r.phase is Phase.ENDED]
+            dropped = [i for i, r in enumerate(requests) if r.phase is RequestPhase.ENDED]
         failed = {i: why for i, why in result.errors.items() if i not in dropped}
         completed = self._complete(tokens, dropped, failed) if self.constrained else {}
         over = {*dropped, *failed}
@@ -85,7 +85,7 @@ class Flight:
                     deltas[entry].stop_token = tokens[entry]
                     ended.append(entry)
         over.update(ended)
-        for entry in self.closing:
+        for entry in self.finishing:
             if entry in over:
                 continue
             if entry < len(tokens):
@@ -99,7 +99,7 @@ class Flight:
         for entry in reversed(dropped):
             if entry < len(tokens):
                 del deltas[entry]
-        return Outcome(
+        return StepOutcome(
             deltas,
             len(tokens) - len(unseen),
             failed=[requests[entry] for entry in failed],
@@ -127,7 +127,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Release:
+class DeferredRelease:
     """A row and blocks to give back when `step` is done."""
 
     step: int
@@ -137,7 +137,7 @@ class Release:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """Since start."""
 
     preemptions: int = 0
@@ -150,41 +150,43 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Draft:
+class StepBuilder:
     """The step being made."""
 
     batch: Batch
     joined: list[Request] = field(default_factory=list)  # became members of the decode group
     sampling: list[tuple[Request, int]] = field(default_factory=list)  # chunks and their lengths
-    silent: list[tuple[Request, int]] = field(default_factory=list)  # chunks that do not sample
+    # Chunks that do not reach the end of their request's known tokens, so they do not sample.
+    prefill_only: list[tuple[Request, int]] = field(default_factory=list)
     prompt_limit: int = 0  # tokens that its chunks may have
     chunk_tokens: int = 0
     scored_tokens: int = 0  # of these, how many prompt log-probabilities are wanted of
     preempted: bool = False
     owed: int = 0  # of the blocks that will come back, how many somebody already waits for
 
-    def build(self, group: DecodeGroup) -> Flight:
+    def build(self, group: DecodeGroup) -> LaunchedStep:
         """Complete the batch: a token for each of the group, then the chunks. Moves no request."""
         batch, step = self.batch, self.batch.step
-        chunks = self.sampling + self.silent
+        chunks = self.sampling + self.prefill_only
         batch.num_decodes = len(group)
         batch.rows = group.rows.copy()
         batch.starts = [base + step for base in group.bases]
         batch.lengths = [1] * len(group)
-        batch.samples = [True] * (len(group) + len(self.sampling)) + [False] * len(self.silent)
+        num_samples = len(group) + len(self.sampling)
+        batch.samples = [True] * num_samples + [False] * len(self.prefill_only)
         requests = group.requests.copy()
         for request, length in chunks:
             batch.rows.append(request.row)
             batch.starts.append(request.num_computed)
             batch.lengths.append(length)
             requests.append(request)
-        return Flight(
+        return LaunchedStep(
             step,
             requests,
             batch.starts,
             group.ids + [r.id for r, _ in self.sampling],
             group.token_lists + [r.token_ids for r, _ in self.sampling],
             firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
-            closing=[r.slot for r in group.last_samples(step)],
+            finishing=[r.slot for r in group.last_samples(step)],
             prompt_tokens=self.chunk_tokens,
         )

@@ -1,9 +1,9 @@
-"""BusyTime: the seconds of a core's steps, as its figures tell them."""
+"""StepTimer: seconds of the last step and of all steps, for EngineStats."""
 
 import time
 
 
-class BusyTime:
+class StepTimer:
     """step: seconds of the last step. total: with work to do, between steps too, up to the last
     step that brought a result; so they go with the counts of results."""
 

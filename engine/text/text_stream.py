@@ -35,7 +35,7 @@ def _byte_of_char() -> dict[str, int]:
 _BYTES = _byte_of_char()
 
 
-class _Stream(Protocol):
+class _DecodeStream(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
     def finish(self) -> str: ...
     def state(self) -> Any: ...
@@ -253,7 +253,7 @@ class TextStream:
     def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
         tables = tokenizer.tables
         pieces = tables.pieces[skip_special_tokens]
-        stream: _Stream
+        stream: _DecodeStream
         if tables.scheme.kind == "bytes":
             stream = _ByteStream(pieces)
         elif tables.scheme.kind == "fallback":

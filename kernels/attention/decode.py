@@ -33,7 +33,7 @@ WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
 TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
 
 
-class _Shape(NamedTuple):
+class _DecodeLaunch(NamedTuple):
     keys: int  # a tile
     num_warps: int
     num_stages: int
@@ -41,7 +41,7 @@ class _Shape(NamedTuple):
     merge: int = 4096  # elements of the tile that merges splits
 
 
-def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
+def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> _DecodeLaunch:
     """Decision rule from measurements with mixed lengths; pairs = entries * kv heads, dims = the
     padded head size.
 
@@ -49,14 +49,14 @@ def _shape(pairs: int, sms: int, dims: int, element_size: int) -> _Shape:
     With a few, small programs share out what the mixture leaves; from two on, whole entries do.
     """
     if dims > 128 or element_size > 2:
-        return _Shape(32, 4, 2, 2)
+        return _DecodeLaunch(32, 4, 2, 2)
     if sms < 2 * pairs <= 2 * sms:
-        return _Shape(128, 4, 3, 1)
+        return _DecodeLaunch(128, 4, 3, 1)
     if sms < pairs <= 2 * sms:
-        return _Shape(32, 2, 3, 4)
+        return _DecodeLaunch(32, 2, 3, 4)
     if pairs <= 12 * sms:
-        return _Shape(64, 4, 4, 2)
-    return _Shape(32, 4, 3, 4)
+        return _DecodeLaunch(64, 4, 4, 2)
+    return _DecodeLaunch(32, 4, 3, 4)
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class DecodePlan:
     # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
     # grid.
     last_merges: bool
-    shape: _Shape
+    shape: _DecodeLaunch
 
 
 @triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
@@ -344,7 +344,7 @@ def plan(
     _, num_kv_heads, _, head_dim = k_cache.shape
     pairs = num_entries * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    shape = _shape(pairs, sms, dims, k_cache.element_size())
+    shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
     fill = max(1, sms * shape.per_sm // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3
     most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries

@@ -182,19 +182,19 @@ def _prefill_kernel(
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 
-class _Shape(NamedTuple):
+class _PrefillLaunch(NamedTuple):
     rows: int  # queries times heads of a group, a program
     keys: int  # a tile
     num_warps: int
     num_stages: int
 
 
-def _shape(dims: int, element_size: int, deterministic: bool) -> _Shape:
+def _prefill_launch(dims: int, element_size: int, deterministic: bool) -> _PrefillLaunch:
     """Decision rule from measurements on an H200; dims is the padded head size. A deterministic
     one serves decodes too, whose few rows a smaller tile wastes less on."""
     if dims > 128 or element_size > 2:
-        return _Shape(64, 32, 4, 2)
-    return _Shape(64, 64, 4, 3) if deterministic else _Shape(128, 64, 8, 3)
+        return _PrefillLaunch(64, 32, 4, 2)
+    return _PrefillLaunch(64, 64, 4, 3) if deterministic else _PrefillLaunch(128, 64, 8, 3)
 
 
 def attention_prefill(
@@ -219,7 +219,7 @@ def attention_prefill(
     num_entries = kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    shape = _shape(dims, q.element_size(), deterministic)
+    shape = _prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = num_tokens // (rows // group) + num_entries + 1

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import Function, Unavailable, compile_ir, lanes
-from kernels.cpu.ir import Value, Writer, module
+from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.ir import IRWriter, Value, module
 from kernels.cpu.scratch import scratch
 from kernels.metadata import AttentionMeta
 
@@ -23,7 +23,7 @@ _OUT, _LENGTHS, _BLOCKS, _WIDTH, _SCALE, _SCORES, _ROOM, _WORDS = range(13, 21)
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -33,9 +33,9 @@ class Shape:
     dtype: str  # of the cache, LLVM's name
 
 
-def _rotate(shape: Shape, size: int) -> tuple[Writer, str]:
+def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     """For each token: heads turned, keys and values into the cache."""
-    writer = Writer(size)
+    writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)
     qkv, positions, slots, table, q_out, keys, values, q_norm, k_norm = (
@@ -118,9 +118,9 @@ def _rotate(shape: Shape, size: int) -> tuple[Writer, str]:
     return writer, "void @rotate(ptr %args)"
 
 
-def _decode(shape: Shape, size: int) -> tuple[Writer, str]:
+def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     """For each entry and key head: scores of all keys, softmax, weighted sum of the values."""
-    writer = Writer(size)
+    writer = IRWriter(size)
     dim, group, kind = shape.head_dim, shape.num_heads // shape.num_kv_heads, writer.vector
     parts = dim // size
     names = (_Q, _KEYS, _VALUES, _OUT, _LENGTHS, _BLOCKS)
@@ -231,18 +231,18 @@ def _decode(shape: Shape, size: int) -> tuple[Writer, str]:
 
 
 @lru_cache(maxsize=16)
-def _functions(shape: Shape) -> dict[str, Function] | None:
+def _functions(shape: AttentionShape) -> dict[str, NativeFunction] | None:
     """None where there is no compiler."""
     try:
         return compile_ir(module([_rotate(shape, lanes()), _decode(shape, lanes())]))
-    except Unavailable:
+    except CompilerUnavailable:
         return None
 
 
-class Attention:
+class CpuAttention:
     """The two functions for one shape of heads, and their arguments."""
 
-    def __init__(self, shape: Shape, functions: dict[str, Function]) -> None:
+    def __init__(self, shape: AttentionShape, functions: dict[str, NativeFunction]) -> None:
         self._shape = shape
         self._rotate, self._decode = functions["rotate"], functions["decode"]
         self._args = (ctypes.c_int64 * _WORDS)()
@@ -308,14 +308,16 @@ def attention_for(
     rotary_dim: int,
     qk_norm: bool,
     dtype: torch.dtype,
-) -> Attention | None:
+) -> CpuAttention | None:
     """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
     try:
         size = lanes()
-    except Unavailable:
+    except CompilerUnavailable:
         return None
     if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
         return None
-    shape = Shape(num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype])
+    shape = AttentionShape(
+        num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype]
+    )
     functions = _functions(shape)
-    return None if functions is None else Attention(shape, functions)
+    return None if functions is None else CpuAttention(shape, functions)

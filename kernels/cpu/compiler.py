@@ -2,8 +2,8 @@
 
 Triton's library holds all of LLVM, the code generator for x86 included, and gives object code for
 the asking. What is left to do here is a linker's work for one object: lay out its sections, apply
-the relocations, make it executable. `Unavailable` says that this machine cannot (no Triton, no
-libgomp, not x86-64 Linux with AVX2, no executable memory); callers then use plain torch.
+the relocations, make it executable. `CompilerUnavailable` says that this machine cannot (no Triton,
+no libgomp, not x86-64 Linux with AVX2, no executable memory); callers then use plain torch.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _code: list[mmap.mmap] = []  # never freed: functions are used until the process
 _compiling = threading.Lock()
 
 
-class Unavailable(Exception):
+class CompilerUnavailable(Exception):
     """Why there is no compiler here, for a log."""
 
 
@@ -44,13 +44,13 @@ def has_int8() -> bool:
     try:
         if lanes() != 16:
             return False
-    except Unavailable:
+    except CompilerUnavailable:
         return False
     with open("/proc/cpuinfo") as file:
         return " avx512_vnni " in file.read()
 
 
-class Function:
+class NativeFunction:
     """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
     args[1], which are 0 when it starts; the other words are the caller's, addresses included.
     """
@@ -69,12 +69,12 @@ class Function:
 
 @lru_cache(maxsize=1)
 def lanes() -> int:
-    """float32 numbers in a vector register. Raises Unavailable."""
+    """float32 numbers in a vector register. Raises CompilerUnavailable."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Unavailable("kernels are generated for x86-64 Linux only")
+        raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _PROCESSORS:
-        raise Unavailable(f"the processor offers {capability}, AVX2 is needed")
+        raise CompilerUnavailable(f"the processor offers {capability}, AVX2 is needed")
     return _PROCESSORS[capability][1]
 
 
@@ -89,7 +89,7 @@ def _parallel() -> "ctypes._NamedFuncPointer":
         found.restype = None
         found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         return found
-    raise Unavailable("torch does not use libgomp here")
+    raise CompilerUnavailable("torch does not use libgomp here")
 
 
 @lru_cache(maxsize=1)
@@ -102,7 +102,9 @@ def _llvm() -> object:
             getattr(library, f"LLVMInitializeX86{name}")()
         return libtriton.llvm
     except (ImportError, OSError, AttributeError) as error:
-        raise Unavailable(f"Triton's library has no code generator for x86: {error}") from error
+        raise CompilerUnavailable(
+            f"Triton's library has no code generator for x86: {error}"
+        ) from error
 
 
 def _object_code(ir: str) -> bytes:
@@ -117,16 +119,16 @@ def _object_code(ir: str) -> bytes:
         return bytes(translate(*arguments))
 
 
-def compile_ir(ir: str) -> dict[str, Function]:
-    """The external functions of a module, by name. Raises Unavailable."""
+def compile_ir(ir: str) -> dict[str, NativeFunction]:
+    """The external functions of a module, by name. Raises CompilerUnavailable."""
     with _compiling:
         return _compiled(ir)
 
 
 @lru_cache(maxsize=64)
-def _compiled(ir: str) -> dict[str, Function]:
+def _compiled(ir: str) -> dict[str, NativeFunction]:
     _parallel()
-    return {name: Function(address) for name, address in _load(_object_code(ir)).items()}
+    return {name: NativeFunction(address) for name, address in _load(_object_code(ir)).items()}
 
 
 def _load(elf: bytes) -> dict[str, int]:
@@ -144,7 +146,7 @@ def _load(elf: bytes) -> dict[str, int]:
     try:
         memory = mmap.mmap(-1, at, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError as error:
-        raise Unavailable(f"no executable memory: {error}") from error
+        raise CompilerUnavailable(f"no executable memory: {error}") from error
     _code.append(memory)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for index, place in places.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.attention import Attention, attention_for
+from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.reference import *  # noqa: F403
 
@@ -54,10 +54,10 @@ def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, ga
 
 
 @dataclass(slots=True)
-class _Plan:
+class _DeterministicPlan:
     """What the layers of a step share."""
 
-    kernels: Attention | None  # None: reference, token by token
+    kernels: CpuAttention | None  # None: reference, token by token
     # All tokens as decodes; without kernels, each as a step of its own.
     parts: list[AttentionMeta]
 
@@ -89,7 +89,7 @@ def rope_kv_write(
             k_cache.dtype,
         )
         every = _as_decodes(meta)
-        meta.plan = _Plan(kernels, [every] if kernels is not None else _apart(every))
+        meta.plan = _DeterministicPlan(kernels, [every] if kernels is not None else _apart(every))
     if meta.plan.kernels is not None:
         return meta.plan.kernels.rope_kv_write(
             qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta

@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import Function, compile_ir, lanes
-from kernels.cpu.ir import Value, Writer, constant, module
+from kernels.cpu.compiler import NativeFunction, compile_ir, lanes
+from kernels.cpu.ir import IRWriter, Value, constant, module
 from kernels.cpu.scratch import scratch
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
@@ -30,7 +30,7 @@ _X, _OUT, _NUM_ROWS, _W, _BIAS, _BIAS_STEP, _PANELS, _CHUNK, _STRIDE = range(2, 
 _NORM, _EPS, _SCRATCH, _WORDS = range(11, 15)
 
 
-def _tile(writer: Writer, rows: int, width: int, dtype: str) -> None:
+def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
     """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in floats."""
     size = writer.lanes
     kind = writer.vector
@@ -78,7 +78,7 @@ def _tile(writer: Writer, rows: int, width: int, dtype: str) -> None:
     _put(writer, rows, done)
 
 
-def _put(writer: Writer, rows: int, values: list[Value]) -> None:
+def _put(writer: IRWriter, rows: int, values: list[Value]) -> None:
     """Write a tile, or add it to what stands there."""
     size, kind = writer.lanes, writer.vector
     adding = writer.op("icmp ne i64 %add, 0")
@@ -99,7 +99,7 @@ def _put(writer: Writer, rows: int, values: list[Value]) -> None:
             writer.store(value, address)
 
 
-def _tile_int8(writer: Writer, rows: int, width: int) -> None:
+def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
     """The same for quantised rows (see _quantise) and panels (see PackedInt8): exact sums of 8-bit
     products, then the scales."""
     size, kind, integers = writer.lanes, writer.vector, writer.integers
@@ -143,7 +143,7 @@ def _tile_int8(writer: Writer, rows: int, width: int) -> None:
     _put(writer, rows, results)
 
 
-def _tiles(writer: Writer, most: int) -> None:
+def _tiles(writer: IRWriter, most: int) -> None:
     """tile1..tile<most>, chosen at run time."""
     arguments = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
     choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, most + 1))
@@ -156,7 +156,7 @@ def _tiles(writer: Writer, most: int) -> None:
 
 
 def _all_rows(
-    writer: Writer, num_rows: Value, most: int, body: "ctypes._CFunctionType | object"
+    writer: IRWriter, num_rows: Value, most: int, body: "ctypes._CFunctionType | object"
 ) -> None:
     """body(first row, rows) for tiles of at most `most` rows, as even as can be."""
     count = writer.op(f"udiv i64 {writer.add(num_rows, most - 1)}, {most}")
@@ -172,7 +172,7 @@ def _all_rows(
     writer.loop(0, count, [("i64", "0")], each)
 
 
-def _norm(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
+def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
     which costs less than waiting for the others."""
     size, kind = writer.lanes, writer.vector
@@ -208,7 +208,7 @@ def _norm(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) 
     return scratch
 
 
-def _quantise(writer: Writer, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
+def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """Each row in 16 bits: the upper bytes, 128 added, the lower bytes, and the scale; into this
     thread's scratch. (In 8 bits alone a large value takes the precision of all others.)"""
     size, kind = writer.lanes, writer.vector
@@ -249,7 +249,7 @@ def _quantise(writer: Writer, width: int, x: Value, num_rows: Value, offset: Val
 
 
 def _driver(
-    writer: Writer,
+    writer: IRWriter,
     width: int,
     most: int,
     *,
@@ -337,18 +337,18 @@ def scratch_bytes(width: int, int8: bool) -> int:
 
 
 @lru_cache(maxsize=32)
-def _functions(width: int, dtype: str) -> dict[str, Function]:
+def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
     size = lanes()
     most = _ROWS[size] // (2 if dtype == "i8" else 1)
-    parts: list[tuple[Writer, str]] = []
+    parts: list[tuple[IRWriter, str]] = []
     for rows in range(1, most + 1):
-        writer = Writer(size)
+        writer = IRWriter(size)
         if dtype == "i8":
             _tile_int8(writer, rows, width)
         else:
             _tile(writer, rows, width, dtype)
         parts.append((writer, f"internal void @tile{rows}({_TILE})"))
-    writer = Writer(size)
+    writer = IRWriter(size)
     _tiles(writer, most)
     parts.append((writer, f"internal void @tiles(i64 %rows, {_TILE})"))
     for name, norm, add, gate in (
@@ -357,7 +357,7 @@ def _functions(width: int, dtype: str) -> dict[str, Function]:
         ("norm", True, False, None),
         *((gate, True, False, gate) for gate in _GATES),
     ):
-        writer = Writer(size)
+        writer = IRWriter(size)
         _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=dtype == "i8")
         parts.append((writer, f"void @{name}(ptr %args)"))
     return compile_ir(module(parts))
@@ -371,7 +371,7 @@ class PackedLinear:
     """A weight [out, in] of bfloat16 or float16, packed; x is float32, [n, in], contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Raises Unavailable. `fits` must hold."""
+        """Raises CompilerUnavailable. `fits` must hold."""
         outputs, width = weight.shape
         size = lanes()
         self._weight = self._pack(weight, size)

@@ -11,7 +11,7 @@ from itertools import count
 Value = str
 
 
-class Writer:
+class IRWriter:
     """One function: void name(ptr %args), or with arguments of its own."""
 
     def __init__(self, lanes: int) -> None:
@@ -254,7 +254,7 @@ def constant(number: float) -> str:
     return "0x" + struct.pack(">d", single).hex().upper()
 
 
-def module(functions: Sequence[tuple[Writer, str]]) -> str:
+def module(functions: Sequence[tuple[IRWriter, str]]) -> str:
     """Text of (function, signature)s and what they declare."""
     declared = sorted(set().union(*(writer.declarations for writer, _ in functions)))
     return "\n".join([*(writer.text(signature) for writer, signature in functions), *declared])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import Unavailable
+from kernels.cpu.compiler import CompilerUnavailable
 from kernels.cpu.gemm import PackedLinear
 
 Packed = Callable[[Tensor], Tensor]
@@ -29,7 +29,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
     try:
         if weight.dtype in (torch.bfloat16, torch.float16) and PackedLinear.fits(*weight.shape):
             return PackedLinear(weight, bias)
-    except Unavailable:
+    except CompilerUnavailable:
         pass
     if not _has_fbgemm() or float(weight.abs().max()) > FLOAT16_MAX:
         return None

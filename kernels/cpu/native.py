@@ -4,17 +4,17 @@ machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.attention import Attention, attention_for
+from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import *  # noqa: F403
 
 
-class _Plan:
+class _NativePlan:
     """What the layers of a step share: kernels, chosen by the first rotation, and chunks."""
 
-    def __init__(self, kernels: Attention) -> None:
+    def __init__(self, kernels: CpuAttention) -> None:
         self.kernels = kernels
-        self.chunks: list[reference.Chunk] | None = None
+        self.chunks: list[reference.PrefillChunk] | None = None
 
 
 def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
@@ -44,8 +44,8 @@ def rope_kv_write(
             k_cache.dtype,
         )
         if kernels is not None:
-            meta.plan = _Plan(kernels)
-    if isinstance(meta.plan, _Plan):
+            meta.plan = _NativePlan(kernels)
+    if isinstance(meta.plan, _NativePlan):
         return meta.plan.kernels.rope_kv_write(
             qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
         )
@@ -58,7 +58,7 @@ def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
 ) -> Tensor:
     plan = meta.plan
-    if not isinstance(plan, _Plan):
+    if not isinstance(plan, _NativePlan):
         return reference.attention(q, k_cache, v_cache, scale, meta)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]

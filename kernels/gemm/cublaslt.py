@@ -37,7 +37,7 @@ _CONFIG_CLUSTER = 8
 _REDUCE_IN_FLOAT32 = 2
 
 
-class LibraryError(RuntimeError):
+class CublasLtError(RuntimeError):
     """cuBLASLt refuses."""
 
 
@@ -53,7 +53,7 @@ class Algorithm(ctypes.Structure):
     )
 
 
-class Library:
+class CublasLt:
     """libcublasLt with a handle on one device."""
 
     def __init__(self, lib: ctypes.CDLL, device: torch.device) -> None:
@@ -71,24 +71,24 @@ class Library:
     def call(self, name: str, *args: object) -> None:
         status = getattr(self.lib, name)(*args)
         if status:
-            raise LibraryError(f"{name}: cuBLASLt status {status}")
+            raise CublasLtError(f"{name}: cuBLASLt status {status}")
 
 
 @lru_cache
-def library(device: torch.device) -> Library | None:
+def library(device: torch.device) -> CublasLt | None:
     """None, and a line in the log, where the cuBLASLt of torch's CUDA cannot be called."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        return Library(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
-    except (OSError, AttributeError, LibraryError) as error:
+        return CublasLt(ctypes.CDLL(f"libcublasLt.so.{major}"), device)
+    except (OSError, AttributeError, CublasLtError) as error:
         logger.warning("matrix products are not tuned, cuBLASLt cannot be called: %s", error)
         return None
 
 
-class Product:
+class Matmul:
     """y[rows, n] = x[rows, k] @ weight[n, k].T, plus y itself if add."""
 
-    def __init__(self, lib: Library, rows: int, weight: Tensor, add: bool) -> None:
+    def __init__(self, lib: CublasLt, rows: int, weight: Tensor, add: bool) -> None:
         n, k = weight.shape
         kind = TYPES[weight.dtype]
         self._lib = lib
@@ -207,19 +207,19 @@ class Product:
             torch.cuda.current_stream().cuda_stream,
         )
         if status:
-            raise LibraryError(f"cublasLtMatmul: cuBLASLt status {status}")
+            raise CublasLtError(f"cublasLtMatmul: cuBLASLt status {status}")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    product: Product
+class TunedMatmul:
+    matmul: Matmul
     algorithm: Algorithm
 
 
 Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., add
 
 # What the tuner found. One a process, as with Triton's.
-choices: dict[Key, Choice] = {}
+tuned_matmuls: dict[Key, TunedMatmul] = {}
 
 
 def key_of(rows: int, weight: Tensor, add: bool) -> Key:
@@ -229,18 +229,18 @@ def key_of(rows: int, weight: Tensor, add: bool) -> Key:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, k] @ weight [n, k].T + bias [n] -> [rows, n]."""
-    choice = choices.get(key_of(x.shape[0], weight, False)) if bias is None else None
-    if choice is None:
+    tuned = tuned_matmuls.get(key_of(x.shape[0], weight, False)) if bias is None else None
+    if tuned is None:
         return torch.nn.functional.linear(x, weight, bias)
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    choice.product.run(choice.algorithm, x, weight, y)
+    tuned.matmul.run(tuned.algorithm, x, weight, y)
     return y
 
 
 def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual [rows, n] + x [rows, k] @ weight [n, k].T, written over residual."""
-    choice = choices.get(key_of(x.shape[0], weight, True))
-    if choice is None:
+    tuned = tuned_matmuls.get(key_of(x.shape[0], weight, True))
+    if tuned is None:
         return residual.addmm_(x, weight.t())
-    choice.product.run(choice.algorithm, x, weight, residual)
+    tuned.matmul.run(tuned.algorithm, x, weight, residual)
     return residual

@@ -17,14 +17,14 @@ from kernels.gemm import cublaslt_cache
 from kernels.gemm.cublaslt import (
     TYPES,
     Algorithm,
-    Choice,
+    CublasLt,
+    CublasLtError,
     Key,
-    Library,
-    LibraryError,
-    Product,
-    choices,
+    Matmul,
+    TunedMatmul,
     key_of,
     library,
+    tuned_matmuls,
 )
 
 _FEWEST = 16  # rows; below, reading the weights is all, and every algorithm does it alike
@@ -64,12 +64,12 @@ _VARIANTS: tuple[Variant, ...] = (
 # Part of the name of the file of what was found: another list of candidates finds other ones.
 _SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdigest()[:8]
 
-_Found = dict[int, Choice | None]  # rows -> None: the library's own choice
+_Found = dict[int, TunedMatmul | None]  # rows -> None: the library's own choice
 
 _searched: set[Key] = set()
 
 
-class _Search:
+class _AlgorithmSearch:
     """Times algorithms for one number of rows."""
 
     queue_cycles = _QUEUE_CYCLES
@@ -84,13 +84,13 @@ class _Search:
         # Not zeros: what is multiplied decides the power drawn, hence the clock.
         self.x = torch.randn((rows, k), dtype=weight.dtype, device=weight.device)
         self.y = torch.zeros((rows, n), dtype=weight.dtype, device=weight.device)
-        self.product = Product(lib, rows, weight, add)
+        self.matmul = Matmul(lib, rows, weight, add)
         self.timed: list[tuple[float, Algorithm]] = []  # best first
 
     def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
         """None: the library's own choice."""
         if algorithm is not None:
-            self.product.run(algorithm, self.x, weight, self.y)
+            self.matmul.run(algorithm, self.x, weight, self.y)
         elif self.add:
             self.y.addmm_(self.x, weight.t())
         else:
@@ -101,7 +101,7 @@ class _Search:
         takes longer than anything that is timed."""
         try:
             self._run(algorithm, self.weights[0])
-        except LibraryError:
+        except CublasLtError:
             return False
         return True
 
@@ -119,10 +119,10 @@ class _Search:
             end.synchronize()
             if not too_early:
                 return begin.elapsed_time(end)
-            _Search.queue_cycles *= 1.5  # of this process: it tells how fast the host is
+            _AlgorithmSearch.queue_cycles *= 1.5  # of this process: it tells how fast the host is
 
     def try_offered(self) -> None:
-        for algorithm in filter(self.runs, self.product.offered()):
+        for algorithm in filter(self.runs, self.matmul.offered()):
             self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
 
@@ -132,7 +132,7 @@ class _Search:
             return
         base = self.timed[0][1]
         for variant in _VARIANTS:
-            algorithm = self.product.variant(base, *variant)
+            algorithm = self.matmul.variant(base, *variant)
             if algorithm is not None and self.runs(algorithm):
                 self.timed.append((self.milliseconds(algorithm), algorithm))
         self.timed.sort(key=lambda item: item[0])
@@ -176,12 +176,12 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     found = _kept(path, lib, weight, missing, add)
     if found is None:
         found = _search(weights, missing, add)
-        texts = {_name(rows, weight, add): _text(choice) for rows, choice in found.items()}
+        texts = {_name(rows, weight, add): _text(tuned) for rows, tuned in found.items()}
         cublaslt_cache.add(path, texts)
-    for rows, choice in found.items():
+    for rows, tuned in found.items():
         _searched.add(keys[rows])
-        if choice is not None:
-            choices[keys[rows]] = choice
+        if tuned is not None:
+            tuned_matmuls[keys[rows]] = tuned
 
 
 def _device_name(device: torch.device) -> str:
@@ -193,12 +193,12 @@ def _name(rows: int, weight: Tensor, add: bool) -> str:
     return f"{rows}x{n}x{k} {weight.dtype}{' add' if add else ''}"
 
 
-def _text(choice: Choice | None) -> str | None:
-    return None if choice is None else bytes(choice.algorithm).hex()
+def _text(tuned: TunedMatmul | None) -> str | None:
+    return None if tuned is None else bytes(tuned.algorithm).hex()
 
 
 def _kept(
-    path: Path, lib: Library, weight: Tensor, sizes: Sequence[int], add: bool
+    path: Path, lib: CublasLt, weight: Tensor, sizes: Sequence[int], add: bool
 ) -> _Found | None:
     """Of all these sizes, or None: a search wants its landmarks."""
     texts = cublaslt_cache.read(path)
@@ -214,11 +214,11 @@ def _kept(
         data = bytes.fromhex(text)
         if len(data) != ctypes.sizeof(Algorithm):
             return None
-        product = Product(lib, rows, weight, add)
-        algorithm = product.fitted(Algorithm.from_buffer_copy(data))
+        matmul = Matmul(lib, rows, weight, add)
+        algorithm = matmul.fitted(Algorithm.from_buffer_copy(data))
         if algorithm is None:
             return None
-        found[rows] = Choice(product, algorithm)
+        found[rows] = TunedMatmul(matmul, algorithm)
     return found
 
 
@@ -228,7 +228,7 @@ def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Fo
     weights = weights[: max(2, -(-_COLD // weight.nbytes))]
     leaders: dict[int, list[Algorithm]] = {}  # of each landmark
     for rows in sorted(missing, key=lambda rows: (rows not in _LANDMARKS, rows)):
-        search = _Search(weights, rows, add)
+        search = _AlgorithmSearch(weights, rows, add)
         if rows in _LANDMARKS:
             search.try_everything()
             leaders[rows] = search.leaders(_LED)
@@ -240,7 +240,7 @@ def _search(weights: Sequence[Tensor], missing: Sequence[int], add: bool) -> _Fo
             below = [mark for mark in leaders if mark < rows][-1:]
             above = [mark for mark in leaders if mark > rows][:1]
             led = [algorithm for mark in below + above for algorithm in leaders[mark]]
-            among = [fitted for a in led if (fitted := search.product.fitted(a)) is not None]
+            among = [fitted for a in led if (fitted := search.matmul.fitted(a)) is not None]
         algorithm = search.winner(among)
-        found[rows] = None if algorithm is None else Choice(search.product, algorithm)
+        found[rows] = None if algorithm is None else TunedMatmul(search.matmul, algorithm)
     return found

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from loadtest.chaos.network_fault import Relay
-from loadtest.chaos.server_processes import TARGETS, Process, instance_at
+from loadtest.chaos.network_fault import NetworkProxy
+from loadtest.chaos.server_processes import TARGETS, ServerProcess, instance_at
 from loadtest.errors import ScenarioError
 from loadtest.measure.records import FaultMark
 
@@ -62,14 +62,14 @@ class Fault:
         return f"{self.action} {self.target}"
 
 
-class Clock(Protocol):
+class FaultClock(Protocol):
     """The run's: see runner.Clock."""
 
     @property
     def origin(self) -> float: ...
 
     @property
-    def relays(self) -> Sequence[Relay]: ...
+    def proxies(self) -> Sequence[NetworkProxy]: ...
 
     @property
     def spoilt(self) -> list[str]: ...
@@ -79,10 +79,10 @@ class Clock(Protocol):
     def mark(self, what: str, t: float | None = None) -> None: ...
 
 
-class Finder(Protocol):
-    """Where victims come from: Instance, or a test's stand-in."""
+class ProcessFinder(Protocol):
+    """Where victims come from: ServerInstance, or a test's stand-in."""
 
-    def find(self, target: str) -> list[Process]: ...
+    def find(self, target: str) -> list[ServerProcess]: ...
 
 
 def parse_chaos(text: str | Sequence[str]) -> list[Fault]:
@@ -153,12 +153,14 @@ def check_syntax(text: str) -> str:
     return text
 
 
-def needs_relays(texts: Sequence[str]) -> bool:
-    """Whether clients must reach the server through relays."""
+def needs_proxies(texts: Sequence[str]) -> bool:
+    """Whether clients must reach the server through proxies."""
     return any(fault.target == NETWORK for text in texts for fault in parse_chaos(text))
 
 
-def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Awaitable[None]] | None:
+def beside(
+    texts: Sequence[str], url: str, seed: int
+) -> Callable[[FaultClock], Awaitable[None]] | None:
     """What a run has going on beside its load, or None without faults. Raises ScenarioError if
     there is nothing to harm at the URL."""
     faults = [fault for text in texts for fault in parse_chaos(text)]
@@ -167,7 +169,7 @@ def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Await
     processes = [fault for fault in faults if fault.target != NETWORK]
     chaos = Chaos(processes, url=url, seed=seed) if processes else None
 
-    async def harm(clock: Clock) -> None:
+    async def harm(clock: FaultClock) -> None:
         network = asyncio.gather(
             *(_disturb(fault, clock) for fault in faults if fault.target == NETWORK)
         )
@@ -189,27 +191,27 @@ def beside(texts: Sequence[str], url: str, seed: int) -> Callable[[Clock], Await
     return harm
 
 
-async def _disturb(fault: Fault, clock: Clock) -> None:
+async def _disturb(fault: Fault, clock: FaultClock) -> None:
     """One fault of the network, each time that it is due."""
     for t, _ in _times(fault):
         await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
         if fault.action == "kill":
-            cut = sum(relay.cut() for relay in clock.relays)
+            cut = sum(proxy.cut() for proxy in clock.proxies)
             clock.mark(f"{fault.name} ({cut} connections)")
             continue
         by = f" by {fault.by * 1000:g} ms" if fault.by else ""
         clock.mark(f"{fault.name}{by} for {fault.hold:g} s")
-        for relay in clock.relays:
+        for proxy in clock.proxies:
             if fault.action == "pause":
-                relay.hold()
+                proxy.hold()
             else:
-                relay.delay_s = fault.by
+                proxy.delay_s = fault.by
         await asyncio.sleep(fault.hold)
-        for relay in clock.relays:
+        for proxy in clock.proxies:
             if fault.action == "pause":
-                relay.release()
+                proxy.release()
             else:
-                relay.delay_s = 0.0
+                proxy.delay_s = 0.0
         clock.mark(f"network as before ({fault.action})")
 
 
@@ -226,10 +228,10 @@ class Chaos:
         *,
         url: str = "",
         seed: int = 0,
-        finder: Finder | None = None,
+        finder: ProcessFinder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._finder: Finder = finder if finder is not None else instance_at(url)
+        self._finder: ProcessFinder = finder if finder is not None else instance_at(url)
         for fault in faults:
             if not self._finder.find(fault.target):
                 raise ScenarioError(f"{fault.name}: there is no {fault.target} process to harm")
@@ -241,7 +243,7 @@ class Chaos:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self._marks: list[FaultMark] = []
-        self._paused: list[tuple[float, Process, str]] = []
+        self._paused: list[tuple[float, ServerProcess, str]] = []
         self._lost: list[tuple[float, str, set[int], int]] = []  # time, target, pids, how many
         self._error: Exception | None = None
 

@@ -1,8 +1,8 @@
 """A way between the clients and the server that can be made slow, silent or broken.
 
-The clients connect to a relay instead of the server; what passes is not looked at. It costs each
-chunk a passage through one more process, in runs that have a fault of the network, from start to
-end.
+The clients connect to a proxy of ours instead of the server. The proxy does not read the bytes.
+Each chunk then passes through one more process, from start to end of a run that has a network
+fault. Other runs have no proxy.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _PIECE_BYTES = 2**16
 _QUEUE = 1024  # pieces on their way in one direction; a longer delay slows the sender down
 
 
-class Relay:
+class NetworkProxy:
     """To one address. delay_s: how much later what arrives from now on goes on, each way."""
 
     def __init__(self, address: Address) -> None:
@@ -105,7 +105,7 @@ class Relay:
             taking.cancel()
 
 
-async def open_relays(urls: Iterable[str]) -> tuple[list[Relay], list[int]]:
+async def open_proxies(urls: Iterable[str]) -> tuple[list[NetworkProxy], list[int]]:
     """One for each server, and where it listens."""
-    relays = [Relay(Address.of(url)) for url in urls]
-    return relays, [await relay.start() for relay in relays]
+    proxies = [NetworkProxy(Address.of(url)) for url in urls]
+    return proxies, [await proxy.start() for proxy in proxies]

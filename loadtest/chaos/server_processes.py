@@ -31,7 +31,7 @@ _LOOKS, _LOOK_S = 10, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ServerProcess:
     """started: clock ticks since boot; with the pid it names one process for ever."""
 
     pid: int
@@ -56,7 +56,7 @@ class Process:
 
 
 # What each target's processes look like, among those of the instance.
-TARGETS: dict[str, Callable[[Process], bool]] = {
+TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
     "engine": lambda p: " -m engine.process.main" in p.title,
     "replica": lambda p: re.match(r"ray::ServeReplica:[^:]*:engine", p.title) is not None,
     "router": lambda p: re.match(r"ray::ServeReplica:[^:]*:router", p.title) is not None,
@@ -72,16 +72,16 @@ TARGETS: dict[str, Callable[[Process], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class ServerInstance:
     """session: part of the command lines of its raylets. root: the process that listens, for a
     server without Ray, whose descendants then are the instance. port: where it listens, and
     where its successor will."""
 
     session: str | None
-    root: Process
+    root: ServerProcess
     port: int
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ServerProcess]:
         """All that live now, the eldest first."""
         table = _table()
         if self.session is None:
@@ -95,7 +95,7 @@ class Instance:
         children: dict[int, list[int]] = {}
         for process in table.values():
             children.setdefault(process.parent, []).append(process.pid)
-        found: dict[int, Process] = {}
+        found: dict[int, ServerProcess] = {}
         while roots:
             pid = roots.pop()
             if pid in table and pid not in found:
@@ -103,13 +103,13 @@ class Instance:
                 roots += children.get(pid, [])
         return sorted(found.values(), key=lambda p: (p.started, p.pid))
 
-    def find(self, target: str) -> list[Process]:
+    def find(self, target: str) -> list[ServerProcess]:
         """The target's live processes; `server` is the one that listens."""
         if target == "server":
             return self._servers({p.pid: p for p in self.processes()})
         return [p for p in self.processes() if TARGETS[target](p)]
 
-    def _servers(self, table: dict[int, Process]) -> list[Process]:
+    def _servers(self, table: dict[int, ServerProcess]) -> list[ServerProcess]:
         """The process of the table that listens: the first one while it lives, then another."""
         first = table.get(self.root.pid)
         if first is not None and first.started == self.root.started:
@@ -118,7 +118,7 @@ class Instance:
         return [table[min(there)]] if there else []
 
 
-def instance_at(url: str) -> Instance:
+def instance_at(url: str) -> ServerInstance:
     """The instance that answers at a URL. Raises ScenarioError if it is not on this machine."""
     if not Path("/proc/net/tcp").exists():
         raise ScenarioError("faults need Linux: processes are found in /proc")
@@ -138,16 +138,16 @@ def instance_at(url: str) -> Instance:
         pid = listener
         while pid in table:
             if _program(table[pid]) == "raylet" and (session := _session(table[pid])):
-                return Instance(session, table[listener], port)
+                return ServerInstance(session, table[listener], port)
             pid = table[pid].parent
-    return Instance(None, table[min(listeners)], port)
+    return ServerInstance(None, table[min(listeners)], port)
 
 
-def _program(process: Process) -> str:
+def _program(process: ServerProcess) -> str:
     return os.path.basename(process.title.split(" ", 1)[0])
 
 
-def _session(process: Process) -> str | None:
+def _session(process: ServerProcess) -> str | None:
     found = _SESSION.search(process.title)
     return found[0] if found else None
 
@@ -187,12 +187,12 @@ def _listeners(port: int) -> list[int]:
     return found
 
 
-def _table() -> dict[int, Process]:
+def _table() -> dict[int, ServerProcess]:
     found = (_read(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
     return {process.pid: process for process in found if process is not None}
 
 
-def _read(pid: int) -> Process | None:
+def _read(pid: int) -> ServerProcess | None:
     """None for one that has ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -202,4 +202,4 @@ def _read(pid: int) -> Process | None:
     if fields[0] in "ZX":
         return None
     text = title.replace(b"\0", b" ").decode("utf-8", "replace").strip()
-    return Process(pid, int(fields[1]), int(fields[19]), text)
+    return ServerProcess(pid, int(fields[1]), int(fields[19]), text)

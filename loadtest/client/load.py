@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from loadtest.client.exchange import Exchange
-from loadtest.http import Address, Connection, Pool, clock, request_head, with_body
+from loadtest.client.attempt import RequestAttempt
+from loadtest.http import Address, ConnectionPool, HttpConnection, clock, request_head, with_body
 from loadtest.measure.records import RequestRecord
-from loadtest.measure.verify import Answer, Reference, check, count_slips
-from loadtest.scenario.requests import Job
+from loadtest.measure.verify import ReceivedAnswer, Reference, check, count_slips
+from loadtest.scenario.requests import RequestSpec
 from loadtest.scenario.schedule import PhasePlan, Visit
 from loadtest.scenario.schema import Target, read_key
 
@@ -31,7 +31,7 @@ _CPU_WINDOW_S = 5.0
 _REFUSED_PAUSE_S = 0.1
 
 
-class Progress(msgspec.Struct):
+class ClientProgress(msgspec.Struct):
     """How far one client process is. Counts since its start; ttft, late: since the last look."""
 
     phase: str = ""
@@ -47,7 +47,7 @@ class Progress(msgspec.Struct):
     cpu_share: float = 0.0
 
 
-class Client:
+class LoadClient:
     """sink(record): every request ends there once, in the order of their ends."""
 
     def __init__(
@@ -56,23 +56,23 @@ class Client:
         sink: Callable[[RequestRecord], None],
         *,
         references: dict[str, Reference] | None = None,
-        keep: Callable[[Job, RequestRecord, Answer], None] | None = None,
+        keep: Callable[[RequestSpec, RequestRecord, ReceivedAnswer], None] | None = None,
         barrier: Callable[[], Awaitable[float]] | None = None,
-        relays: Sequence[int] = (),
+        proxies: Sequence[int] = (),
     ) -> None:
         """references: compare answers with them. keep: take each answer. barrier: the time at which
-        all processes of a run begin the next phase, where that hangs on answers. relays: ports on
+        all processes of a run begin the next phase, where that hangs on answers. proxies: ports on
         this machine to connect to instead of the servers."""
         self._target = target
         self._sink, self._references, self._keep = sink, references, keep
         self._barrier = barrier
         addresses = [Address.of(url) for url in target.urls]
-        if relays:
+        if proxies:
             addresses = [
                 address._replace(host="127.0.0.1", port=port)
-                for address, port in zip(addresses, relays, strict=True)
+                for address, port in zip(addresses, proxies, strict=True)
             ]
-        self._pools = [Pool(address) for address in addresses]
+        self._pools = [ConnectionPool(address) for address in addresses]
         headers = {"accept": "text/event-stream, application/json", "x-return-timing": "1"}
         if target.key_file is not None:
             headers["authorization"] = f"Bearer {read_key(target.key_file)}"
@@ -80,13 +80,13 @@ class Client:
         watched = references is not None or keep is not None
         self._token_ids = watched if target.token_ids is None else target.token_ids
         self._heads: dict[tuple[int, str, tuple[tuple[str, str], ...]], bytes] = {}
-        self._open: dict[Exchange, Callable[[float], None] | None] = {}
-        self._connecting: dict[Exchange, asyncio.Task[None]] = {}
+        self._open: dict[RequestAttempt, Callable[[float], None] | None] = {}
+        self._connecting: dict[RequestAttempt, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slips: list[tuple[RequestRecord, Answer, Reference]] = []
+        self._slips: list[tuple[RequestRecord, ReceivedAnswer, Reference]] = []
         self._stop = asyncio.Event()
         self._origin = 0.0
-        self.progress = Progress()
+        self.progress = ClientProgress()
         self.cpu_share = 0.0
 
     def stop(self) -> None:
@@ -109,8 +109,8 @@ class Client:
             await self._drain()
         finally:
             now = clock()
-            for exchange in list(self._open):
-                exchange.cancel(now)
+            for attempt in list(self._open):
+                attempt.cancel(now)
             for task in (*watch, *self._tasks):
                 task.cancel()
             await asyncio.gather(*watch, *self._tasks, return_exceptions=True)
@@ -119,16 +119,16 @@ class Client:
                 self._sink(count_slips(record, answer, reference))
             gc.unfreeze()
 
-    async def ask(self, plan: PhasePlan, number: int, job: Job) -> None:
+    async def ask(self, plan: PhasePlan, number: int, spec: RequestSpec) -> None:
         """One request, alone and awaited; its record goes to the sink as any other's."""
         over = asyncio.Event()
-        self._send(plan, number, None, job, clock(), lambda ended: over.set())
+        self._send(plan, number, None, spec, clock(), lambda ended: over.set())
         try:
             async with asyncio.timeout(self._target.timeout):
                 await over.wait()
         except TimeoutError:
-            for exchange in list(self._open):
-                exchange.fail("timeout", f"not done after {self._target.timeout:g} s", clock())
+            for attempt in list(self._open):
+                attempt.fail("timeout", f"not done after {self._target.timeout:g} s", clock())
 
     def close(self) -> None:
         """Close idle connections."""
@@ -203,7 +203,7 @@ class Client:
                 due = ended + visit.thinks[turn]
                 self._task(self._later(plan, visit, turn + 1, due))
 
-        self._send(plan, visit.index + turn, session, plan.job(visit, turn), intended, after)
+        self._send(plan, visit.index + turn, session, plan.spec(visit, turn), intended, after)
 
     async def _later(self, plan: PhasePlan, visit: Visit, turn: int, due: float) -> None:
         await self._wait(due)
@@ -228,7 +228,7 @@ class Client:
                 if not active:
                     over.set()
                 return
-            self._send(plan, index, None, plan.source.job(index), intended, next_one)
+            self._send(plan, index, None, plan.generator.spec(index), intended, next_one)
 
         active = plan.concurrency
         if not active:  # more client processes than places
@@ -246,63 +246,63 @@ class Client:
         plan: PhasePlan,
         index: int,
         session: int | None,
-        job: Job,
+        spec: RequestSpec,
         intended: float,
         after: Callable[[float], None] | None,
     ) -> None:
-        body = job.body(token_ids=self._token_ids, chunk_usage=self._target.chunk_usage)
+        body = spec.body(token_ids=self._token_ids, chunk_usage=self._target.chunk_usage)
         at = index % len(self._pools)
         pool = self._pools[at]
-        where = (at, job.path, tuple(job.headers.items()))
+        where = (at, spec.path, tuple(spec.headers.items()))
         head = self._heads.get(where)
         if head is None:
-            headers = self._headers | job.headers
-            head = self._heads[where] = request_head(pool.address, "POST", job.path, headers)
+            headers = self._headers | spec.headers
+            head = self._heads[where] = request_head(pool.address, "POST", spec.path, headers)
         request = with_body(head, body)
         keep = self._keep is not None or self._references is not None
         now = clock()
-        exchange = Exchange(
-            plan, index, session, job, intended, now, self._origin, self._done, keep
+        attempt = RequestAttempt(
+            plan, index, session, spec, intended, now, self._origin, self._done, keep
         )
-        self._open[exchange] = after
+        self._open[attempt] = after
         sent, phase = self.progress.sent, plan.phase.name
         sent[phase] = sent.get(phase, 0) + 1
         self.progress.late.append(now - intended)
-        if job.cancel_after is not None:
-            asyncio.get_running_loop().call_later(job.cancel_after, self._cancel, exchange)
-        connection = None if job.slow_pause else pool.take(now)
+        if spec.cancel_after is not None:
+            asyncio.get_running_loop().call_later(spec.cancel_after, self._cancel, attempt)
+        connection = None if spec.slow_pause else pool.take(now)
         if connection is not None:
-            exchange.connection = connection
-            connection.send(request, exchange)
+            attempt.connection = connection
+            connection.send(request, attempt)
         else:
-            task = asyncio.create_task(self._connect(pool, exchange, request))
-            self._connecting[exchange] = task
+            task = asyncio.create_task(self._connect(pool, attempt, request))
+            self._connecting[attempt] = task
             self._keep_task(task)
 
-    def _cancel(self, exchange: Exchange) -> None:
-        if exchange in self._open:
-            exchange.cancel(clock())
+    def _cancel(self, attempt: RequestAttempt) -> None:
+        if attempt in self._open:
+            attempt.cancel(clock())
 
-    async def _connect(self, pool: Pool, exchange: Exchange, request: bytes) -> None:
-        connection: Connection | None = None
+    async def _connect(self, pool: ConnectionPool, attempt: RequestAttempt, request: bytes) -> None:
+        connection: HttpConnection | None = None
         try:
-            connection = await pool.connect(self._target.connect_timeout, exchange.job.slow_pause)
+            connection = await pool.connect(self._target.connect_timeout, attempt.spec.slow_pause)
         except TimeoutError:
-            exchange.fail("connect", "no connection within connect_timeout", clock())
+            attempt.fail("connect", "no connection within connect_timeout", clock())
         except OSError as error:
-            exchange.fail("connect", str(error), clock())
+            attempt.fail("connect", str(error), clock())
         finally:
-            self._connecting.pop(exchange, None)
+            self._connecting.pop(attempt, None)
         if connection is None:
             return
-        if exchange not in self._open:  # cancelled in the meantime
+        if attempt not in self._open:  # cancelled in the meantime
             connection.abandon()
             return
         now = clock()
-        exchange.connect_s = now - exchange.sent
-        exchange.last_byte = now
-        exchange.connection = connection
-        connection.send(request, exchange)
+        attempt.connect_s = now - attempt.sent
+        attempt.last_byte = now
+        attempt.connection = connection
+        connection.send(request, attempt)
 
     def _task(self, work: "asyncio._CoroutineLike[None]") -> None:
         self._keep_task(asyncio.create_task(work))
@@ -311,18 +311,20 @@ class Client:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _done(self, exchange: Exchange, record: RequestRecord, answer: Answer | None) -> None:
-        after = self._open.pop(exchange)
-        connecting = self._connecting.pop(exchange, None)
+    def _done(
+        self, attempt: RequestAttempt, record: RequestRecord, answer: ReceivedAnswer | None
+    ) -> None:
+        after = self._open.pop(attempt)
+        connecting = self._connecting.pop(attempt, None)
         if connecting is not None and connecting is not asyncio.current_task():
             connecting.cancel()
         reference = None
-        if answer is not None and self._references is not None and exchange.job.repeatable:
-            reference = self._references.get(exchange.job.key())
+        if answer is not None and self._references is not None and attempt.spec.repeatable:
+            reference = self._references.get(attempt.spec.key())
             record = check(record, answer, reference)
         if answer is not None and self._keep is not None:
-            self._keep(exchange.job, record, answer)
-        self._count(exchange, record)
+            self._keep(attempt.spec, record, answer)
+        self._count(attempt, record)
         if record.verified == "different" and record.ok:
             assert answer is not None and reference is not None
             self._slips.append((record, answer, reference))
@@ -336,7 +338,7 @@ class Client:
         else:
             after(self._origin + record.end_s)
 
-    def _count(self, exchange: Exchange, record: RequestRecord) -> None:
+    def _count(self, attempt: RequestAttempt, record: RequestRecord) -> None:
         progress = self.progress
         progress.done[record.phase] = progress.done.get(record.phase, 0) + 1
         progress.tokens += record.output_tokens
@@ -346,8 +348,8 @@ class Client:
             progress.errors[name] = progress.errors.get(name, 0) + 1
         progress.cancelled += record.cancelled
         progress.different += record.verified == "different"
-        if exchange.first_token is not None:
-            progress.ttft.append(exchange.first_token)
+        if attempt.first_token is not None:
+            progress.ttft.append(attempt.first_token)
 
     async def _sweep(self) -> None:
         """Ends what waits too long: one look at all, instead of a timer for each."""
@@ -355,13 +357,13 @@ class Client:
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = clock()
-            for exchange in list(self._open):
-                if exchange in self._connecting:
+            for attempt in list(self._open):
+                if attempt in self._connecting:
                     continue
-                if now - exchange.last_byte > target.chunk_timeout:
-                    exchange.fail("timeout", f"no byte for {target.chunk_timeout:g} s", now)
-                elif now - exchange.sent > target.timeout:
-                    exchange.fail("timeout", f"not done after {target.timeout:g} s", now)
+                if now - attempt.last_byte > target.chunk_timeout:
+                    attempt.fail("timeout", f"no byte for {target.chunk_timeout:g} s", now)
+                elif now - attempt.sent > target.timeout:
+                    attempt.fail("timeout", f"not done after {target.timeout:g} s", now)
 
     async def _watch_cpu(self) -> None:
         """cpu_share: the highest over any five seconds, or over the whole of a shorter run."""

@@ -1,9 +1,9 @@
 """One client process of a run. Started by runner.py; talks JSON lines over its pipes.
 
-    stdin   Order, then Go with the time 0 of the run; its end means: hang up, go
-    stdout  Ready, then Report lines, then Finished; Waiting asks for the next Go, which comes when
-            every process has asked: where a phase's end hangs on answers, they begin the next
-            one together
+    stdin   ClientAssignment, then StartSignal with the time 0 of the run; end of file: hang up, go
+    stdout  ClientReady, then ProgressReport lines, then ClientFinished. AtBarrier asks for the next
+            StartSignal, which is sent when every process has asked: where a phase's end depends on
+            answers, all processes begin the next phase together
 
 Records go to a file. Processes instead of threads: the terminal's table, or another client, must
 not be able to hold up a send.
@@ -20,22 +20,22 @@ from typing import Any
 
 import msgspec
 
-from loadtest.client.load import Client, Progress
+from loadtest.client.load import ClientProgress, LoadClient
 from loadtest.measure.records import RequestRecord
-from loadtest.measure.verify import Answer, Reference, read_references, reference_of
+from loadtest.measure.verify import ReceivedAnswer, Reference, read_references, reference_of
 from loadtest.scenario.parse import parse
-from loadtest.scenario.requests import Job
+from loadtest.scenario.requests import RequestSpec
 from loadtest.scenario.schedule import lay_out
 
 _REPORT_S = 0.25
 _FLUSH_BYTES = 2**20
 
 
-class Order(msgspec.Struct, kw_only=True):
+class ClientAssignment(msgspec.Struct, kw_only=True):
     """What to run. scenario: its text; folder: for its paths. results: folder to write into, where
     `records` has a RequestRecord a line.
 
-    references: compare with this file. relays: see Client. keep: write the answers too, to `kept`.
+    references: compare with this file. proxies: see LoadClient. keep: write the answers to `kept`.
     """
 
     scenario: str
@@ -47,33 +47,33 @@ class Order(msgspec.Struct, kw_only=True):
     results: str = ""
     references: str | None = None
     keep: bool = False
-    relays: list[int] = []
+    proxies: list[int] = []
 
 
-class Go(msgspec.Struct):
+class StartSignal(msgspec.Struct):
     """at: a time on the monotonic clock."""
 
     at: float
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class ClientReady(msgspec.Struct, tag="ready"):
     requests: int
 
 
-class Waiting(msgspec.Struct, tag="waiting"):
+class AtBarrier(msgspec.Struct, tag="waiting"):
     pass
 
 
-class Report(msgspec.Struct, tag="progress"):
-    progress: Progress
+class ProgressReport(msgspec.Struct, tag="progress"):
+    progress: ClientProgress
 
 
-class Finished(msgspec.Struct, tag="finished"):
+class ClientFinished(msgspec.Struct, tag="finished"):
     cpu_share: float
     unsent: int
 
 
-Message = Ready | Waiting | Report | Finished
+Message = ClientReady | AtBarrier | ProgressReport | ClientFinished
 
 
 def _say(message: Message) -> None:
@@ -100,38 +100,41 @@ class _Records:
         self._buffer.clear()
 
 
-async def _work(order: Order) -> None:
-    scenario = parse(order.scenario, "scenario", Path(order.folder), order.overrides)
-    plans = [plan.share(order.worker, order.procs) for plan in lay_out(scenario, order.model)]
-    references = read_references(Path(order.references)) if order.references else None
-    records = _Records(Path(order.results, "records"))
+async def _work(assignment: ClientAssignment) -> None:
+    scenario = parse(assignment.scenario, "scenario", Path(assignment.folder), assignment.overrides)
+    plans = [
+        plan.share(assignment.worker, assignment.procs)
+        for plan in lay_out(scenario, assignment.model)
+    ]
+    references = read_references(Path(assignment.references)) if assignment.references else None
+    records = _Records(Path(assignment.results, "records"))
     kept: dict[str, Reference] = {}
 
-    def keep(job: Job, record: RequestRecord, answer: Answer) -> None:
+    def keep(spec: RequestSpec, record: RequestRecord, answer: ReceivedAnswer) -> None:
         if record.ok:
-            kept[job.key()] = reference_of(job.key(), record, answer)
+            kept[spec.key()] = reference_of(spec.key(), record, answer)
 
     starts: asyncio.Queue[float] = asyncio.Queue()
 
     async def barrier() -> float:
-        _say(Waiting())
+        _say(AtBarrier())
         return await starts.get()
 
-    client = Client(
+    client = LoadClient(
         scenario.target,
         records.add,
         references=references,
-        keep=keep if order.keep else None,
-        barrier=barrier if order.procs > 1 else None,
-        relays=order.relays,
+        keep=keep if assignment.keep else None,
+        barrier=barrier if assignment.procs > 1 else None,
+        proxies=assignment.proxies,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, client.stop)
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    _say(Ready(sum(plan.total or 0 for plan in plans)))
-    go = msgspec.json.decode(await lines.readline() or b"null", type=Go | None)
+    _say(ClientReady(sum(plan.total or 0 for plan in plans)))
+    go = msgspec.json.decode(await lines.readline() or b"null", type=StartSignal | None)
     if go is None:
         return
     watch = [
@@ -144,29 +147,29 @@ async def _work(order: Order) -> None:
         for task in watch:
             task.cancel()
         records.flush()
-    if order.keep:
+    if assignment.keep:
         encode = msgspec.json.encode
         data = b"".join(encode(reference) + b"\n" for reference in kept.values())
-        Path(order.results, "kept").write_bytes(data)
-    _say(Report(client.progress))
+        Path(assignment.results, "kept").write_bytes(data)
+    _say(ProgressReport(client.progress))
     planned = sum(plan.total or 0 for plan in plans)
     sent = sum(client.progress.sent.values())
-    _say(Finished(client.cpu_share, max(0, planned - sent)))
+    _say(ClientFinished(client.cpu_share, max(0, planned - sent)))
 
 
-async def _report(client: Client) -> None:
+async def _report(client: LoadClient) -> None:
     while True:
         await asyncio.sleep(_REPORT_S)
-        _say(Report(client.progress))
+        _say(ProgressReport(client.progress))
         client.progress.ttft.clear()
         client.progress.late.clear()
 
 
 async def _listen(
-    lines: asyncio.StreamReader, starts: asyncio.Queue[float], client: Client
+    lines: asyncio.StreamReader, starts: asyncio.Queue[float], client: LoadClient
 ) -> None:
     while line := await lines.readline():
-        starts.put_nowait(msgspec.json.decode(line, type=Go).at)
+        starts.put_nowait(msgspec.json.decode(line, type=StartSignal).at)
     client.stop()
 
 
@@ -176,9 +179,9 @@ def main() -> None:
     if soft < hard:  # a connection for each request under way
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    order = msgspec.json.decode(_first_line(), type=Order)
+    assignment = msgspec.json.decode(_first_line(), type=ClientAssignment)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        asyncio.run(_work(order))
+        asyncio.run(_work(assignment))
 
 
 def _first_line() -> bytes:

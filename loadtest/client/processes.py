@@ -12,21 +12,29 @@ from typing import Protocol
 import msgspec
 
 import loadtest
-from loadtest.client.load import Progress
-from loadtest.client.process import Finished, Go, Message, Order, Ready, Report, Waiting
+from loadtest.client.load import ClientProgress
+from loadtest.client.process import (
+    AtBarrier,
+    ClientAssignment,
+    ClientFinished,
+    ClientReady,
+    Message,
+    ProgressReport,
+    StartSignal,
+)
 from loadtest.errors import RunError
 
 _READY_TIMEOUT_S = 300.0
 
 
-class Link(Protocol):
+class ProcessConnection(Protocol):
     """The way to a client process (process.py). offset: what its clock shows more than ours.
     where: a machine that is not ours; and how well its clock is known."""
 
     offset: float
     where: str
 
-    async def start(self, order: Order) -> None: ...
+    async def start(self, assignment: ClientAssignment) -> None: ...
 
     def write(self, line: bytes) -> None: ...
 
@@ -48,7 +56,7 @@ class Link(Protocol):
 
 
 class LocalProcess:
-    """A Link to a process on this machine. folder: for its files."""
+    """A ProcessConnection to a process on this machine. folder: for its files."""
 
     offset = 0.0
     where = ""
@@ -57,9 +65,9 @@ class LocalProcess:
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, order: Order) -> None:
+    async def start(self, assignment: ClientAssignment) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        order.results = str(self._folder)
+        assignment.results = str(self._folder)
         parent = str(Path(loadtest.__file__).parents[1])
         path = os.pathsep.join(filter(None, (parent, os.environ.get("PYTHONPATH"))))
         self._process = await asyncio.create_subprocess_exec(
@@ -72,7 +80,7 @@ class LocalProcess:
             start_new_session=True,  # Ctrl-C is ours to hand on
             limit=2**26,
         )
-        self.write(msgspec.json.encode(order) + b"\n")
+        self.write(msgspec.json.encode(assignment) + b"\n")
 
     def write(self, line: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -109,40 +117,40 @@ class LocalProcess:
 class Worker:
     """One client process. over: it has finished, or died."""
 
-    def __init__(self, link: Link, order: Order) -> None:
-        self.link = link
-        self.progress = Progress()
-        self.finished: Finished | None = None
+    def __init__(self, connection: ProcessConnection, assignment: ClientAssignment) -> None:
+        self.connection = connection
+        self.progress = ClientProgress()
+        self.finished: ClientFinished | None = None
         self.waiting = False
         self.over = False
-        self._order = order
+        self._assignment = assignment
         self._decode = msgspec.json.Decoder(Message).decode
 
     async def start(self) -> None:
         """Start it and wait until it has its part of the plan. Raises RunError."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
-            await self.link.start(self._order)
-            if not isinstance(await self._message(), Ready):
+            await self.connection.start(self._assignment)
+            if not isinstance(await self._message(), ClientReady):
                 raise RunError("a client process did not start; its message is above")
 
     def go(self, at: float) -> None:
         """at: on our clock."""
-        self.link.write(msgspec.json.encode(Go(at + self.link.offset)) + b"\n")
+        self.connection.write(msgspec.json.encode(StartSignal(at + self.connection.offset)) + b"\n")
 
     async def _message(self) -> Message | None:
-        line = await self.link.readline()
+        line = await self.connection.readline()
         return self._decode(line) if line.strip() else None
 
     async def listen(self, show: Callable[[], None], meet: Callable[[], None]) -> None:
         """Until it has finished, or died."""
         while (message := await self._message()) is not None:
-            if isinstance(message, Report):
+            if isinstance(message, ProgressReport):
                 self.progress = message.progress
                 show()
-            elif isinstance(message, Waiting):
+            elif isinstance(message, AtBarrier):
                 self.waiting = True
                 meet()
-            elif isinstance(message, Finished):
+            elif isinstance(message, ClientFinished):
                 self.finished = message
         self.over = True
         meet()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import loadtest
-from loadtest.client.process import Order
+from loadtest.client.process import ClientAssignment
 from loadtest.client.processes import LocalProcess
 from loadtest.errors import RunError, ScenarioError
 from loadtest.http import clock
@@ -44,17 +44,19 @@ class Host:
     async def now(self) -> float:
         return clock()
 
-    async def start(self, order: Order, files: dict[str, bytes], references: bytes | None) -> None:
+    async def start(
+        self, assignment: ClientAssignment, files: dict[str, bytes], references: bytes | None
+    ) -> None:
         """files: by the scenario's dotted key, what is to be read there."""
         for key, data in files.items():
             path = Path(self._folder.name, key)
             path.write_bytes(data)
-            order.overrides[key] = str(path)
+            assignment.overrides[key] = str(path)
         if references is not None:
             path = Path(self._folder.name, "references")
             path.write_bytes(references)
-            order.references = str(path)
-        await self._process.start(order)
+            assignment.references = str(path)
+        await self._process.start(assignment)
 
     async def write(self, line: bytes) -> None:
         self._process.write(line)
@@ -80,7 +82,7 @@ class Host:
 
 
 class RayProcess:
-    """A Link to a Host. folder: for copies of its files."""
+    """A ProcessConnection to a Host. folder: for copies of its files."""
 
     def __init__(self, host: Any, folder: Path, files: dict[str, Path]) -> None:
         self._host, self._folder, self._files = host, folder, files
@@ -106,10 +108,10 @@ class RayProcess:
             self.offset, known = await compare_clocks(self._host.now.remote)
             self.where = f"{name} (clock within {known * 1000:.1f} ms)"
 
-    async def start(self, order: Order) -> None:
+    async def start(self, assignment: ClientAssignment) -> None:
         files = {key: path.read_bytes() for key, path in self._files.items()}
-        references = Path(order.references).read_bytes() if order.references else None
-        await self._host.start.remote(order, files, references)
+        references = Path(assignment.references).read_bytes() if assignment.references else None
+        await self._host.start.remote(assignment, files, references)
 
     def write(self, line: bytes) -> None:
         self._host.write.remote(line)

@@ -52,7 +52,7 @@ class Assertion(NamedTuple):
     text: str
 
 
-class Outcome(NamedTuple):
+class AssertionResult(NamedTuple):
     """value: what the run had, None if it has no such figure."""
 
     assertion: Assertion
@@ -120,7 +120,7 @@ def figures(summary: Summary) -> dict[str, float | None]:
     return found
 
 
-def evaluate(texts: list[str], summary: Summary) -> list[Outcome]:
+def evaluate(texts: list[str], summary: Summary) -> list[AssertionResult]:
     """Raises ValueError as parse() does."""
     values = figures(summary)
     outcomes = []
@@ -130,5 +130,5 @@ def evaluate(texts: list[str], summary: Summary) -> list[Outcome]:
         else:
             value = values[assertion.name]
         holds = value is not None and _OPERATORS[assertion.sign](value, assertion.value)
-        outcomes.append(Outcome(assertion, value, holds))
+        outcomes.append(AssertionResult(assertion, value, holds))
     return outcomes

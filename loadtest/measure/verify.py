@@ -3,8 +3,8 @@ quiet run, one request at a time, or by anything else that writes its lines:
 
     {"key": "...", "text": "...", "token_ids": [...], "finish_reason": "length"}
 
-`key` names the question (Job.key); token ids are compared where both sides have them, else the
-text. An answer that was cut or cancelled is right if it is a beginning of the reference.
+`key` names the question (RequestSpec.key). Token ids are compared where both sides have them, else
+the text. An answer that was cut or cancelled is right if it is a beginning of the reference.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from loadtest.errors import ScenarioError
 from loadtest.measure.records import RequestRecord, Verified
 
 
-class Answer:
+class ReceivedAnswer:
     """What was received: pieces of text, and ids unless a piece came without."""
 
     __slots__ = ("ids", "texts")
@@ -49,7 +49,7 @@ class Reference(msgspec.Struct, frozen=True, omit_defaults=True):
     pieces: list[str] | None = None
 
 
-def reference_of(key: str, record: RequestRecord, answer: Answer) -> Reference:
+def reference_of(key: str, record: RequestRecord, answer: ReceivedAnswer) -> Reference:
     return Reference(
         key, answer.text, answer.ids or None, record.finish_reason, [t for t in answer.texts if t]
     )
@@ -80,7 +80,9 @@ def write_references(references: list[Reference], path: Path) -> None:
     path.write_bytes(b"".join(encode(reference) + b"\n" for reference in references))
 
 
-def check(record: RequestRecord, answer: Answer, reference: Reference | None) -> RequestRecord:
+def check(
+    record: RequestRecord, answer: ReceivedAnswer, reference: Reference | None
+) -> RequestRecord:
     """The record with `verified`; "not checked" without a reference, and where nothing came."""
     if reference is None or not (record.ok or answer.texts):
         return record
@@ -93,7 +95,9 @@ def check(record: RequestRecord, answer: Answer, reference: Reference | None) ->
     return msgspec.structs.replace(record, verified=verified)
 
 
-def count_slips(record: RequestRecord, answer: Answer, reference: Reference) -> RequestRecord:
+def count_slips(
+    record: RequestRecord, answer: ReceivedAnswer, reference: Reference
+) -> RequestRecord:
     """A whole but different answer's record with what is missing or doubled. Slow: afterwards."""
     got, want = _comparable(answer, reference)
     if isinstance(got, str):
@@ -110,7 +114,9 @@ def count_slips(record: RequestRecord, answer: Answer, reference: Reference) -> 
     )
 
 
-def _comparable(answer: Answer, reference: Reference) -> tuple[Sequence[Any], Sequence[Any]]:
+def _comparable(
+    answer: ReceivedAnswer, reference: Reference
+) -> tuple[Sequence[Any], Sequence[Any]]:
     if answer.ids and reference.token_ids:
         return answer.ids, reference.token_ids
     return answer.text, reference.text

@@ -12,9 +12,9 @@ from loadtest.report import page
 from loadtest.report.charts import (
     Axis,
     Band,
+    ChartPanel,
     Kind,
     Mark,
-    Panel,
     Series,
     duration,
     line_chart,
@@ -22,11 +22,11 @@ from loadtest.report.charts import (
     percent,
     timeline,
 )
-from loadtest.report.page import Cell, Tile
+from loadtest.report.page import Cell, SummaryTile
 from loadtest.report.series import (
     METRICS,
     TITLES,
-    Run,
+    SavedRun,
     cdf,
     read_run,
     silences,
@@ -53,7 +53,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
-def run_page(run: Run) -> str:
+def run_page(run: SavedRun) -> str:
     """The page's text."""
     s = run.summary
     parts = [
@@ -105,20 +105,22 @@ def _struck(s: Summary) -> int:
     )
 
 
-def _tiles(s: Summary) -> list[Tile]:
+def _tiles(s: Summary) -> list[SummaryTile]:
     good = s.goodput
     limits = ", ".join(f"{k} < {duration(v)}" for k, v in good.slo.items())
     checked = s.verified_ok + s.verified_different
     wrong = bool(s.verified_different)
     made = [
-        Tile(
+        SummaryTile(
             "Requests",
             number(s.requests),
             f"{s.failed} failed, {s.cancelled} cancelled by us",
             "bad" if s.failed else "",
         ),
-        Tile("Served", f"{number(s.served_per_s)}/s", f"offered {number(s.offered_per_s)}/s"),
-        Tile(
+        SummaryTile(
+            "Served", f"{number(s.served_per_s)}/s", f"offered {number(s.offered_per_s)}/s"
+        ),
+        SummaryTile(
             "Output tokens",
             f"{number(s.output_tokens_per_s)}/s",
             f"{number(s.output_tokens)} in {duration(s.duration_s)}"
@@ -131,13 +133,13 @@ def _tiles(s: Summary) -> list[Tile]:
     ]
     for title, p in (("TTFT", s.ttft), ("TPOT", s.tpot), ("End to end", s.e2e)):
         if p.count:
-            made.append(Tile(f"{title} p50", duration(p.p50), f"p99 {duration(p.p99)}"))
+            made.append(SummaryTile(f"{title} p50", duration(p.p50), f"p99 {duration(p.p99)}"))
     if good.slo:
         interval = f"{percent(good.low)} to {percent(good.high)}"
-        made.append(Tile("Goodput", percent(good.fraction), f"{interval}; {limits}"))
+        made.append(SummaryTile("Goodput", percent(good.fraction), f"{interval}; {limits}"))
     if checked:
         made.append(
-            Tile(
+            SummaryTile(
                 "Answers as expected",
                 percent(s.verified_ok / checked),
                 f"{s.verified_different} of {checked} different",
@@ -145,7 +147,7 @@ def _tiles(s: Summary) -> list[Tile]:
             )
         )
     made.append(
-        Tile(
+        SummaryTile(
             "Without service",
             duration(s.no_service_s),
             f"longest gap {duration(s.longest_gap_s)}",
@@ -155,15 +157,15 @@ def _tiles(s: Summary) -> list[Tile]:
     if s.lost_tokens or s.migrations:
         told = "" if s.migrations is None else f"{s.migrations} migrations"
         made.append(
-            Tile("Tokens lost", number(s.lost_tokens), told, "bad" if s.lost_tokens else "")
+            SummaryTile("Tokens lost", number(s.lost_tokens), told, "bad" if s.lost_tokens else "")
         )
     late = s.client.lateness
     share = f"busiest client {percent(round(s.client.cpu_share, 3))} of a core"
-    made.append(Tile("Client late p99", duration(late.p99), share))
+    made.append(SummaryTile("Client late p99", duration(late.p99), share))
     return made
 
 
-def _timeline(run: Run) -> str:
+def _timeline(run: SavedRun) -> str:
     if not run.records:
         return ""
     t = timeline_of(run.records)
@@ -172,28 +174,28 @@ def _timeline(run: Run) -> str:
         return Series(label, t.edges, [*rates, rates[-1]], colour, kind)  # to the last bin's end
 
     panels = [
-        Panel(
+        ChartPanel(
             "Requests a second",
             [
                 of("offered", t.offered, 7),
                 of("served", t.served, 0, "step"),
             ],
         ),
-        Panel("Tokens a second", [of("", t.tokens, 2)]),
-        Panel("In flight", [of("", t.in_flight, 3, "step")]),
+        ChartPanel("Tokens a second", [of("", t.tokens, 2)]),
+        ChartPanel("In flight", [of("", t.in_flight, 3, "step")]),
     ]
     if t.ttft:
         gap = 10 * (t.edges[1] - t.edges[0])  # in which no request began that got an answer
         lines = [Series(f"p{q}", *t.ttft[q], 0 if q == 50 else 1, gap=gap) for q in t.ttft]
-        panels.append(Panel("Time to first token", lines, Axis(form=duration)))
+        panels.append(ChartPanel("Time to first token", lines, Axis(form=duration)))
     if t.errors:
         lines = [
             of(name, rates, (5, 4, 3, 6, 1)[i % 5])
             for i, (name, rates) in enumerate(t.errors.items())
         ]
-        panels.append(Panel("Errors a second", lines))
+        panels.append(ChartPanel("Errors a second", lines))
     if t.replicas:
-        panels.append(Panel("Replicas that answered", [of("", t.replicas, 6, "step")]))
+        panels.append(ChartPanel("Replicas that answered", [of("", t.replicas, 6, "step")]))
     marks = [Mark(m.t, str(i), m.what) for i, m in enumerate(run.summary.faults, 1)]
     after = run.summary.no_service_after_s
     bands = [
@@ -214,7 +216,7 @@ def _timeline(run: Run) -> str:
     return page.section("Timeline", page.wide_and_narrow(*drawn), " ".join(notes))
 
 
-def latency_section(runs: Sequence[tuple[str, Run]]) -> str:
+def latency_section(runs: Sequence[tuple[str, SavedRun]]) -> str:
     """CDFs of all metrics; several runs lie over one another."""
     charts = []
     for metric in METRICS:
@@ -305,7 +307,7 @@ def load_curve(
     return page.keys(["p50", "p99"]) + page.cards(charts)
 
 
-def _errors(run: Run) -> str:
+def _errors(run: SavedRun) -> str:
     s = run.summary
     if not s.errors:
         return ""
@@ -330,7 +332,7 @@ def _errors(run: Run) -> str:
     return page.section("Errors", page.table(head, rows))
 
 
-def _faults(run: Run) -> str:
+def _faults(run: SavedRun) -> str:
     s = run.summary
     if not s.faults:
         return ""

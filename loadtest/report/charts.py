@@ -42,7 +42,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class ChartPanel:
     """One plot area of a timeline."""
 
     title: str
@@ -113,7 +113,7 @@ def line_chart(
 
 
 def timeline(
-    panels: Sequence[Panel],
+    panels: Sequence[ChartPanel],
     *,
     name: str,
     end: float,

@@ -19,7 +19,7 @@ import numpy as np
 from loadtest.errors import ScenarioError
 from loadtest.measure.figures import is_good, token_gaps, wilson
 from loadtest.measure.records import RequestRecord
-from loadtest.report.series import Floats, Run, read_run
+from loadtest.report.series import Floats, SavedRun, read_run
 
 RESAMPLES = 1000
 _STRETCHES = 20
@@ -36,11 +36,11 @@ class Side:
     """One run, or repeats of one."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[SavedRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """change: b/a - 1, or for shares b - a, between low and high with 95 % confidence.
 
     p: Mann-Whitney's, for a metric's first row; None where there is no such test.
@@ -76,7 +76,7 @@ class Comparison:
 
     a: Side
     b: Side
-    rows: list[Row]
+    rows: list[ComparisonRow]
     method: str
     warnings: list[str]
 
@@ -95,7 +95,7 @@ def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> C
     """Every figure that both sides have."""
     rng = np.random.default_rng(seed)
     by_run = min(len(a.runs), len(b.runs)) >= _MANY
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     for metric in _LATENCIES:
         ours, theirs = (_Sample(side, metric, by_run) for side in (a, b))
         if ours.empty or theirs.empty:
@@ -108,7 +108,7 @@ def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> C
             change = draws[:, 1, index] / np.maximum(draws[:, 0, index], 1e-12) - 1
             low, high = np.percentile(change, (2.5, 97.5))
             rows.append(
-                Row(
+                ComparisonRow(
                     *(f"{name}_{metric}", first, second, second / max(first, 1e-12) - 1),
                     *(float(low), float(high), p if index == 0 else None),
                 )
@@ -184,7 +184,9 @@ def _values(record: RequestRecord, metric: str) -> Floats:
     return np.array([value])
 
 
-def _rate_row(metric: str, a: Side, b: Side, rng: np.random.Generator, resamples: int) -> Row:
+def _rate_row(
+    metric: str, a: Side, b: Side, rng: np.random.Generator, resamples: int
+) -> ComparisonRow:
     """Throughput, from one figure a run or from stretches of each run."""
     points, draws = [], []
     for side in (a, b):
@@ -199,15 +201,15 @@ def _rate_row(metric: str, a: Side, b: Side, rng: np.random.Generator, resamples
     low, high = np.percentile(change, (2.5, 97.5))
     before, after = points
     point = after / max(before, 1e-12) - 1
-    return Row(metric, before, after, point, float(low), float(high))
+    return ComparisonRow(metric, before, after, point, float(low), float(high))
 
 
-def _per_second(run: Run, metric: str) -> float:
+def _per_second(run: SavedRun, metric: str) -> float:
     summary = run.summary
     return summary.output_tokens_per_s if metric == "tokens_per_s" else summary.served_per_s
 
 
-def _stretches(run: Run, metric: str) -> Floats:
+def _stretches(run: SavedRun, metric: str) -> Floats:
     """The rate in each of equal parts of the run's time."""
     if not run.records:
         return np.zeros(1)
@@ -224,7 +226,7 @@ def _stretches(run: Run, metric: str) -> Floats:
     return rates
 
 
-def _share_row(metric: str, a: Side, b: Side) -> Row | None:
+def _share_row(metric: str, a: Side, b: Side) -> ComparisonRow | None:
     """b - a, with Newcombe's interval."""
     shares, spans = [], []
     for side in (a, b):
@@ -241,7 +243,7 @@ def _share_row(metric: str, a: Side, b: Side) -> Row | None:
     change = share_b - share_a
     low = change - math.hypot(share_b - low_b, high_a - share_a)
     high = change + math.hypot(high_b - share_b, share_a - low_a)
-    return Row(metric, share_a, share_b, change, low, high)
+    return ComparisonRow(metric, share_a, share_b, change, low, high)
 
 
 def mann_whitney(a: Floats, b: Floats) -> float:
@@ -318,7 +320,7 @@ def parse_conditions(text: str) -> list[Condition]:
     return found
 
 
-def tidy(metrics: Sequence[Row]) -> list[tuple[str, str, str, str, str, str, str]]:
+def tidy(metrics: Sequence[ComparisonRow]) -> list[tuple[str, str, str, str, str, str, str]]:
     """Rows as text: metric, a, b, change, interval, p, verdict."""
     from loadtest.report.charts import duration, number, percent
 

@@ -20,7 +20,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class SummaryTile:
     what: str
     value: str
     more: str = ""
@@ -50,7 +50,7 @@ def heading(title: str, sub: str, badges: Sequence[Cell], reasons: Sequence[str]
     )
 
 
-def tiles(items: Iterable[Tile]) -> str:
+def tiles(items: Iterable[SummaryTile]) -> str:
     made = "".join(
         f'<div class="tile {t.tone}"><span class="what">{escape(t.what)}</span>'
         f"<b>{escape(t.value)}</b><span>{escape(t.more)}</span></div>"

@@ -2,7 +2,7 @@
 
 from loadtest.report import load_curve, page
 from loadtest.report.charts import duration, number, percent
-from loadtest.report.page import Cell, Tile, Tone
+from loadtest.report.page import Cell, SummaryTile, Tone
 from loadtest.search import Search, Trial
 
 _FOOT = (
@@ -20,15 +20,15 @@ def search_page(search: Search) -> str:
     tiles = []
     if s.slo:
         best = "none" if s.best is None else number(s.best)
-        tiles.append(Tile("Keeps the SLO up to", best, s.unit, "good" if s.best else "bad"))
+        tiles.append(SummaryTile("Keeps the SLO up to", best, s.unit, "good" if s.best else "bad"))
         over = "none tried" if s.first_broken is None else number(s.first_broken)
-        tiles.append(Tile("Breaks it from", over, s.unit))
+        tiles.append(SummaryTile("Breaks it from", over, s.unit))
     if s.knee is not None:
-        tiles.append(Tile("Knee", number(s.knee), f"{s.unit}, most served for its latency"))
+        tiles.append(SummaryTile("Knee", number(s.knee), f"{s.unit}, most served for its latency"))
     most = max(s.trials, key=lambda t: t.tokens_per_s, default=None)
     if most is not None:
         at = f"at {number(most.load)} {s.unit}"
-        tiles.append(Tile("Most output tokens", f"{number(most.tokens_per_s)}/s", at))
+        tiles.append(SummaryTile("Most output tokens", f"{number(most.tokens_per_s)}/s", at))
     points = [(number(t.load), t.load, t.tokens_per_s, t.ttft, t.tpot) for t in s.trials]
     body = page.tiles(tiles)
     if points:

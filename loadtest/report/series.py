@@ -24,7 +24,7 @@ TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SavedRun:
     """A run's folder, read. records: without warm-up."""
 
     path: Path
@@ -36,7 +36,7 @@ class Run:
         return self.summary.run.name or self.path.name
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> SavedRun:
     """Raises ScenarioError for a folder that no run has written, or that is damaged."""
     try:
         summary = read_summary(folder / "summary.json")
@@ -45,7 +45,7 @@ def read_run(folder: Path) -> Run:
         raise ScenarioError(f"{folder}: not a run's folder, {error.filename} is missing") from error
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ScenarioError(f"{folder}: cannot read it: {error}") from error
-    return Run(folder, summary, records)
+    return SavedRun(folder, summary, records)
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> Floats:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from loadtest.errors import ScenarioError, hint
 from loadtest.scenario import arrivals, yaml_text
 from loadtest.scenario.schema import (
-    Adapters,
+    AdapterMix,
     Arrivals,
     Cancels,
     JsonSchema,
@@ -22,7 +22,7 @@ from loadtest.scenario.schema import (
     Target,
     Tenant,
     Trace,
-    Work,
+    Workload,
     read_key,
 )
 
@@ -98,10 +98,10 @@ _KINDS: dict[str, type[BaseModel]] = {
 _PLACES: dict[str, type[BaseModel]] = {
     "": Scenario,
     "target": Target,
-    "work": Work,
+    "work": Workload,
     "phases": Phase,
     "slo": Slo,
-    "adapters": Adapters,
+    "adapters": AdapterMix,
     "tenants": Tenant,
     "prefix": Prefix,
     "cancel": Cancels,

@@ -1,4 +1,4 @@
-"""What each request asks: job number i of a phase, as a pure function of the seed.
+"""What each request asks: request number i of a phase, as a pure function of the seed.
 
 Workloads of token ids go to /v1/completions, where a prompt is exactly as long as it says; chats go
 to /v1/chat/completions. Anything may be mixed in: shared prefixes, adapters, tenants, JSON schemas,
@@ -22,7 +22,7 @@ from loadtest.scenario.arrivals import TRACE_BLOCK, TraceRow, rng_of
 from loadtest.scenario.lengths import Length, parse_length
 
 if TYPE_CHECKING:
-    from loadtest.scenario.schema import Adapters, Prefix, Tenant, Work
+    from loadtest.scenario.schema import AdapterMix, Prefix, Tenant, Workload
 
 # samples_1024.json of OpenPPL's ppl.llm.serving, Llama 2 tokens, at 0, 5, ... 100 %; the means are
 # those that its authors name.
@@ -40,7 +40,7 @@ SHAREGPT_OUTPUT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class NamedWorkload:
     """A workload. ids: token ids are sent, not a chat. prefix: (groups, tokens) shared."""
 
     about: str
@@ -51,17 +51,19 @@ class Named:
     sampling: dict[str, Any] | None = None
 
 
-def _named(about: str, input: Any, output: Any, **more: Any) -> Named:
-    return Named(about=about, input=parse_length(input), output=parse_length(output), **more)
+def _named(about: str, input: Any, output: Any, **more: Any) -> NamedWorkload:
+    return NamedWorkload(
+        about=about, input=parse_length(input), output=parse_length(output), **more
+    )
 
 
-NAMES: dict[str, Named] = {
+NAMES: dict[str, NamedWorkload] = {
     **{
-        name: Named(about=(make.__doc__ or "").strip().rstrip("."))
+        name: NamedWorkload(about=(make.__doc__ or "").strip().rstrip("."))
         for name, make in workloads.WORKLOADS.items()
     },
-    "tokens": Named(about="token ids of the lengths that input and output say"),
-    "trace": Named(about="lengths and shared blocks of the phase's trace"),
+    "tokens": NamedWorkload(about="token ids of the lengths that input and output say"),
+    "trace": NamedWorkload(about="lengths and shared blocks of the phase's trace"),
     "sharegpt": _named("ShareGPT lengths, means 114 and 322", SHAREGPT_INPUT, SHAREGPT_OUTPUT),
     "sharegpt_sampled": _named(
         "sharegpt with temperature 1 and top_p 0.9",
@@ -100,7 +102,7 @@ NAMES: dict[str, Named] = {
 }
 
 
-class Job(NamedTuple):
+class RequestSpec(NamedTuple):
     """One request, ready to send. fields: the body's, without those of streaming.
 
     expected: output tokens if the server keeps to ignore_eos, else None. cancel_chunks,
@@ -140,12 +142,12 @@ class Job(NamedTuple):
         return self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
 
-class Source:
-    """The jobs of one phase. first: the named lists of workloads.py begin here as they are."""
+class RequestGenerator:
+    """The requests of one phase. first: the named lists of workloads.py begin here as they are."""
 
     def __init__(
         self,
-        work: "Work",
+        work: "Workload",
         seed: int,
         phase: str,
         model: str,
@@ -172,7 +174,7 @@ class Source:
     def is_chat(self) -> bool:
         return not self._named.ids
 
-    def job(self, index: int, first: int | None = None) -> Job:
+    def spec(self, index: int, first: int | None = None) -> RequestSpec:
         """Request `index`. first: index of its conversation's first turn, which it continues."""
         work = self._work
         tenant = self._tenant(index if first is None else first)
@@ -208,7 +210,7 @@ class Source:
         cancel, slow = self._rng("cancel", index), self._rng("slow", index)
         hang_up = work.cancel is not None and cancel.random() < work.cancel.share
         is_slow = work.slow is not None and slow.random() < work.slow.share
-        return Job(
+        return RequestSpec(
             path=path,
             fields=fields,
             stream=stream,
@@ -327,7 +329,7 @@ def _pick(sums: list[float], rng: random.Random) -> int:
     return min(bisect(sums, rng.random() * sums[-1]), len(sums) - 1)
 
 
-def _picker(adapters: "Adapters | None") -> Callable[[int, random.Random], str]:
+def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str]:
     """(index, rng) -> an adapter's name, "" for the base model."""
     if adapters is None:
         return lambda index, rng: ""
@@ -343,7 +345,7 @@ def _picker(adapters: "Adapters | None") -> Callable[[int, random.Random], str]:
 
 
 def _prefixes(
-    prefix: "Prefix | None", named: Named
+    prefix: "Prefix | None", named: NamedWorkload
 ) -> tuple[Callable[[random.Random], int] | None, int]:
     """(rng -> group, tokens of a prefix)."""
     if prefix is None and named.prefix is None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from loadtest.errors import ScenarioError
 from loadtest.scenario import arrivals
-from loadtest.scenario.requests import Job, Source
+from loadtest.scenario.requests import RequestGenerator, RequestSpec
 from loadtest.scenario.schema import (
     AtOnce,
     Bursts,
@@ -39,7 +39,7 @@ class PhasePlan:
     lasts, None for a closed loop that ends with its requests."""
 
     phase: Phase
-    source: Source
+    generator: RequestGenerator
     visits: list[Visit]
     seconds: float | None
     concurrency: int | None
@@ -61,8 +61,8 @@ class PhasePlan:
             step=procs,
         )
 
-    def job(self, visit: Visit, turn: int = 0) -> Job:
-        return self.source.job(visit.index + turn, visit.index if visit.thinks else None)
+    def spec(self, visit: Visit, turn: int = 0) -> RequestSpec:
+        return self.generator.spec(visit.index + turn, visit.index if visit.thinks else None)
 
     @property
     def total(self) -> int | None:
@@ -82,7 +82,7 @@ def lay_out(scenario: Scenario, model: str) -> list[PhasePlan]:
         trace = []
         if isinstance(phase.arrivals, Trace):
             trace = arrivals.read_trace(phase.arrivals.file, phase.arrivals.speed)
-        source = Source(
+        generator = RequestGenerator(
             work,
             scenario.seed,
             phase.name,
@@ -106,7 +106,7 @@ def lay_out(scenario: Scenario, model: str) -> list[PhasePlan]:
         plans.append(
             PhasePlan(
                 phase=phase,
-                source=source,
+                generator=generator,
                 visits=visits,
                 seconds=seconds,
                 concurrency=closed.concurrency if closed else None,

@@ -94,7 +94,7 @@ class Target(_Model):
         return self
 
 
-class _Open(_Model):
+class _OpenLoop(_Model):
     cv: Annotated[float, Field(ge=0, le=100)] = 1.0  # 0 even, 1 Poisson, above 1 burstier
 
 
@@ -108,13 +108,13 @@ class Poisson(_Model):
     rate: Rate
 
 
-class Gamma(_Open):
+class Gamma(_OpenLoop):
     kind: Literal["gamma"]
     rate: Rate
     cv: Annotated[float, Field(gt=0, le=100)]
 
 
-class Bursts(_Open):
+class Bursts(_OpenLoop):
     kind: Literal["bursts"]
     rate: Rate
     on: Duration
@@ -122,14 +122,14 @@ class Bursts(_Open):
     between: Annotated[float, Field(ge=0, le=MAX_RATE)] = 0.0
 
 
-class Ramp(_Open):
+class Ramp(_OpenLoop):
     kind: Literal["ramp"]
     first: Annotated[float, Field(ge=0, le=MAX_RATE)] = 0.0
     last: Rate
     over: Duration | None = None  # None: the phase's duration
 
 
-class Steps(_Open):
+class Steps(_OpenLoop):
     kind: Literal["steps"]
     rates: Annotated[list[Rate], Field(min_length=1)]
     each: Duration
@@ -154,7 +154,7 @@ class Closed(_Model):
     concurrency: Annotated[int, Field(ge=1, le=100_000)]
 
 
-class Sessions(_Open):
+class Sessions(_OpenLoop):
     """Conversations that begin at a rate; each turn follows the last answer and a pause."""
 
     kind: Literal["sessions"]
@@ -169,7 +169,7 @@ Arrivals = Annotated[
 ]
 
 
-class Adapters(_Model):
+class AdapterMix(_Model):
     """names, or `count` of them from a pattern such as lora-{}. base: share without any adapter."""
 
     names: list[str] = []
@@ -180,7 +180,7 @@ class Adapters(_Model):
     base: Share = 0.0
 
     @model_validator(mode="after")
-    def _some(self) -> "Adapters":
+    def _some(self) -> "AdapterMix":
         if bool(self.names) == (self.count is not None):
             raise ValueError("give either names or count")
         if self.count is not None and "{}" not in self.pattern:
@@ -231,7 +231,7 @@ class JsonSchema(_Model):
     json_schema: dict[str, Any] | None = None
 
 
-class Work(_Model):
+class Workload(_Model):
     """What is asked. name: see `manta loadtest list`. input, output: instead of the name's own.
 
     copies: each request of a named list so many times, with prompts of their own of its length: for
@@ -248,14 +248,14 @@ class Work(_Model):
     sampling: dict[str, Any] = {"temperature": 0}
     extra: dict[str, Any] = {}
     stream: Share = 1.0
-    adapters: Adapters | None = None
+    adapters: AdapterMix | None = None
     tenants: list[Tenant] = []
     json_schema: JsonSchema | None = None
     cancel: Cancels | None = None
     slow: SlowReaders | None = None
 
     @model_validator(mode="after")
-    def _known(self) -> "Work":
+    def _known(self) -> "Workload":
         from loadtest.scenario.requests import NAMES
         from loadtest.scenario.workloads import WORKLOADS
 
@@ -286,7 +286,7 @@ class Phase(_Model):
     requests: Annotated[int, Field(ge=1, le=MAX_REQUESTS)] | None = None
     warmup: bool = False
     drain: bool | None = None
-    work: Work | None = None
+    work: Workload | None = None
 
     @model_validator(mode="after")
     def _ends(self) -> "Phase":
@@ -325,7 +325,7 @@ class Scenario(_Model):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     target: Target = Target()
-    work: Work = Work()
+    work: Workload = Workload()
     phases: Annotated[list[Phase], Field(min_length=1)]
     slo: Slo = Slo()
     asserts: Annotated[list[Assertion], Field(alias="assert")] = []
@@ -348,7 +348,7 @@ class Scenario(_Model):
                 )
         return self
 
-    def work_of(self, phase: Phase) -> Work:
+    def work_of(self, phase: Phase) -> Workload:
         return phase.work or self.work
 
 

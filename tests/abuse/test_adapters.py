@@ -20,7 +20,7 @@ from engine.lora.fake import FakeLoader
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, stamp
 from engine.lora.tiers import remote
-from engine.lora.tiers.adapter import Described, Loaded
+from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.tiers.disk import DiskCache
 from engine.lora.tiers.store import AdapterStore
 from engine.lora.weights import LoraLayout, LoraReader
@@ -84,10 +84,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraReader, Path]:
 @pytest.fixture
 def real_reader(made: tuple[LoraReader, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     class Loader(FakeLoader):
-        def describe(self, path: str, digest: str = "") -> Described:
+        def describe(self, path: str, digest: str = "") -> AdapterDescription:
             return made[0].describe(Path(path), stamp(Path(path)))
 
-        def read(self, path: str, digest: str = "") -> Loaded:
+        def read(self, path: str, digest: str = "") -> LoadedAdapter:
             return made[0].read(Path(path), stamp(Path(path)))
 
     monkeypatch.setattr(fake, "FakeLoader", Loader)

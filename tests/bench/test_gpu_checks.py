@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench import gpu_checks
-from bench.gpu_checks import Part, check, parts, rows_of, run
+from bench.gpu_checks import CheckPart, check, parts, rows_of, run
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -40,7 +40,7 @@ def test_a_part_that_dies(tmp_path: Path) -> None:
     file = tmp_path / "test_x.py"
     file.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", str(file)]
-    lines = run(Part("x", command), time.monotonic() + 60, "0")
+    lines = run(CheckPart("x", command), time.monotonic() + 60, "0")
     assert {line["case"].rpartition(":")[2]: line["outcome"] for line in lines} == {
         "test_good": "passed", "test_bad": "failed", "test_none": "skipped",
         "test_dies": "died", "x": "failed",
@@ -69,10 +69,12 @@ def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     measured = json.dumps({"case": "m/32768", "ttft_s": 1.4})
 
-    def with_parts(*found: Part) -> None:
+    def with_parts(*found: CheckPart) -> None:
         monkeypatch.setattr(gpu_checks, "parts", lambda *_: list(found))
 
-    with_parts(Part("quick", says(measured)), Part("hangs", says("x", 60)), Part("late", []))
+    with_parts(
+        CheckPart("quick", says(measured)), CheckPart("hangs", says("x", 60)), CheckPart("late", [])
+    )
     assert check(args, time.monotonic() + 2.5, ["0"]) == 1
 
     def outcomes() -> dict[str, Any]:
@@ -84,7 +86,11 @@ def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     assert outcomes() == {"quick": "passed", "hangs": "out of time", "late": "not run"}
     args.resume = True
-    with_parts(Part("quick", ["/nonexistent"]), Part("hangs", says("x")), Part("late", says("x")))
+    with_parts(
+        CheckPart("quick", ["/nonexistent"]),
+        CheckPart("hangs", says("x")),
+        CheckPart("late", says("x")),
+    )
     assert check(args, time.monotonic() + 20, ["0"]) == 0
     assert outcomes() == {"quick": "passed", "hangs": "passed", "late": "passed"}
 
@@ -103,7 +109,7 @@ def test_parts_that_need_a_device_have_it_alone(
         "'began': began, 'ended': time.time()}))"
     )
     alone = {"a": True, "b": False, "c": False, "d": False, "e": False, "f": True}
-    found = [Part(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
+    found = [CheckPart(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
     monkeypatch.setattr(gpu_checks, "parts", lambda *_: found)
     args = argparse.Namespace(
         model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=at_once

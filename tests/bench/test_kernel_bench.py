@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from bench.kernels import cases as bench_cases
 from bench.kernels import measure
 from bench.kernels import table as kernel_bench
-from bench.kernels.measure import Work
+from bench.kernels.measure import KernelWork
 from kernels import cuda
 
 
@@ -23,13 +23,13 @@ from kernels import cuda
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs it with two cases, of which one fails."""
 
-    def fail() -> Work:
+    def fail() -> KernelWork:
         raise RuntimeError("out of memory")
 
     cases = {
-        "decode/1": lambda: Work([lambda: None], 2e8, target=0.9),
+        "decode/1": lambda: KernelWork([lambda: None], 2e8, target=0.9),
         "norm/1": fail,
-        "norm/2": lambda: Work([lambda: None], 4e8),
+        "norm/2": lambda: KernelWork([lambda: None], 4e8),
     }
     monkeypatch.setattr(bench_cases, "all_cases", lambda libraries: cases)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda: 4e12)

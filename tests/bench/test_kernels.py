@@ -27,7 +27,7 @@ from bench.kernels.cases import (  # noqa: E402
     rope,
     sampling,
 )
-from bench.kernels.measure import Best, Calls, Work, rows, told  # noqa: E402
+from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
 from kernels.gemm import deterministic  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
@@ -97,7 +97,7 @@ def test_cases_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LoraLinear(0, 32, (32, 16, 16))
     monkeypatch.setattr(lora, "LAYER", (layer, LoraLinear(3, 32, (48, 48))))
     monkeypatch.setattr(lora, "PARTS", [(32, 32), (32, 16), (32, 16), (32, 48), (32, 48)])
-    makes: list[Callable[[], Work]] = [
+    makes: list[Callable[[], KernelWork]] = [
         *(lambda n=n: decode(s, [70, 1, 33], n, None) for n in (1, 16)),
         lambda: prefill(s, [40, 9], [17, 9]),
         *(lambda n=n: rope(s, 3, n) for n in (False, True)),
@@ -123,7 +123,7 @@ def test_cases_run(monkeypatch: pytest.MonkeyPatch) -> None:
                     assert tensor.isfinite().all(), number
 
 
-def fail() -> Work:
+def fail() -> KernelWork:
     raise ValueError("this one cannot")
 
 
@@ -140,10 +140,10 @@ def test_rows_of_one_run() -> None:
     def broken() -> object:
         raise RuntimeError("no such shape")
 
-    cases: dict[str, Callable[[], Work]] = {
-        "bytes": lambda: Work(calls("ours"), 2e8, target=0.6),
+    cases: dict[str, Callable[[], KernelWork]] = {
+        "bytes": lambda: KernelWork(calls("ours"), 2e8, target=0.6),
         "failing": fail,
-        "operations": lambda: Work(calls("ours"), 4e10, "TFLOP/s", 0.4, "cudnn", {
+        "operations": lambda: KernelWork(calls("ours"), 4e10, "TFLOP/s", 0.4, "cudnn", {
             "other": calls("other"), "cudnn": [broken],
         }),
     }  # fmt: skip

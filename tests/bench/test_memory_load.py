@@ -63,7 +63,7 @@ def test_fields_on_the_command_line() -> None:
 
 
 def test_long_context(tmp_path: Path) -> None:
-    """The command that reports W18 breaks unseen, since it is meant for a GPU."""
+    """The command for the memory-load figures breaks unseen, since it is meant for a GPU."""
     core = engine(tmp_path, {}, device="cpu", num_threads=1, max_num_seqs=2, max_model_len=1024)
     line = long_context.measure(core, 1024)
     assert line["tokens"] == 1024 and line["ttft_s"] > 0 and line["out_of_memory"] == 0

@@ -143,7 +143,7 @@ def test_scaling_keeps_its_promises(case):
     """A policy that pays for promises with replicas, or swings: 95 %, 1.15 times who knows the
     future, and one change of direction more, as what has gathered while replicas started is worked
     off by some that go again."""
-    ours = scaling.simulate(case, scaling.Manta())
+    ours = scaling.simulate(case, scaling.MantaScaling())
     best = scaling.simulate(case, scaling.Clairvoyant(scaling.CASES[case][0]))
     assert ours.kept >= 0.95 and ours.cost <= 1.15 * best.cost, (ours.kept, ours.cost, best.cost)
     assert ours.turns <= best.turns + 1, ours.reasons

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.gpu_checks import Part, rows_of, run
+from bench.gpu_checks import CheckPart, rows_of, run
 from bench.report.result_file import write
 from tests.deployments.test_adapters_live import ADAPTERS, CLIENTS, ENGINE
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800, help="for all of it")
     args = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines"]
-    part = Part("adapters-live", [*command, "-m", "long", str(FILE)])
+    part = CheckPart("adapters-live", [*command, "-m", "long", str(FILE)])
     lines = run(part, time.monotonic() + args.seconds, "")
     config = {"engine": ENGINE, "adapters": ADAPTERS, "clients": CLIENTS, "replicas": 2}
     rows = rows_of(lines)

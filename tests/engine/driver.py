@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.batch import Batch
 from engine.messages import EngineRequest
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.request import Request, RequestPhase
 from tests.fakes import (
     VIRTUAL,
     Output,
@@ -106,7 +106,7 @@ class Driver:
     @property
     def _searching(self) -> bool:
         """After a failed step its requests go first, in groups."""
-        return self.core._trial is not None
+        return self.core._bisection is not None
 
     # ---- what is checked -----------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Driver:
         """The first of the queue gets in at the latest a few steps after all have ended who ran
         when it became the first, or come before it; those who wait for adapters may do so."""
         head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
-        waits = bool(self.scheduler.queue.parked)
+        waits = bool(self.scheduler.queue.waiting_for_adapter)
         if head is not self._head or preempted or self._searching or waits:
             self._head = head
             self._blockers = {r.id for r in self.scheduler.running.values()}
@@ -189,5 +189,5 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
         else:
             driver.step()
     driver.finish()
-    assert not any(r.phase is not Phase.ENDED for r in driver.scheduler.requests.values())
+    assert not any(r.phase is not RequestPhase.ENDED for r in driver.scheduler.requests.values())
     return driver

@@ -15,7 +15,7 @@ from engine.batch import Batch, StepResult
 from engine.messages import EngineRequest
 from engine.scheduling.core import EngineCore
 from engine.scheduling.request import Request
-from engine.scheduling.step_timer import BusyTime
+from engine.scheduling.step_timer import StepTimer
 from tests.fakes import (
     VOCAB,
     collect,
@@ -387,7 +387,7 @@ def test_seconds_without_work_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "engine.scheduling.step_timer.time", SimpleNamespace(perf_counter=lambda: now)
     )
-    busy, now = BusyTime(), 12.0
+    busy, now = StepTimer(), 12.0
     busy.stepped(10.0, result=False, more=True)  # launched; its result is the next step's
     assert (busy.step, busy.total) == (2.0, 0.0)
     now = 15.0

@@ -1,4 +1,4 @@
-"""F9 in a real engine process: an illegal access ends it, and what it had said can go on."""
+"""An illegal access in a real engine process ends the process; its requests can go on elsewhere."""
 
 import asyncio
 import json

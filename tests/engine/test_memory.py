@@ -14,7 +14,7 @@ from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
 from engine.config import EngineConfig
 from engine.layers.linear import Linear
-from engine.lora.build import AdapterRoom, adapter_bytes
+from engine.lora.build import DeviceAdapters, adapter_bytes
 from engine.models.registry import Model, build_model
 from engine.quantization.method import METHODS
 from engine.resolve import Resolved, resolve
@@ -174,9 +174,12 @@ def test_the_sum_is_what_is_there_on_a_gpu(tied: bool, tmp_path: Path) -> None:
     model = built(resolved)
     load_weights(model, None)
     sums = dict(adapter_bytes(resolved, outline(resolved)))
-    room = AdapterRoom.allocate(resolved, model)
-    assert room.prompts is not None
-    assert list(sums.values()) == [room.lora.num_bytes, room.prompts.num_bytes]
+    device_adapters = DeviceAdapters.allocate(resolved, model)
+    assert device_adapters.prompts is not None
+    assert list(sums.values()) == [
+        device_adapters.lora.num_bytes,
+        device_adapters.prompts.num_bytes,
+    ]
     vectors = model.lookup[resolved.model.vocab_size :].nbytes
     assert model.num_bytes + vectors == held(model)
     assert model.num_bytes == outline(resolved).num_bytes

@@ -1,4 +1,4 @@
-"""F8: the device has no memory for a step. Nobody fails for it."""
+"""The device has no memory for a step: no request fails for it."""
 
 import contextlib
 import json
@@ -136,7 +136,7 @@ def test_the_real_runner_on_the_cpu(default_model: Path, monkeypatch: Any) -> No
 @pytest.mark.parametrize(
     ("target", "param", "words"),
     [
-        ("AdapterRoom.allocate", "max_loras", "2 of rank 4, max_virtual_tokens"),
+        ("DeviceAdapters.allocate", "max_loras", "2 of rank 4, max_virtual_tokens"),
         ("RequestRows.allocate", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
         ("Sampler", "max_num_seqs", "3 requests, 64 tokens, max_model_len"),
         ("KVCache.allocate", "memory_fraction", "8 blocks, kv_cache_bytes, num_blocks"),

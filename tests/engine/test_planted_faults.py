@@ -16,7 +16,7 @@ from engine.scheduling.core import EngineCore
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.prefix_hash import extend_hashes, root_hash
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler import Release, Scheduler
+from engine.scheduling.scheduler import DeferredRelease, Scheduler
 from tests.engine import test_block_manager, test_core, test_scheduler
 from tests.engine.driver import random_run
 
@@ -63,26 +63,28 @@ def a_reference_is_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def blocks_are_freed_while_a_step_uses_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "Release", lambda step, *held: Release(0, *held))
+    patch.setattr(scheduler, "DeferredRelease", lambda step, *held: DeferredRelease(0, *held))
 
 
 @fault
 def blocks_are_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "Release", lambda step, *held: Release(step + 10**9, *held))
+    patch.setattr(
+        scheduler, "DeferredRelease", lambda step, *held: DeferredRelease(step + 10**9, *held)
+    )
 
 
 @fault
 def the_budget_is_one_too_large(patch: pytest.MonkeyPatch) -> None:
     budget = Scheduler._budget
-    patch.setattr(Scheduler, "_budget", lambda self, draft: budget(self, draft) + 1)
+    patch.setattr(Scheduler, "_budget", lambda self, builder: budget(self, builder) + 1)
 
 
 @fault
 def a_shared_block_is_written(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler._start
 
-    def wrong(self: Scheduler, r: Request, memory: Any, draft: Any) -> bool:
-        started = start(self, r, memory, draft)
+    def wrong(self: Scheduler, r: Request, memory: Any, builder: Any) -> bool:
+        started = start(self, r, memory, builder)
         if started and r.num_computed > 0:
             r.num_computed -= 1  # computes the last cached token again
         return started
@@ -160,8 +162,8 @@ def a_head_is_evicted_before_its_tail(patch: pytest.MonkeyPatch) -> None:
 def a_row_keeps_its_last_request(patch: pytest.MonkeyPatch) -> None:
     build = Scheduler._build
 
-    def wrong(self: Scheduler, draft: Any) -> Any:
-        batch = build(self, draft)
+    def wrong(self: Scheduler, builder: Any) -> Any:
+        batch = build(self, builder)
         batch.new_rows = [new for new in batch.new_rows if batch.step < 12]
         return batch
 
@@ -172,9 +174,9 @@ def a_row_keeps_its_last_request(patch: pytest.MonkeyPatch) -> None:
 def a_block_is_not_uploaded(patch: pytest.MonkeyPatch) -> None:
     grow = Scheduler._grow_decodes
 
-    def wrong(self: Scheduler, draft: Any) -> None:
-        grow(self, draft)
-        draft.batch.new_blocks.clear()
+    def wrong(self: Scheduler, builder: Any) -> None:
+        grow(self, builder)
+        builder.batch.new_blocks.clear()
 
     patch.setattr(Scheduler, "_grow_decodes", wrong)
 
@@ -190,7 +192,7 @@ def an_extra_token_surfaces(patch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
     def wrong(self: Scheduler, result: Any) -> Any:
-        self.flights[0].some_ended = False
+        self.in_flight[0].some_ended = False
         return update(self, result)
 
     patch.setattr(Scheduler, "update", wrong)
@@ -200,12 +202,12 @@ def an_extra_token_surfaces(patch: pytest.MonkeyPatch) -> None:
 def the_token_in_flight_is_lost_by_preemption(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
-    def wrong(self: Scheduler, victim: Request, draft: Any) -> None:
-        for flight in self.flights:
-            flight.token_lists = [
-                [] if tokens is victim.token_ids else tokens for tokens in flight.token_lists
+    def wrong(self: Scheduler, victim: Request, builder: Any) -> None:
+        for launched in self.in_flight:
+            launched.token_lists = [
+                [] if tokens is victim.token_ids else tokens for tokens in launched.token_lists
             ]
-        preempt(self, victim, draft)
+        preempt(self, victim, builder)
 
     patch.setattr(Scheduler, "_preempt", wrong)
 
@@ -228,9 +230,9 @@ def the_newest_is_admitted_first(patch: pytest.MonkeyPatch) -> None:
 def admission_forgets_to_try_again(patch: pytest.MonkeyPatch) -> None:
     admit = Scheduler._admit
 
-    def wrong(self: Scheduler, draft: Any) -> None:
+    def wrong(self: Scheduler, builder: Any) -> None:
         if not any(r.num_cached < 0 and len(r.token_ids) > 20 for r in self.queue.waiting[:1]):
-            admit(self, draft)
+            admit(self, builder)
 
     patch.setattr(Scheduler, "_admit", wrong)
 
@@ -290,8 +292,8 @@ def an_aborted_request_keeps_its_row(patch: pytest.MonkeyPatch) -> None:
 def one_row_is_given_to_two(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler._start
 
-    def wrong(self: Scheduler, r: Request, memory: Any, draft: Any) -> bool:
-        started = start(self, r, memory, draft)
+    def wrong(self: Scheduler, r: Request, memory: Any, builder: Any) -> bool:
+        started = start(self, r, memory, builder)
         if started and r.row == 2:
             self._free_rows.append(2)
         return started

@@ -8,8 +8,8 @@ import pytest
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, future_peak
-from engine.scheduling.chunking import pace, steps_until_computed
-from engine.scheduling.request import Phase, Request
+from engine.scheduling.chunking import prefill_tokens, steps_until_computed
+from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.scheduler import Scheduler
 from tests.fakes import EOS, make_config, make_request
 
@@ -20,7 +20,7 @@ class Hand:
     def __init__(self, **changes: Any) -> None:
         self.config = make_config(**changes)
         self.scheduler = Scheduler(self.config)
-        self.flights: list[tuple[Batch, list[int]]] = []
+        self.in_flight: list[tuple[Batch, list[int]]] = []
 
     def add(self, id: int, prompt: list[int] | int = 4, **fields: Any) -> Request:
         request = Request(make_request(id, prompt, **fields), self.config, id)
@@ -31,11 +31,11 @@ class Hand:
         batch = self.scheduler.schedule()
         assert batch is not None
         by_row = {r.row: r.id for r in self.scheduler.running.values()}
-        self.flights.append((batch, [by_row[row] for row in batch.rows]))
+        self.in_flight.append((batch, [by_row[row] for row in batch.rows]))
         return batch
 
     def update(self, tokens: dict[int, int] | None = None, **extra: Any) -> dict[int, Delta]:
-        batch, ids = self.flights.pop(0)
+        batch, ids = self.in_flight.pop(0)
         sampling = [id for id, samples in zip(ids, batch.samples, strict=True) if samples]
         result = StepResult(batch.step, [(tokens or {}).get(id, 9) for id in sampling])
         for name, by_id in extra.items():
@@ -50,7 +50,7 @@ class Hand:
         return self.update(tokens, **extra)
 
     def lengths(self, batch: Batch) -> dict[int, int]:
-        ids = self.flights[-1][1]
+        ids = self.in_flight[-1][1]
         return dict(zip(ids, batch.lengths, strict=True))
 
 
@@ -98,7 +98,7 @@ def test_steps_until_computed_are_those_of_the_pace() -> None:
         for tokens in (0, 1, 31, 33, 5000):
             left, steps = tokens, 0
             while left:
-                left -= min(left, pace(left, budget))
+                left -= min(left, prefill_tokens(left, budget))
                 steps += 1
             assert steps_until_computed(tokens, budget) == steps
             assert steps >= tokens / budget
@@ -136,9 +136,9 @@ def test_the_latest_of_the_lowest_priority_is_preempted(ahead: bool) -> None:
     for _ in range(100):
         if hand.scheduler.requests and (batch := hand.scheduler.schedule()) is not None:
             by_row = {r.row: r.id for r in hand.scheduler.running.values()}
-            hand.flights.append((batch, [by_row[row] for row in batch.rows]))
-        order += [r.id for r in requests if r.phase is Phase.WAITING and r.num_cached >= 0]
-        if len(hand.flights) > int(ahead) or (hand.flights and batch is None):
+            hand.in_flight.append((batch, [by_row[row] for row in batch.rows]))
+        order += [r.id for r in requests if r.phase is RequestPhase.WAITING and r.num_cached >= 0]
+        if len(hand.in_flight) > int(ahead) or (hand.in_flight and batch is None):
             deltas = hand.update()
             ends |= {delta.id: delta.finish for delta in deltas.values() if delta.finish}
     assert ends == dict.fromkeys([1, 2, 3], "length")
@@ -152,9 +152,9 @@ def test_last_in_order_waits_for_a_block_instead_of_preempting() -> None:
     one, two = hand.add(1, 7, max_tokens=9), hand.add(2, 4, max_tokens=9)
     for _ in range(3):
         hand.go()
-    while one.phase is not Phase.ENDED:
+    while one.phase is not RequestPhase.ENDED:
         hand.go()
-    while two.phase is not Phase.ENDED:
+    while two.phase is not RequestPhase.ENDED:
         hand.go()
     assert len(one.token_ids) == 16 and len(two.token_ids) == 13
     assert hand.scheduler.counters.preemptions == 1, (
@@ -193,7 +193,7 @@ def test_a_result_for_an_ended_request_is_dropped() -> None:
     hand.schedule()
     hand.schedule()
     assert hand.update({1: EOS})[1].finish == "stop"
-    assert request.phase is Phase.ENDED and request.row == -1
+    assert request.phase is RequestPhase.ENDED and request.row == -1
     free = hand.scheduler.blocks.num_free
     hand.schedule()
     deltas = hand.update({1: 33})
@@ -211,7 +211,12 @@ def test_abort_anywhere() -> None:
         hand.add(id, prompt)
     hand.schedule()
     phases = [r.phase for r in hand.scheduler.requests.values()]
-    assert phases == [Phase.DECODING, Phase.FILLING, Phase.WAITING, Phase.WAITING]
+    assert phases == [
+        RequestPhase.DECODING,
+        RequestPhase.COMPUTING,
+        RequestPhase.WAITING,
+        RequestPhase.WAITING,
+    ]
     deltas = hand.scheduler.abort([0, 1, 2, 3, 99, 0])
     assert [(d.id, d.finish) for d in deltas] == [(id, "abort") for id in range(4)]
     assert hand.scheduler.schedule() is None
@@ -255,9 +260,9 @@ def test_a_failure_that_comes_after_the_preemption() -> None:
     failing = hand.add(2, list(range(2, 16)), max_tokens=3)
     hand.schedule()
     assert hand.scheduler.schedule() is None, "the blocks come back with the step in flight"
-    assert failing.phase is Phase.WAITING and hand.scheduler.counters.preemptions == 1
+    assert failing.phase is RequestPhase.WAITING and hand.scheduler.counters.preemptions == 1
     deltas = hand.update(errors={2: "numerical_error: x"})
-    assert deltas[2].finish == "error" and failing.phase is Phase.ENDED
+    assert deltas[2].finish == "error" and failing.phase is RequestPhase.ENDED
     hashes = hand.scheduler.blocks.hash_prefix(failing, 3)
     assert len(hashes) == 3 and not hand.scheduler.blocks.match_prefix(hashes)
 
@@ -280,7 +285,7 @@ def test_logprobs_travel_with_their_tokens_and_the_prompts_once() -> None:
     assert first.logprobs == [lp(9)] and first.cached == 0
     last = hand.go(logprobs={1: lp(9)})[1]
     assert last.prompt_logprobs is None and last.logprobs == [lp(9)] and last.cached == -1
-    assert last.finish == "length" and request.phase is Phase.ENDED
+    assert last.finish == "length" and request.phase is RequestPhase.ENDED
 
 
 def test_prompt_logprobs_survive_a_preemption() -> None:
@@ -413,7 +418,7 @@ def test_what_fits_alone_always_starts(policy: str) -> None:
     """Bug: a careful estimate, rounded up, is more than all memory, and the request never runs."""
     hand = Hand(admission=policy, num_blocks=8, max_model_len=32, async_scheduling=False)
     request = hand.add(1, 20, max_tokens=None)
-    while request.phase is not Phase.ENDED:
+    while request.phase is not RequestPhase.ENDED:
         hand.go()
     assert len(request.token_ids) == 32
 

@@ -106,19 +106,19 @@ def crowd(count: int, **fields: Any) -> list[EngineRequest]:
 
 
 def check(
-    core: EngineCore, requests: list[EngineRequest], guilty: set[int]
+    core: EngineCore, requests: list[EngineRequest], poison: set[int]
 ) -> dict[int, tuple[list[int], str]]:
-    """All but the guilty say what they say alone."""
+    """All but the poison requests say what they say alone."""
     wanted = {r.id: expected(r, core.config) for r in requests}
     outputs = run(core, requests)
-    assert {id for id, output in outputs.items() if output.finish == "error"} == guilty
-    for id in guilty:
+    assert {id for id, output in outputs.items() if output.finish == "error"} == poison
+    for id in poison:
         assert outputs[id].deltas[-1].error.startswith("engine_error: ")
     said = {id: (output.tokens, output.finish) for id, output in outputs.items()}
-    assert {id: text for id, text in said.items() if id not in guilty} == {
-        id: text for id, text in wanted.items() if id not in guilty
+    assert {id: text for id, text in said.items() if id not in poison} == {
+        id: text for id, text in wanted.items() if id not in poison
     }
-    for id in guilty:
+    for id in poison:
         assert said[id][0] == wanted[id][0][: len(said[id][0])]
     return said
 

@@ -359,11 +359,11 @@ def test_ends(model: tuple[Path, Tokenizer]) -> None:
     stop tokens and min_tokens give way to the grammar."""
     folder, tokenizer = model
     core = make_core(folder)
-    closing = tokenizer.encode("}")[-1]
+    finishing = tokenizer.encode("}")[-1]
     outputs = run(
         core,
         request(1, Grammar.json_schema(PERSON), max_tokens=5),
-        request(2, Grammar.json_schema(PERSON), stop_token_ids=[closing]),
+        request(2, Grammar.json_schema(PERSON), stop_token_ids=[finishing]),
         request(3, Grammar.choice(["yes", "no"]), min_tokens=50),
         request(4, Grammar.choice(["yes", "no"]), ignore_eos=True),
         request(5, Grammar.regex("[ab]{3,}"), stop_token_ids=[tokenizer.encode("a")[-1]]),

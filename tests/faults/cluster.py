@@ -14,7 +14,7 @@ from deployments.app import assemble
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
-from loadtest.chaos.server_processes import Instance, Process, instance_at
+from loadtest.chaos.server_processes import ServerInstance, ServerProcess, instance_at
 from tests.deployments.live import resident_mib
 from tests.deployments.serve_cluster import Cluster
 from tests.faults.clients import Said, ask
@@ -39,15 +39,17 @@ class Broken:
 
     port: int
     prefix: str
-    instance: Instance
+    instance: ServerInstance
     handle: Any
     replicas: int
     routers: int
 
-    def find(self, target: str) -> list[Process]:
+    def find(self, target: str) -> list[ServerProcess]:
         return self.instance.find(target)
 
-    def kill(self, target: str, which: int = 0, number: signal.Signals = signal.SIGKILL) -> Process:
+    def kill(
+        self, target: str, which: int = 0, number: signal.Signals = signal.SIGKILL
+    ) -> ServerProcess:
         """Send the signal to one process of this kind; it must be there."""
         victim = self.find(target)[which]
         assert victim.send(number)
@@ -89,7 +91,7 @@ class Broken:
             assert time.monotonic() < began + seconds, states
             await asyncio.sleep(0.05)
 
-    async def streams_on(self, victim: Process) -> int | None:
+    async def streams_on(self, victim: ServerProcess) -> int | None:
         """Choices that this engine or replica has; None if it does not say so within a second."""
         from ray import serve
 

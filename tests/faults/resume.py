@@ -28,7 +28,7 @@ import openai
 
 from deployments.checkpoints.resolve import resolve_model
 from deployments.openai_client import async_http_client
-from loadtest.chaos.server_processes import Instance, instance_at
+from loadtest.chaos.server_processes import ServerInstance, instance_at
 from tests.deployments.live import NAME, Live, live_server
 from tests.deployments.serve_cluster import tiny_model
 from tests.faults.clients import Said
@@ -119,7 +119,7 @@ async def ask(client: openai.AsyncOpenAI, body: dict[str, Any]) -> Said:
 
 async def under_kills(
     url: str,
-    instance: Instance,
+    instance: ServerInstance,
     *,
     targets: Sequence[str],
     seconds: float,

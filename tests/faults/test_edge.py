@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.chaos.server_processes import Instance, instance_at
+from loadtest.chaos.server_processes import ServerInstance, instance_at
 from tests.deployments.live import NAME, REPLICAS, Live, live_server
 from tests.deployments.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
@@ -37,7 +37,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def instance(live: Live) -> Instance:
+def instance(live: Live) -> ServerInstance:
     return instance_at(live.url)
 
 
@@ -71,7 +71,7 @@ def until(condition: Any, seconds: float) -> float:
 
 
 def test_a_router_is_killed_and_whole_answers_come_from_the_other(
-    live: Live, instance: Instance
+    live: Live, instance: ServerInstance
 ) -> None:
     """Bug: a request whose answer has not begun is lost with its router, although nobody has seen a
     byte of it; or more streams break than those of that router."""
@@ -98,7 +98,9 @@ def test_a_router_is_killed_and_whole_answers_come_from_the_other(
 
 
 @pytest.mark.parametrize("target", ["haproxy", "manager", "proxy"])
-def test_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, target: str) -> None:
+def test_the_edge_is_killed_and_comes_back(
+    live: Live, instance: ServerInstance, target: str
+) -> None:
     """Bug: a node's edge that stays away, that leaves requests running at the engines for clients
     that are gone, that hangs or garbles what it breaks, or takes connections with it that are not
     its own. manager: Serve's actor that starts haproxy, which then ends with its last stream. The
@@ -139,7 +141,7 @@ def test_the_edge_is_killed_and_comes_back(live: Live, instance: Instance, targe
     until(lambda: idle(live), 20)
 
 
-def test_a_client_that_goes_on_loses_nothing(live: Live, instance: Instance) -> None:
+def test_a_client_that_goes_on_loses_nothing(live: Live, instance: ServerInstance) -> None:
     """Bug: streams end with their router or edge: 12 of 27 with a router, 27 of 27 with haproxy.
     The long run is `python -m tests.faults.resume`."""
     until(lambda: idle(live), 40)

@@ -1,6 +1,6 @@
 """The picture of a run with kills: one SVG file that needs nothing else."""
 
-from loadtest.report.charts import Axis, Mark, Panel, Series, duration, timeline
+from loadtest.report.charts import Axis, ChartPanel, Mark, Series, duration, timeline
 from loadtest.report.style import CSS
 from tests.faults.load import Run
 
@@ -29,9 +29,9 @@ def picture(run: Run, title: str, happened: str = " killed") -> str:
             Series("failed", [o.end_s for o in failed], [o.gap_s for o in failed], 5, "dots")
         )
     panels = [
-        Panel("Longest pause of each stream", gaps, Axis(low=0.0, form=duration), 170),
-        Panel("Requests in flight", [Series("", xs, ys, 2, "step")], Axis(low=0.0), 90),
-        Panel(
+        ChartPanel("Longest pause of each stream", gaps, Axis(low=0.0, form=duration), 170),
+        ChartPanel("Requests in flight", [Series("", xs, ys, 2, "step")], Axis(low=0.0), 90),
+        ChartPanel(
             "Replicas that a router sees",
             [
                 Series(

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from kernels.gemm import cublaslt, cublaslt_cache, cublaslt_tune
-from kernels.gemm.cublaslt import Algorithm, LibraryError, choices, key_of
+from kernels.gemm.cublaslt import Algorithm, CublasLtError, key_of, tuned_matmuls
 
 
 class FakeProduct:
@@ -30,7 +30,7 @@ class FakeSearch:
 
     def __init__(self, weights: list[torch.Tensor], rows: int, add: bool) -> None:
         self.rows, self.found = rows, []
-        self.product = FakeProduct(rows)
+        self.matmul = FakeProduct(rows)
 
     def try_everything(self) -> None:
         self.found = [f"tile{self.rows}", f"rigid{self.rows}", f"third{self.rows}"]
@@ -48,22 +48,22 @@ class FakeSearch:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeSearch]]:
-    monkeypatch.setattr(cublaslt_tune, "_Search", FakeSearch)
+    monkeypatch.setattr(cublaslt_tune, "_AlgorithmSearch", FakeSearch)
     monkeypatch.setattr(cublaslt_tune, "library", lambda device: SimpleNamespace(version=1))
     monkeypatch.setattr(cublaslt_cache, "read", lambda path: {})
     monkeypatch.setattr(cublaslt_cache, "add", lambda path, found: None)
     monkeypatch.setattr(cublaslt_tune, "_text", str)
     monkeypatch.setattr(cublaslt_tune, "_searched", set())
     FakeSearch.asked, FakeSearch.library_wins = {}, set()
-    before = dict(choices)
+    before = dict(tuned_matmuls)
     yield FakeSearch
-    choices.clear()
-    choices.update(before)
+    tuned_matmuls.clear()
+    tuned_matmuls.update(before)
 
 
 def chosen(weight: torch.Tensor, rows: int) -> Any:
-    choice = choices.get(key_of(rows, weight, False))
-    return None if choice is None else (choice.algorithm, choice.product.rows)
+    tuned = tuned_matmuls.get(key_of(rows, weight, False))
+    return None if tuned is None else (tuned.algorithm, tuned.matmul.rows)
 
 
 def test_sizes_between_landmarks_try_what_led_there(fake: type[FakeSearch]) -> None:
@@ -113,7 +113,7 @@ class Machine:
                 machine.searched.append(self.rows)
                 return None if self.rows == 64 else Algorithm(workspace=self.rows, state=0)
 
-        class Product:
+        class Matmul:
             def __init__(self, lib: Any, rows: int, weight: torch.Tensor, add: bool) -> None:
                 self.rows = rows
 
@@ -121,8 +121,8 @@ class Machine:
                 return None if self.rows in machine.refused else algorithm
 
         monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
-        monkeypatch.setattr(cublaslt_tune, "_Search", Search)
-        monkeypatch.setattr(cublaslt_tune, "Product", Product)
+        monkeypatch.setattr(cublaslt_tune, "_AlgorithmSearch", Search)
+        monkeypatch.setattr(cublaslt_tune, "Matmul", Matmul)
         monkeypatch.setattr(
             cublaslt_tune, "library", lambda device: SimpleNamespace(version=self.version)
         )
@@ -130,18 +130,18 @@ class Machine:
     def start(self, sizes: list[int], add: bool = False) -> dict[int, int]:
         """A new process: rows searched for are in `searched`; returns rows -> the choice's."""
         self.searched.clear()
-        choices.clear()
+        tuned_matmuls.clear()
         cublaslt_tune._searched.clear()
         cublaslt_tune.tune([torch.zeros(8, 4)], sizes, add)
-        return {key[0]: choice.algorithm.workspace for key, choice in choices.items()}
+        return {key[0]: tuned.algorithm.workspace for key, tuned in tuned_matmuls.items()}
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    before, searched = dict(choices), set(cublaslt_tune._searched)
+    before, searched = dict(tuned_matmuls), set(cublaslt_tune._searched)
     yield Machine(tmp_path / "cache", monkeypatch)
-    choices.clear()
-    choices.update(before)
+    tuned_matmuls.clear()
+    tuned_matmuls.update(before)
     cublaslt_tune._searched.clear()
     cublaslt_tune._searched.update(searched)
 
@@ -197,13 +197,13 @@ class PickyProduct:
 
     def run(self, algorithm: str, *_: Any) -> None:
         if algorithm.startswith("no"):
-            raise LibraryError(algorithm)
+            raise CublasLtError(algorithm)
 
 
 def test_what_the_library_refuses_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that does not start because one of many algorithms cannot run after all."""
-    search: Any = object.__new__(cublaslt_tune._Search)
-    search.product, search.timed, search.add = PickyProduct(), [], False
+    search: Any = object.__new__(cublaslt_tune._AlgorithmSearch)
+    search.matmul, search.timed, search.add = PickyProduct(), [], False
     search.weights = [torch.zeros(8, 4)]
     search.x, search.y = torch.zeros(64, 4), torch.zeros(64, 8)
     monkeypatch.setattr(search, "milliseconds", lambda algorithm: float(algorithm or 2.5))
@@ -227,11 +227,11 @@ def test_without_the_library(
 
     def create(self: Any, name: str, *args: object) -> None:
         if broken == "refuses":
-            raise LibraryError(f"{name}: cuBLASLt status 1")
+            raise CublasLtError(f"{name}: cuBLASLt status 1")
         getattr(self.lib, name)
 
     monkeypatch.setattr(cublaslt.ctypes, "CDLL", load)
-    monkeypatch.setattr(cublaslt.Library, "call", create)
+    monkeypatch.setattr(cublaslt.CublasLt, "call", create)
     cublaslt.library.cache_clear()
     weight = torch.zeros(8, 4)
     with caplog.at_level(logging.WARNING):

@@ -100,7 +100,7 @@ def test_every_algorithm_of_the_search(add: bool) -> None:
         x = random(rows, 2048, dtype=torch.bfloat16)
         residual = random(rows, 1536, dtype=torch.bfloat16)
         ref = x.double() @ weights[0].double().T + (residual.double() if add else 0)
-        search = cublaslt_tune._Search(weights, rows, add)
+        search = cublaslt_tune._AlgorithmSearch(weights, rows, add)
         search.try_offered()
         offered = len(search.timed)
         search.try_variants()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu import compiler, native
 from kernels.cpu.attention import attention_for
-from kernels.cpu.compiler import Unavailable, compile_ir, has_int8, lanes
+from kernels.cpu.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from tests.kernels.layout import lay_out
 from tests.kernels.test_reference import dirty_caches, error, normed
@@ -24,7 +24,7 @@ def able() -> bool:
     try:
         lanes()
         compile_ir("define void @nothing(ptr %args) {\n  ret void\n}\n")
-    except Unavailable:
+    except CompilerUnavailable:
         return False
     return True
 

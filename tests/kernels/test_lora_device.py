@@ -61,9 +61,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoraDevice:
             target.copy_(source)
 
     elements = padded(MAX_RANK) * sum(a + b for a, b in SIZES)
-    uploads: Any = SimpleNamespace(device=torch.device("cuda"), copy=copy)
+    uploader: Any = SimpleNamespace(device=torch.device("cuda"), copy=copy)
     rows = {"max_rows": 8, "max_tokens": TOKENS}
-    return LoraDevice(SLOTS, elements, len(SIZES), MAX_RANK, torch.float32, uploads, **rows)
+    return LoraDevice(SLOTS, elements, len(SIZES), MAX_RANK, torch.float32, uploader, **rows)
 
 
 def test_one_graph_for_every_step(device: LoraDevice) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from loadtest.chaos.faults import Chaos, Fault, parse_chaos, schedule
-from loadtest.chaos.server_processes import Instance, Process, instance_at
+from loadtest.chaos.server_processes import ServerInstance, ServerProcess, instance_at
 from loadtest.errors import ScenarioError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def cluster() -> Iterator[tuple[Instance, subprocess.Popen[bytes]]]:
+def cluster() -> Iterator[tuple[ServerInstance, subprocess.Popen[bytes]]]:
     port = free_port()
     raylet = subprocess.Popen(
         ["/opt/raylet", "-c", TREE, f"--log_dir={SESSION}/logs", str(port), sys.executable],
@@ -102,7 +102,7 @@ def state(pid: int) -> str:
 
 
 def test_only_processes_of_the_tested_instance_are_found(
-    cluster: tuple[Instance, subprocess.Popen[bytes]],
+    cluster: tuple[ServerInstance, subprocess.Popen[bytes]],
 ) -> None:
     """A fault test that kills by name ends the neighbour's cluster as well."""
     instance, stranger = cluster
@@ -116,7 +116,7 @@ def test_only_processes_of_the_tested_instance_are_found(
 
 
 def test_kill_strikes_on_time_and_marks_it(
-    cluster: tuple[Instance, subprocess.Popen[bytes]],
+    cluster: tuple[ServerInstance, subprocess.Popen[bytes]],
 ) -> None:
     """A mark that is off by a second makes the gap beside it look like another fault's."""
     instance, stranger = cluster
@@ -132,7 +132,7 @@ def test_kill_strikes_on_time_and_marks_it(
     assert stranger.poll() is None
 
 
-def test_pause_freezes_and_lets_go(cluster: tuple[Instance, subprocess.Popen[bytes]]) -> None:
+def test_pause_freezes_and_lets_go(cluster: tuple[ServerInstance, subprocess.Popen[bytes]]) -> None:
     """A process left frozen after the run holds its clients until somebody finds out."""
     instance, _ = cluster
     (router,) = instance.find("router")
@@ -165,7 +165,7 @@ class Respawning:
     def spawn(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
-    def find(self, target: str) -> list[Process]:
+    def find(self, target: str) -> list[ServerProcess]:
         from loadtest.chaos.server_processes import _read
 
         dead = [c for c in self.children if c.poll() is not None]
@@ -232,7 +232,7 @@ def test_pid_used_again_is_spared() -> None:
     """Between the look and the signal a pid can pass to a process that is nobody's business."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        assert not Process(child.pid, os.getpid(), 1, "an older one").send(signal.SIGKILL)
+        assert not ServerProcess(child.pid, os.getpid(), 1, "an older one").send(signal.SIGKILL)
         assert child.poll() is None
     finally:
         child.kill()
@@ -285,7 +285,7 @@ def test_fault_without_victim_ends_before_the_run() -> None:
     """Ten minutes of load for a report in which nothing was injected."""
 
     class Empty:
-        def find(self, target: str) -> list[Process]:
+        def find(self, target: str) -> list[ServerProcess]:
             return []
 
     with pytest.raises(ScenarioError, match="no replica process"):

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from loadtest.client.load import Client
+from loadtest.client.load import LoadClient
 from loadtest.http import clock
 from loadtest.measure.figures import service_gaps, summarise
 from loadtest.measure.records import RequestRecord, RunInfo
@@ -30,7 +30,7 @@ def load(server: FakeServer, text: str, **more) -> list[RequestRecord]:
 async def _load(text: str, stop_after: float | None = None, **more) -> list[RequestRecord]:
     scenario = parse(text)
     records: list[RequestRecord] = []
-    client = Client(scenario.target, records.append, **more)
+    client = LoadClient(scenario.target, records.append, **more)
     if stop_after is not None:
         asyncio.get_running_loop().call_later(stop_after, client.stop)
     await client.run(lay_out(scenario, "fake"), clock() + 0.05)
@@ -267,8 +267,8 @@ def test_verification() -> None:
     text = tokens(FAST, count=24, output=12)
     references = {}
 
-    def keep(job, record, answer):
-        references[job.key()] = reference_of(job.key(), record, answer)
+    def keep(spec, record, answer):
+        references[spec.key()] = reference_of(spec.key(), record, answer)
 
     with FakeServer() as server:
         load(server, text, keep=keep)

@@ -13,7 +13,7 @@ import pytest
 from loadtest.errors import ScenarioError
 from loadtest.report.compare import Side, compare, mann_whitney, parse_conditions, read_side, tidy
 from loadtest.report.comparison import comparison_page
-from loadtest.report.series import Run
+from loadtest.report.series import SavedRun
 from tests.loadtest.made_run import make_records, make_run, summarise
 
 
@@ -21,7 +21,7 @@ def side(name: str, *seeds: int, slower: float = 1.0, faults: bool = False) -> S
     runs = []
     for seed in seeds:
         records = make_records(seed=seed, seconds=20.0, slower=slower, faults=faults)
-        runs.append(Run(Path(name), summarise(records, name=name, faults=faults), records))
+        runs.append(SavedRun(Path(name), summarise(records, name=name, faults=faults), records))
     return Side(name, tuple(runs))
 
 
@@ -89,7 +89,7 @@ def test_error_rate_difference() -> None:
         else type(r)(index=r.index, phase="", intended_s=0.0, end_s=1.0, error_class="cut")
         for r in many.runs[0].records
     ]
-    bad = Side("b", (Run(Path("b"), summarise(records, name="b"), records),))
+    bad = Side("b", (SavedRun(Path("b"), summarise(records, name="b"), records),))
     row = next(r for r in compare(side("a", 1), bad, resamples=50).rows if r.metric == "error_rate")
     assert row.verdict == "worse" and 0.05 < row.low < row.change < row.high < 0.2
 
@@ -100,7 +100,7 @@ def test_wrong_answers_are_told() -> None:
     summary = msgspec.structs.replace(
         fast.runs[0].summary, verified_ok=1, verified_different=19, missing_tokens=3
     )
-    wrong = Side("b", (Run(Path("b"), summary, fast.runs[0].records),))
+    wrong = Side("b", (SavedRun(Path("b"), summary, fast.runs[0].records),))
     told = compare(good, wrong, resamples=50).warnings
     assert "b: 19 of 20 answers that were compared are wrong" in told
     assert "b: 3 tokens are missing, 0 came twice" in told

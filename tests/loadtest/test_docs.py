@@ -23,7 +23,7 @@ def test_scenarios(text: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text("secret\n")
     plans = lay_out(parse(text, "docs", tmp_path), "m")
     for plan in plans:
-        plan.job(plan.visits[0]).body()
+        plan.spec(plan.visits[0]).body()
 
 
 def test_names() -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.http import Address, Connection, Pool
+from loadtest.http import Address, ConnectionPool, HttpConnection
 
 EVENTS = b'data: {"a": 1}\n\n' * 3 + b"data: [DONE]\n\n"
 
@@ -43,8 +43,8 @@ class Taker:
         self.lost = error
 
 
-def feed(data: bytes, cuts: list[int], eof: bool = False) -> tuple[Taker, Connection]:
-    connection = Connection(Pool(Address("h", 1, "", None, b"")))
+def feed(data: bytes, cuts: list[int], eof: bool = False) -> tuple[Taker, HttpConnection]:
+    connection = HttpConnection(ConnectionPool(Address("h", 1, "", None, b"")))
     connection.transport = Transport()
     taker = Taker()
     connection.send(b"", taker)

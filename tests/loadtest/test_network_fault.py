@@ -2,13 +2,13 @@
 
 import pytest
 
-from loadtest.chaos.faults import beside, needs_relays, parse_chaos
+from loadtest.chaos.faults import beside, needs_proxies, parse_chaos
 from loadtest.errors import ScenarioError
-from loadtest.runner import Options, Result, Task, run
+from loadtest.runner import RunOptions, RunResult, Task, run
 from tests.loadtest.fake_server import FakeServer
 
 
-def disturbed(faults: list[str], *, gap: float = 0.02, seconds: float = 2.4) -> Result:
+def disturbed(faults: list[str], *, gap: float = 0.02, seconds: float = 2.4) -> RunResult:
     text = (
         "work: {name: tokens, input: 4, output: 10}\n"
         f"phases: [{{name: a, arrivals: {{kind: constant, rate: 25}}, duration: {seconds}s}}]\n"
@@ -16,7 +16,7 @@ def disturbed(faults: list[str], *, gap: float = 0.02, seconds: float = 2.4) -> 
     with FakeServer(first=0.02, gap=gap) as server:
         task = Task(text, overrides={"target.url": server.url})
         harm = beside(faults, server.url, 0)
-        return run(task, Options(relayed=needs_relays(faults), beside=harm))
+        return run(task, RunOptions(proxied=needs_proxies(faults), beside=harm))
 
 
 def test_a_delay_is_felt_both_ways_and_ends() -> None:

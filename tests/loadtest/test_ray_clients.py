@@ -11,7 +11,7 @@ import pytest
 from loadtest.client.ray_nodes import compare_clocks, files_of
 from loadtest.http import clock
 from loadtest.measure.figures import percentiles
-from loadtest.runner import Options, Task, run
+from loadtest.runner import RunOptions, Task, run
 from loadtest.scenario.parse import parse
 from tests.loadtest.fake_server import FakeServer
 
@@ -53,7 +53,7 @@ def test_actors_share_a_run(address: str, tmp_path: Path) -> None:
     )
     with FakeServer(first=lambda number: 0.02 + number % 10 * 0.01, gap=0.005) as server:
         task = Task(text, folder=tmp_path, overrides={"target.url": server.url})
-        result = run(task, Options(procs=2, ray=address))
+        result = run(task, RunOptions(procs=2, ray=address))
     s, records = result.summary, result.records
     assert s.reasons == [] or "client" in s.reasons[0]
     assert (s.requests, s.succeeded, s.warmup_requests) == (80, 80, 6)

@@ -17,8 +17,8 @@ from loadtest.measure.records import RequestRecord
 from loadtest.report import write_report
 from loadtest.report.charts import (
     Axis,
+    ChartPanel,
     Mark,
-    Panel,
     Series,
     duration,
     line_chart,
@@ -251,7 +251,7 @@ def test_charts_take_odd_data() -> None:
             ET.fromstring(svg)
     ET.fromstring(
         timeline(
-            [Panel("none", [Series("", [], [])])],
+            [ChartPanel("none", [Series("", [], [])])],
             name="odd",
             end=0.0,
             width=400,

@@ -131,7 +131,7 @@ def test_paths_count_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"timestamp":0,"input_length":3,"output_length":2}\n')
     text = "phases: [{name: a, arrivals: {kind: trace, file: t.jsonl}}]"
     (plan,) = lay_out(parse(text, "s", tmp_path), "m")
-    assert plan.total == 1 and plan.job(plan.visits[0]).expected == 2
+    assert plan.total == 1 and plan.spec(plan.visits[0]).expected == 2
 
 
 def test_shares_of_processes() -> None:

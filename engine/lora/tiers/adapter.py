@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class AdapterDescription:
     """What a look at the files says. stamp: changes when they do; "" if nobody can tell."""
 
     kind: str
@@ -25,10 +25,10 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedAdapter:
     """An adapter in host memory. digest: of the bytes that were read."""
 
-    described: Described
+    described: AdapterDescription
     digest: str
     host_bytes: int
     weights: Any
@@ -40,11 +40,11 @@ class Loader(Protocol):
     digest: of the bytes that are expected, to find a copy of them; "" = whatever is there now.
     """
 
-    def describe(self, path: str, digest: str = "") -> Described:
+    def describe(self, path: str, digest: str = "") -> AdapterDescription:
         """Configuration only."""
         ...
 
-    def read(self, path: str, digest: str = "") -> Loaded: ...
+    def read(self, path: str, digest: str = "") -> LoadedAdapter: ...
 
     def upload(self, weights: Any, slot: int) -> None:
         """Into a slot that no step uses. Returns when the copy is done."""
@@ -54,10 +54,10 @@ class Loader(Protocol):
 class NoLoader:
     """Of an engine that takes no adapters: never called."""
 
-    def describe(self, path: str, digest: str = "") -> Described:
+    def describe(self, path: str, digest: str = "") -> AdapterDescription:
         raise NotImplementedError
 
-    def read(self, path: str, digest: str = "") -> Loaded:
+    def read(self, path: str, digest: str = "") -> LoadedAdapter:
         raise NotImplementedError
 
     def upload(self, weights: Any, slot: int) -> None:
@@ -108,7 +108,7 @@ class Adapter:
         """Its virtual tokens have keys and values, not vectors."""
         return self.info.kind == PREFIX
 
-    def is_same(self, info: AdapterInfo, described: Described, digest: str) -> bool:
+    def is_same(self, info: AdapterInfo, described: AdapterDescription, digest: str) -> bool:
         """Whether what is added is this one: of one revision, and of equal bytes as far as they
         were read."""
         if self.info.revision != info.revision:
@@ -116,7 +116,7 @@ class Adapter:
         return self.digest == digest if self.digest else self.stamp == described.stamp
 
 
-def info_of(name: str, revision: str, described: Described) -> AdapterInfo:
+def info_of(name: str, revision: str, described: AdapterDescription) -> AdapterInfo:
     return AdapterInfo(
         name,
         revision,

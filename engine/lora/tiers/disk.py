@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _RESERVED = "reserved"
 
 
-class Entry:
+class CachedFolder:
     """A folder of the cache that this thread holds until `close`.
 
     filled: it holds an adapter's files. Otherwise it is empty and removed by `close`, unless `keep`
@@ -43,7 +43,7 @@ class Entry:
         self._cache = cache
         self._lock = lock
 
-    def __enter__(self) -> "Entry":
+    def __enter__(self) -> "CachedFolder":
         return self
 
     def __exit__(
@@ -91,12 +91,12 @@ class DiskCache:
         with self._alone():
             return sum(size for _, size in self._folders().values())
 
-    def find(self, digest: str) -> Entry | None:
+    def find(self, digest: str) -> CachedFolder | None:
         """The adapter with this digest; None if it is not there. Raises AdapterError."""
         with self._alone():
             return self._find(digest)
 
-    def open(self, digest: str = "") -> Entry:
+    def open(self, digest: str = "") -> CachedFolder:
         """The adapter with this digest, or else an empty entry to fill. While another thread or
         process fills one for this digest it is waited for.
 
@@ -114,19 +114,19 @@ class DiskCache:
                     part = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
                     lock = _lock(part, fcntl.LOCK_EX)
                     assert lock is not None  # nobody else knows it yet
-                    return Entry(self, part, lock, filled=False)
+                    return CachedFolder(self, part, lock, filled=False)
             time.sleep(_POLL_SECONDS)
 
-    def _find(self, digest: str) -> Entry | None:
+    def _find(self, digest: str) -> CachedFolder | None:
         if not _DIGEST.fullmatch(digest):
             return None
         lock = _lock(self.folder / digest, fcntl.LOCK_SH)
         if lock is None:
             return None
         os.utime(lock)
-        return Entry(self, self.folder / digest, lock, filled=True)
+        return CachedFolder(self, self.folder / digest, lock, filled=True)
 
-    def reserve(self, entry: Entry, num_bytes: int) -> None:
+    def reserve(self, entry: CachedFolder, num_bytes: int) -> None:
         end = time.monotonic() + ROOM_SECONDS
         while True:
             with self._alone():
@@ -149,7 +149,7 @@ class DiskCache:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def keep(self, entry: Entry, digest: str) -> None:
+    def keep(self, entry: CachedFolder, digest: str) -> None:
         with self._alone():
             place = self.folder / digest
             if place.exists():

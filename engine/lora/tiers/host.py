@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
 
-from engine.lora.tiers.adapter import Adapter, Loaded
+from engine.lora.tiers.adapter import Adapter, LoadedAdapter
 
 # Unused for so long, an adapter leaves host memory though there is room: longer than the night of
 # those who are used by day.
@@ -24,7 +24,7 @@ class HostMemory:
     def has_room(self) -> bool:
         return self.num_bytes < self._budget
 
-    def keep(self, adapter: Adapter, loaded: Loaded) -> None:
+    def keep(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
         """It was read, or given with its name; it counts as just used."""
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
         adapter.host_bytes = loaded.host_bytes

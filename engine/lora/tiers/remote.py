@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
-from engine.lora.tiers.disk import Entry
+from engine.lora.tiers.disk import CachedFolder
 
 MAX_WEIGHT_BYTES = 8 << 30
 MAX_SECONDS = 100.0  # whoever adds one gets an answer while the router still waits for it
@@ -21,7 +21,7 @@ def is_remote(path: str) -> bool:
 
 
 @contextmanager
-def fetched(path: str, entry: Entry, *, weights: bool) -> Iterator[str]:
+def fetched(path: str, entry: CachedFolder, *, weights: bool) -> Iterator[str]:
     """Fills an empty entry with the adapter's files (weights=False: the configuration alone), and
     closes it afterwards. Yields a stamp that changes when they do.
 
@@ -56,7 +56,7 @@ def fetched(path: str, entry: Entry, *, weights: bool) -> Iterator[str]:
         yield seen
 
 
-def _copy(path: str, entry: Entry, *, weights: bool) -> str:
+def _copy(path: str, entry: CachedFolder, *, weights: bool) -> str:
     if "::" in path or path.startswith(("file:", "local:")):
         raise AdapterError(f"{path}: not the URL of an object store", code="adapter_not_found")
     try:

@@ -21,7 +21,15 @@ from typing import TypeVar
 
 from engine.errors import AdapterError
 from engine.lora.peft_config import check_name
-from engine.lora.tiers.adapter import Adapter, Described, Loaded, Loader, NoLoader, changed, info_of
+from engine.lora.tiers.adapter import (
+    Adapter,
+    AdapterDescription,
+    LoadedAdapter,
+    Loader,
+    NoLoader,
+    changed,
+    info_of,
+)
 from engine.lora.tiers.host import HostMemory
 from engine.lora.tiers.names import AdapterNames
 from engine.lora.tiers.remote import is_remote
@@ -78,26 +86,28 @@ class AdapterStore:
     def add(self, message: AddAdapter) -> None:
         """Begin; the answer comes by `take_answers`."""
 
-        def work() -> Described | Loaded:
+        def work() -> AdapterDescription | LoadedAdapter:
             self._check_enabled()
             check_name(message.name)
             if message.load:
                 return self._loader.read(message.path, message.digest)
             return self._loader.describe(message.path, message.digest)
 
-        def then(result: Described | Loaded | AdapterError) -> None:
+        def then(result: AdapterDescription | LoadedAdapter | AdapterError) -> None:
             self._added(message, result)
             self._next(message.name)
 
         self._line_up(message.name, lambda: self._run(self._readers(message.path), work, then))
 
-    def _added(self, message: AddAdapter, result: Described | Loaded | AdapterError) -> None:
+    def _added(
+        self, message: AddAdapter, result: AdapterDescription | LoadedAdapter | AdapterError
+    ) -> None:
         if isinstance(result, AdapterError):
             answer = AdapterAnswer(message.ticket, None, result.code, result.message)
             self._answers.append(answer)
             return
-        loaded = result if isinstance(result, Loaded) else None
-        described = result.described if isinstance(result, Loaded) else result
+        loaded = result if isinstance(result, LoadedAdapter) else None
+        described = result.described if isinstance(result, LoadedAdapter) else result
         if loaded is not None and message.digest not in ("", loaded.digest):
             error = changed(message.name)
             self._answers.append(AdapterAnswer(message.ticket, None, error.code, error.message))
@@ -302,12 +312,14 @@ class AdapterStore:
                 lambda result: self._was_read(adapter, reading, result),
             )
 
-    def _was_read(self, adapter: Adapter, reading: object, result: Loaded | AdapterError) -> None:
+    def _was_read(
+        self, adapter: Adapter, reading: object, result: LoadedAdapter | AdapterError
+    ) -> None:
         self._reading -= 1
         if adapter.reading is not reading:
             return  # it was added again meanwhile
         adapter.reading = None
-        if isinstance(result, Loaded):
+        if isinstance(result, LoadedAdapter):
             # The digest tells for sure. Before the first read nobody has it.
             before, now = (
                 (adapter.digest, result.digest)
@@ -327,7 +339,7 @@ class AdapterStore:
             self._advance(adapter)
         self._drop_unused(adapter)
 
-    def _keep(self, adapter: Adapter, loaded: Loaded) -> None:
+    def _keep(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
         self._host.keep(adapter, loaded)
         adapter.info = info_of(adapter.info.name, adapter.info.revision, loaded.described)
         self._host.evict(self._wanted)

@@ -202,7 +202,7 @@ def test_object_store(folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_room_for_a_copy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F26: 503 for that adapter, and no part of the file is left."""
+    """Bug: another code than 503 for that adapter, or a part of its file stays on the disk."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
     for name in (CONFIG_FILE, WEIGHTS_FILE):

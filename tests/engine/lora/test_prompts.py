@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.batch import NewRow
 from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
-from engine.lora.virtual_tokens import PromptReader
+from engine.lora.virtual_tokens import VirtualTokensReader
 from engine.messages import EngineRequest
 from engine.model_config import ModelConfig
 from engine.sampling import host
@@ -187,7 +187,7 @@ def test_files(tmp_path: Path) -> None:
     """What does not fit the model, or is broken, is refused by name."""
     theirs = save_checkpoint(tmp_path / "base", "llama")
     model = ModelConfig.from_folder(tmp_path / "base")
-    reader = PromptReader(model, torch.float32, torch.float16, 8)
+    reader = VirtualTokensReader(model, torch.float32, torch.float16, 8)
     vectors = save_prompt(theirs, tmp_path / "v", "prompt_tuning", 4)
     keys = save_prompt(theirs, tmp_path / "k", "prefix_tuning", 4)
     assert reader.read(vectors, "").weights.values.shape == (4, 32)

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.tiers import remote
-from engine.lora.tiers.adapter import Loaded
+from engine.lora.tiers.adapter import LoadedAdapter
 from engine.lora.tiers.disk import DiskCache
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter
@@ -26,7 +26,7 @@ class Hanging(MemoryLoader):
         self._hung = hung
         self.begun, self.release = threading.Event(), threading.Event()
 
-    def read(self, path: str, digest: str = "") -> Loaded:
+    def read(self, path: str, digest: str = "") -> LoadedAdapter:
         if path == self._hung:
             self.begun.set()
             assert self.release.wait(SECONDS)

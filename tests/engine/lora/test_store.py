@@ -166,7 +166,7 @@ def test_removed() -> None:
 
 
 def test_broken_adapter_fails_its_requests_alone() -> None:
-    """F27: others go on; the reason reaches the client; it is not read again at once."""
+    """A broken adapter: others run; the reason reaches the client; it is not read again at once."""
     store = make_store("ab")
     store.find("a").path = "it is broken"
     core, _ = make_core(adapters=store)
@@ -181,7 +181,7 @@ def test_broken_adapter_fails_its_requests_alone() -> None:
 
 
 def test_changed_on_disk_without_being_added_again() -> None:
-    """F28: other weights under the same revision would serve wrong cached prefixes."""
+    """Bug: other weights under the same revision would serve wrong cached prefixes."""
     store = make_store("ab", max_loras=1, host_bytes=1)
     assert load(store, "a") and load(store, "b")
     store.find("a").path = "2"
@@ -217,7 +217,7 @@ def test_only_the_request_that_needs_it_waits() -> None:
 
 
 def test_an_aborted_wait_leaves_nothing() -> None:
-    """F19: the client leaves while its adapter loads."""
+    """The client leaves while its adapter loads."""
     disk, device = Inline(hold=True), Inline(hold=True)
     core, _ = make_core(adapters=make_store("a", disk=disk, device=device))
     core.add(make_request(1, adapter="a"))

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from loadtest.http import Connection
+from loadtest.http import HttpConnection
 from loadtest.measure.records import RequestRecord
-from loadtest.measure.verify import Answer
-from loadtest.scenario.requests import Job
+from loadtest.measure.verify import ReceivedAnswer
+from loadtest.scenario.requests import RequestSpec
 from loadtest.scenario.schedule import PhasePlan
 
 
@@ -47,7 +47,7 @@ class _Logprobs(msgspec.Struct):
     tokens: list[Any] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ResponseChoice(msgspec.Struct):
     text: str | None = None
     delta: _Message | None = None
     message: _Message | None = None
@@ -56,16 +56,16 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+class _ResponsePart(msgspec.Struct):
+    choices: list[_ResponseChoice] = []
     usage: _Usage | None = None
     error: Any = None
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_ResponsePart).decode
 
 
-class Exchange:
+class RequestAttempt:
     """The receiver of one answer. on_done(record, answer or None) is called exactly once."""
 
     __slots__ = (
@@ -86,11 +86,11 @@ class Exchange:
         "connection",
         "index",
         "intended",
-        "job",
         "last_byte",
         "plan",
         "sent",
         "session",
+        "spec",
         "status",
         "t_first",
     )
@@ -100,18 +100,18 @@ class Exchange:
         plan: PhasePlan,
         index: int,
         session: int | None,
-        job: Job,
+        spec: RequestSpec,
         intended: float,
         sent: float,
         origin: float,
-        on_done: Callable[["Exchange", RequestRecord, Answer | None], None],
+        on_done: Callable[["RequestAttempt", RequestRecord, ReceivedAnswer | None], None],
         keep_answer: bool,
     ) -> None:
         """intended, sent, origin: on the client's clock; the record counts from origin."""
-        self.plan, self.index, self.session, self.job = plan, index, session, job
+        self.plan, self.index, self.session, self.spec = plan, index, session, spec
         self.intended, self.sent = intended, sent
         self._origin, self._on_done = origin, on_done
-        self.connection: Connection | None = None
+        self.connection: HttpConnection | None = None
         self.connect_s = 0.0
         self.last_byte = sent
         self.t_first: float | None = None
@@ -126,7 +126,7 @@ class Exchange:
         self._error: tuple[str, str | None, str | None] | None = None
         self._done = False
         self._cancelled = False
-        self._answer = Answer() if keep_answer else None
+        self._answer = ReceivedAnswer() if keep_answer else None
 
     @property
     def first_token(self) -> float | None:
@@ -151,7 +151,7 @@ class Exchange:
         *events, self._body = data.split(b"\n\n")
         for event in events:
             self._event(event, now)
-        limit = self.job.cancel_chunks
+        limit = self.spec.cancel_chunks
         if limit is not None and len(self._chunks) >= limit and not self._done:
             self.cancel(now)
 
@@ -162,7 +162,7 @@ class Exchange:
             if self._error is None and not (self._done and self._finish):
                 what = "[DONE]" if not self._done else "a finish_reason"
                 self._error = "cut", None, f"the stream ended without {what}"
-        elif self.job.stream:
+        elif self.spec.stream:
             kind = self._headers.get(b"content-type", b"").decode("latin-1")
             self._error = "bad_answer", None, f"{kind!r} instead of an event stream"
         else:
@@ -232,11 +232,11 @@ class Exchange:
         else:
             self._take(part, now)
 
-    def _take(self, part: _Answer, now: float) -> None:
+    def _take(self, part: _ResponsePart, now: float) -> None:
         known: int | None = None
         if part.usage is not None:
             before = self._usage.completion_tokens if self._usage else 0
-            if part.choices and part.usage.completion_tokens is not None and self.job.stream:
+            if part.choices and part.usage.completion_tokens is not None and self.spec.stream:
                 known = part.usage.completion_tokens - (before or 0)
             self._usage = part.usage
         tokens = 0
@@ -279,19 +279,19 @@ class Exchange:
         self._on_done(self, self._record(now), self._answer)
 
     def _record(self, now: float) -> RequestRecord:
-        origin, job, usage = self._origin, self.job, self._usage
+        origin, spec, usage = self._origin, self.spec, self._usage
         counted = sum(tokens for _, tokens in self._chunks)
         told = usage.completion_tokens if usage else None
-        if not job.stream and told is not None and self._chunks:
+        if not spec.stream and told is not None and self._chunks:
             self._chunks = [(self._chunks[0][0], told)]
-        if not job.stream:
+        if not spec.stream:
             self._exact = self._exact or told is not None
         missing = doubled = 0
         if self._error is None and not self._cancelled:
-            received = counted if self._exact and job.stream else (told or counted)
+            received = counted if self._exact and spec.stream else (told or counted)
             promised = told if told is not None else received
-            if job.expected is not None:
-                promised = max(promised, job.expected)
+            if spec.expected is not None:
+                promised = max(promised, spec.expected)
             missing, doubled = max(0, promised - received), max(0, received - promised)
         error = self._error or (None, None, None)
         details = (usage.prompt_tokens_details or {}) if usage else {}
@@ -310,7 +310,7 @@ class Exchange:
             end_s=round(now - origin, 6),
             prompt_tokens=usage.prompt_tokens if usage else None,
             cached_tokens=cached if isinstance(cached, int) else None,
-            output_tokens_expected=job.expected,
+            output_tokens_expected=spec.expected,
             output_tokens=counted if told is None else told,
             finish_reason=self._finish,
             status=self.status,
@@ -318,12 +318,12 @@ class Exchange:
             error_code=error[1],
             error_message=error[2][:300] if error[2] else None,
             request_id=_text(self._headers.get(b"x-request-id")),
-            tenant=job.tenant,
-            adapter=job.adapter,
+            tenant=spec.tenant,
+            adapter=spec.adapter,
             session=self.session,
-            stream=job.stream,
+            stream=spec.stream,
             cancelled=self._cancelled and self._error is None,
-            slow_reader=job.slow_pause is not None,
+            slow_reader=spec.slow_pause is not None,
             warmup=self.plan.phase.warmup,
             migrations=timing.migrations,
             queue_s=queue_s,

@@ -1,4 +1,4 @@
-"""Uploads: adapters from host memory to the device, beside the step loop."""
+"""AdapterUploader: copies adapters from host memory to the device, beside the step loop."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from torch import Tensor
 STAGING_BYTES = 4 << 20
 
 
-class Uploads:
+class AdapterUploader:
     """Copies on a stream of their own, by way of memory that is pinned once: to pin some while
     steps run would hold them up. On the CPU plain copies. For one thread at a time."""
 
