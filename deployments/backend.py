@@ -1,6 +1,6 @@
-"""The seam between the HTTP API (and the Python client) and whatever runs the requests.
+"""Backend: the interface between the HTTP API (and the Python client) and what runs the requests.
 
-`api/` knows only this file: tests drive it with a fake, the router implements it over channels to
+`api/` knows only this file. Tests drive it with a fake; the router implements it over channels to
 engine replicas.
 """
 
@@ -34,33 +34,33 @@ class ModelCard:
 class GenerationRequest:
     """One prompt, validated and tokenised. n choices of it are generated with one seed."""
 
-    request_id: str  # the caller's or ours; for logs and headers only, never a key inside
+    request_id: str  # the caller's or ours; for logs and headers only, never a key in a table
     model: str
     token_ids: list[int]
     params: SamplingParams
     seed: int  # resolved
     cache_salt: str = ""
-    adapter: str = ""  # "name@revision", so that it goes on elsewhere with the same weights
+    adapter: str = ""  # "name@revision", so that a move keeps the same weights
     adapter_path: str = ""  # where its files are
     adapter_version: int = 0  # of its record
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
-    key: str = ""  # whose it is: what waits is served in turn by key
-    owner: str = ""  # digest of the API key: who else may ask what became of it
-    stream: str = ""  # replicas keep its tokens under this name for a while; "": they need not
-    # When it goes on after an event: of each choice what it begins with; None: it has ended.
+    key: str = ""  # the tenant: waiting requests are served in turn by key
+    owner: str = ""  # digest of the API key, which alone may ask what became of the request
+    stream: str = ""  # replicas keep its tokens under this name for a while; "": they do not
+    # Of a resumed stream: the tokens that each choice begins with; None: the choice has ended.
     emitted: list[list[int] | None] = field(default_factory=list)
-    weights: str = ""  # where these came from (models.Identity); "" if nobody knows or cares
+    weights: str = ""  # of the model that emitted these (ModelIdentity); "" if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RecalledChoice:
-    """What a replica knows of a choice that it had, or has. weights: of models.Identity."""
+    """A choice as a replica that has or had it knows it. weights: of ModelIdentity."""
 
     stream: str
     choice: int
     token_ids: list[int]
-    finish: str  # as of a Delta; "" if it did not end there
+    finish: str  # as in a Delta; "" if the choice did not end there
     stop_token: int | None
     weights: str
 
@@ -69,7 +69,7 @@ class RecalledChoice:
 class Timing:
     """What a client that measures cannot see. queue_s: from arrival at the router to the first step
     in an engine, of the choice that waited longest. migrations: how often a choice went on at
-    another replica after losing its own. replicas: where it has been, in order."""
+    another replica after losing its own. replicas: where the request has been, in order."""
 
     queue_s: float = 0.0
     migrations: int = 0
@@ -110,8 +110,8 @@ class BackendState:
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
     queued: int = 0  # choices that wait for room at a replica
-    queued_tokens: int = 0  # their work
-    draining: bool = False  # nothing new is taken, and that is for good
+    queued_tokens: int = 0  # work of the choices that wait
+    draining: bool = False  # new requests are refused, for good
 
 
 class AdapterDirectory(Protocol):
@@ -139,8 +139,8 @@ class Backend(Protocol):
     def tokenizer(self, model: str) -> Tokenizer: ...
 
     def admit(self, key: str) -> None:
-        """Raises Overloaded if no request of this key would be let in now: asked before the work of
-        reading one is done."""
+        """Raises Overloaded if no request of this key would be admitted now. Called before the work
+        of reading a request."""
         ...
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -153,8 +153,8 @@ class Backend(Protocol):
     async def recall(
         self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
     ) -> list[RecalledChoice]:
-        """What replicas know of requests with these `stream` names: all that was heard when it was
-        enough, or when nobody is left to ask."""
+        """What replicas know of requests with these `stream` names: all answers until `enough` says
+        so, or until no replica is left to ask."""
         ...
 
     def state(self) -> BackendState: ...

@@ -1,9 +1,9 @@
 """python -m bench.simulate routing|scaling|overload|costs|calibrate
 
 routing, scaling: the real functions in a simulated fleet, against other policies. Seeded: the same
-rows on any machine. overload: routers and relays in virtual time before slow engines, at ten times
-what these can do. costs: what a decision and the news of prefixes take here. calibrate: what a
-step of a real replica costs here, and the simulator's error. --out FOLDER writes
+rows on any machine. overload: routers and replicas in virtual time before slow engines, at ten
+times what these can do. costs: what a decision and the news of prefixes take here. calibrate: what
+a step of a real replica costs here, and the simulator's error. --out FOLDER writes
 simulate-NAME-DATE.json and .jsonl, --pictures FOLDER the pictures of docs/. On a GPU machine:
     calibrate --model FOLDER --name llama-8b --set load_format=dummy --out FOLDER
 """

@@ -1,4 +1,4 @@
-"""SimEngine: a SimReplica in the place of an engine process, behind a real relay.
+"""SimEngine: a SimReplica in the place of an engine process, behind a real ReplicaServer.
 
 Like the engine's loop it takes what has come between two steps only, and a frame's figures are
 those of the step that has just ended: they know nothing of what came meanwhile.

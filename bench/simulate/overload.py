@@ -1,9 +1,9 @@
-"""Overload: routers and relays as they are, over connections in memory and in virtual time, before
-simulated engines whose steps are as long as those of a CPU.
+"""Overload: routers and replica servers as they are, over connections in memory and in virtual
+time, before simulated engines whose steps are as long as those of a CPU.
 
 Everything between a request and its engine is the service's own code: admission, queue, routing,
-channel, relay. So what an engine that is busy for a second at a time makes of them can be seen in
-seconds, and the same way each time.
+channel, replica server. So what an engine that is busy for a second at a time makes of them can be
+seen in seconds, and the same way each time.
 """
 
 import asyncio

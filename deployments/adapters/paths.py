@@ -22,8 +22,8 @@ _ANY = r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?"
 
 
 def without_paths(message: str, path: str, name: str) -> str:
-    """An engine's message about the adapter at `path`, for somebody who need not know its machine's
-    folders. A file of the adapter keeps its own name."""
+    """An engine's message about the adapter at `path`, for a client that must not learn the
+    machine's folders. A file of the adapter keeps its own name."""
     told = message.replace(path, name) if path else message
     return re.sub(f"(?<!{re.escape(name)}){_ANY}", name, told)
 
@@ -106,7 +106,7 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         try:
             found[name] = AdapterFolder(real, stamp(Path(real)))
         except AdapterError:
-            # Listed all the same: who asks for it learns what is wrong with it.
+            # Listed all the same: a request for it learns what is wrong with it.
             found[name] = AdapterFolder(real, "broken")
     return found
 

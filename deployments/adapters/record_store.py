@@ -1,7 +1,8 @@
-"""The book of adapters: what all routers of an application share, and what outlives each of them.
+"""AdapterRecordStore: the adapters' records, which all routers of an application share and which
+outlive each router.
 
-A record a name, in the cluster's key-value store. There is no lock and no leader: who writes last
-is right, and a record's `version` tells which of two is newer.
+There is one record a name, in the cluster's key-value store. There is no lock and no leader: the
+last write counts, and a record's `version` tells which of two is newer.
 """
 
 import secrets
@@ -21,7 +22,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     source: "config", "folder" (the watched one) or "api". stamp: of the files in the watched
         folder, which tells that they were replaced.
     kind, rank, num_bytes, targets, virtual_tokens: as AdapterInfo, once they were read.
-    removed: it was taken away by hand though configuration or folder still have it.
+    removed: an operator removed it, though configuration or folder still have it.
     """
 
     name: str
@@ -39,7 +40,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """What a request carries, so that it goes on elsewhere with the same weights."""
+        """The adapter in a request, which goes on elsewhere with the same weights."""
         return f"{self.name}@{self.revision}"
 
 
@@ -47,19 +48,19 @@ class AdapterRecordStore(Protocol):
     """Blocking; called from threads. Raises OSError if the store cannot be had."""
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
-        """All records and a mark of this state; None if it is still the one of mark `since`. b"" is
-        of none."""
+        """All records and a mark of this state; None if the state is still that of mark `since`.
+        b"" is the mark of no state."""
         ...
 
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
-        """fresh: only if the name has no record. Whether it was written."""
+        """fresh: only if the name has no record. Returns whether the record was written."""
         ...
 
     def delete(self, name: str) -> None: ...
 
 
 class LocalRecordStore:
-    """Of a router that has no others."""
+    """For a single router."""
 
     def __init__(self) -> None:
         self._records: dict[str, AdapterRecord] = {}

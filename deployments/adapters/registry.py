@@ -1,12 +1,13 @@
-"""Adapters: the names of adapters as a router knows them, from the configuration, the watched
-folder and the book that all routers share. No Ray here.
+"""AdapterRegistry: the adapters' names as a router knows them, from the configuration, the watched
+folder and the record store that all routers share. No Ray here.
 
     configuration, watched folder --declare--> name, path        (revision unknown)
-    book                          --records--> name, path, revision, version
+    record store                  --records--> name, path, revision, version
 
-A name's revision, the hash of its files, is learnt when it is added by hand or first asked for: a
-replica reads them all and tells. From then on it is in the book and holds until somebody adds the
-name again, or its files in the watched folder change. Replicas check it whenever they read.
+A name's revision is the hash of its files. It is learnt when the adapter is added over the API or
+first requested: a replica reads all the files and tells. From then on the revision is in the record
+store. It holds until the name is added again, or its files in the watched folder change. Replicas
+check it whenever they read the files.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")
 
-LOOK_SECONDS = 1.0  # between looks into the book and the watched folder
-FAILED_SECONDS = 5.0  # how long it is remembered that an adapter cannot be read
+LOOK_SECONDS = 1.0  # between looks into the record store and the watched folder
+FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,12 @@ class AdapterRegistry:
         self._on_change = on_change
         self._record_store = record_store or LocalRecordStore()
         self._mark = b""
-        self._written: dict[str, AdapterRecord] = {}  # in the book
+        self._written: dict[str, AdapterRecord] = {}  # in the record store
         self._folder: dict[str, AdapterFolder] = {}
         self._scanned: dict[
             str, AdapterFolder
         ] = {}  # the last time, perhaps in the middle of a copy
-        self._lock = asyncio.Lock()  # of what is read from the book and written to it
+        self._lock = asyncio.Lock()  # of reads and writes of the record store
         self._looked = 0.0
         self._admin = asyncio.Lock()  # one change by hand after the other
         self._pins: dict[str, asyncio.Task[AdapterRecord]] = {}
@@ -124,7 +125,7 @@ class AdapterRegistry:
     def _pinned(self, name: str, task: "asyncio.Task[AdapterRecord]") -> None:
         del self._pins[name]
         if not task.cancelled():
-            task.exception()  # whoever waited has it; perhaps nobody does any more
+            task.exception()  # the callers that waited have the error; perhaps none waits any more
 
     async def _pin(self, name: str) -> AdapterRecord:
         while (record := self.records.get(name)) is not None:
@@ -211,7 +212,7 @@ class AdapterRegistry:
             return record
 
     async def remove(self, name: str) -> AdapterRecord:
-        """Nobody can ask for it any more; requests that run finish. Raises MantaError."""
+        """New requests can no longer use it; running requests finish. Raises MantaError."""
         async with self._admin:
             await self.refresh()
             known = self.records.get(name)
@@ -230,7 +231,7 @@ class AdapterRegistry:
             await self._replicas.announce(removed, gone=True)
             return removed
 
-    # -- the book and the folder
+    # -- the record store and the folder
 
     async def _watch(self) -> None:
         while True:
@@ -275,7 +276,7 @@ class AdapterRegistry:
             self._rebuild()
 
     async def _write(self, record: AdapterRecord, *, fresh: bool = False) -> None:
-        """fresh: only if nobody has written the name meanwhile."""
+        """fresh: only if no other router has written the name meanwhile."""
         with _told():
             if await asyncio.to_thread(self._record_store.put, record, fresh):
                 self._written[record.name] = record
@@ -346,7 +347,7 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """A book that cannot be written is nobody's fault who asks."""
+    """An unavailable record store is the server's fault, not the caller's."""
     try:
         yield
     except OSError as error:

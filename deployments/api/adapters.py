@@ -67,7 +67,7 @@ async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
 
 
 def _shown(record: AdapterRecord) -> dict[str, Any]:
-    """revision null: nobody has asked for it yet, so its files were not read."""
+    """revision null: no request has named it yet, so its files were not read."""
     return {
         "id": record.name,
         "object": "adapter",

@@ -10,7 +10,7 @@ from deployments.api.options import ApiOptions
 
 
 def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
-    """Who asks: exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys'
+    """The caller: exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys'
     digests, if there are keys for this kind of route.
 
     The only reader of that header: turns, prefix cache, ownership and rights follow the Caller, so

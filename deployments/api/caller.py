@@ -1,4 +1,4 @@
-"""Caller: who asks, derived once from a request's key (auth.py)."""
+"""Caller: the client of a request, derived once from its API key (auth.py)."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ LEAST_PRIORITY = -(2**31)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """id: names the key, however its header was spelt; "" where no key is asked for, and everybody
-    is the same. admin: may change what is served and see everybody's requests. least_priority: of
-    its requests."""
+    """id: names the key, however its header was spelt; "" for all callers where keys are not used.
+    admin: may change what is served and see the requests of all keys. least_priority: of its
+    requests."""
 
     id: str = ""
     admin: bool = False

@@ -29,8 +29,8 @@ SERVER = "server_error"
 Headers = tuple[tuple[str, str], ...]
 
 # Another try would do the same work for nothing: the engine fails on this very request, its time is
-# over, nobody reads it, or the adapter has to be added again. Official clients, which try every
-# 408, 409 and 500 again, take note of it.
+# over, the client does not read, or the adapter has to be added again. Official clients, which try
+# every 408, 409 and 500 again, take note of it.
 NO_RETRY: Headers = (("x-should-retry", "false"),)
 
 # code -> (status, type) where the class of a backend's error does not say it.
@@ -108,7 +108,7 @@ def wrong_type(param: str, expected: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """500 for what nobody foresaw; the cause goes to the log, not to the caller."""
+    """500 for an unforeseen failure; the cause goes to the log, not to the caller."""
     return ApiError(500, "internal_error", "the server failed to process this request", kind=SERVER)
 
 
@@ -138,6 +138,6 @@ def shown(value: object, limit: int = 64) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """', did you mean "x"?' or ''. cutoff: similarity from 0 to 1."""
-    # At most so many: with thousands of adapters the search would hold up everybody's tokens.
+    # At most so many: with thousands of adapters the search would hold up all streams.
     match = get_close_matches(name[:128], islice(known, 512), n=1, cutoff=cutoff)
     return f', did you mean "{match[0]}"?' if match else ""

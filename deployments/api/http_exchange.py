@@ -34,7 +34,7 @@ _HOST = re.compile(rb"[A-Za-z0-9.\-_]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1
 
 
 class ClientDisconnected(Exception):
-    """Nobody is left to answer. Ends a request quietly."""
+    """The client has disconnected. Ends a request quietly."""
 
 
 def request_id(given: Sequence[bytes] = ()) -> str:

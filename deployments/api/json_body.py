@@ -39,7 +39,7 @@ def parse_json(body: bytes) -> Any:
     """UTF-8 JSON (a BOM is allowed) -> objects. No network, no recursion beyond MAX_DEPTH.
 
     Integers of any size stay integers; floats beyond double become inf, so that the field that
-    holds one can be named by whoever checks it.
+    holds one can be named by the check of that field.
     Raises ApiError 400: invalid_json, invalid_encoding, duplicate_key, json_too_deep,
         json_too_large.
     """

@@ -16,9 +16,9 @@ class ApiOptions:
     api_keys: SHA-256 digests (32 bytes each) of the accepted keys; empty = no authentication. With
         keys set, every route but /health and /ready needs one.
     admin_keys: the same of keys that may change what is served, and do all that the others may.
-        Without them the admin routes are open to nobody if api_keys are set, and to all if not.
+        Without them the admin routes are closed if api_keys are set, and open to all if not.
     priorities: of api_keys, the least `priority` that requests may have; 0 for those not in it.
-        Admin keys, and everybody where no key is asked for, may set any.
+        Admin keys may set any priority; so may all callers where keys are not used.
     share_prefixes: requests of different keys share the prefix cache.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.

@@ -14,7 +14,7 @@ from deployments.api.options import ApiOptions
 from deployments.backend import Backend, ModelCard
 from engine.text.tokenizer import TooManyTokens
 
-# Whoever asks by how much a text is too long wants to count further than the context.
+# A client that asks by how much a text is too long has to count further than the context.
 MIN_LIMIT = 65_536  # tokens
 
 _TOKENIZE = frozenset(

@@ -1,7 +1,7 @@
-"""What Serve's HTTP servers answer before, or instead of, the application: here too it is the error
-object, and request ids are clean.
+"""What Serve's HTTP servers answer before, or instead of, the application: the error object here
+too, and clean request ids.
 
-    bytes -> Protocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
+    bytes -> HttpProtocol (uvicorn's parser) -> EdgeMiddleware -> Serve's own layers -> Api
 
 Serve calls `install` in every process that is about to open an HTTP port, its proxy or a router, if
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. HAProxy's own are in haproxy/refusals.py.
@@ -62,8 +62,8 @@ def install() -> list[Middleware]:
 
 
 class EdgeMiddleware:
-    """Around all of Serve's layers: one clean x-request-id goes in, and what they refuse in plain
-    text comes out as the error object. Serve's own routes (/-/...) stay as they are."""
+    """ASGI middleware around all of Serve's layers. One clean x-request-id goes in, and refusals in
+    plain text come out as the error object. Serve's own routes (/-/...) stay as they are."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -89,7 +89,7 @@ class EdgeMiddleware:
 
 
 class _RefusalFilter:
-    """Sends what the application sends, but for refusals in plain text."""
+    """Sends what the application sends; refusals in plain text become the error object."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -216,9 +216,9 @@ class JsonRefusals:
 
 
 class ConnectionTimeouts:
-    """Mixed in too: how long a connection may keep us waiting, which uvicorn leaves open. A head
-    that does not come is refused; a reader that does not take its answer is cut off, and the
-    application sees it go. Neither costs a thing for each chunk."""
+    """Mixed in too: limits on how long a connection may keep the server waiting, which uvicorn
+    lacks. A head that does not come is refused. A client that does not read its answer is cut off,
+    and the application sees a disconnect. Neither costs anything for a chunk."""
 
     if TYPE_CHECKING:  # of uvicorn's protocols and JsonRefusals
         transport: asyncio.Transport
@@ -260,7 +260,7 @@ class ConnectionTimeouts:
         if self._head is not None:
             self._refuse(408)
         elif self.cycle is None:
-            self.transport.close()  # not a byte came: nobody asked for anything
+            self.transport.close()  # not a byte came: there is no request to answer
 
     def pause_writing(self) -> None:
         super().pause_writing()  # type: ignore[misc]

@@ -187,7 +187,7 @@ class ScalingConfig(_Section):
 
 
 class RouterConfig(_Section):
-    """The routers: HTTP, tokenising, the ledger of requests, the choice of a replica."""
+    """The routers: HTTP, tokenising, requests in flight, the choice of a replica."""
 
     replicas: int = Field(
         2,

@@ -1,11 +1,13 @@
-"""Figures: the text of /metrics, one for all routers of an application, whichever is asked.
+"""ApplicationMetrics: the text of /metrics, the same for all routers of an application, whichever
+router is asked.
 
-A load balancer gives each scrape to another router. So the one that gets it asks the others what
-they have counted, and each router's series carry its name: a series is counted in one process only,
-and never goes back. A router that ends takes its series along, as a target of Prometheus does.
+A load balancer gives each scrape to another router. So the router that gets it asks the others for
+their counts, and each router's series carry its name: a series is counted in one process only and
+never goes back. A router that ends takes its series along, as a target of Prometheus does.
 
-Replicas have one series each. Of what the routers have heard of one, the newest counts, and what a
-router was told by another it tells further, so that these do not go back either.
+Each replica has one series. Of the readings that the routers have of a replica, the newest counts.
+A router passes on the readings that another router told it, so that these series do not go back
+either.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ _AGE = "engine_steps_total"  # of two readings of a replica, the one with more s
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """What a router tells: its own figures, and by replica what it knows of each."""
+    """What a router tells the others: its own metrics, and its reading of each replica."""
 
     router: str
     families: list[MetricFamily]
@@ -31,7 +33,7 @@ class RouterReport(msgspec.Struct, array_like=True):
 
 
 class ApplicationMetrics:
-    """Of one router. own: what it has counted. heard: the last stats of the replicas that it is
+    """Of one router. own: its own metrics. heard: the last stats of the replicas that it is
     connected to. others: asks the other routers to `tell`; those that do not answer are missing."""
 
     def __init__(
@@ -56,7 +58,7 @@ class ApplicationMetrics:
 
     def _told(self) -> RouterReport:
         heard = {name: _read(stats) for name, stats in self._heard().items()}
-        # Of a replica that has left, nothing is kept.
+        # Readings of a replica that has left are dropped.
         self._replicas = {
             name: _newest(figures, self._replicas.get(name, figures))
             for name, figures in heard.items()
@@ -65,7 +67,7 @@ class ApplicationMetrics:
 
     async def _gather(self) -> str:
         answers = [msgspec.msgpack.decode(raw, type=RouterReport) for raw in await self._others()]
-        own = self._told()  # after the others, so that it is the newest
+        own = self._told()  # after the others', so that it is the newest
         told = [own, *(one for one in answers if one.router != self._router)]
         replicas: dict[str, dict[str, float]] = {}
         for one in told:
@@ -76,8 +78,9 @@ class ApplicationMetrics:
 
 
 class SingleFlight(Generic[T]):
-    """Calls of one function, one at a time: all who come while one runs share the next. So nobody
-    gets what was begun before they asked, and any number of them cost two."""
+    """Calls of one function, one at a time: all callers that come while a call runs share the next.
+    So no caller gets a result that was begun before it asked, and any number of callers costs two
+    calls."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
@@ -101,7 +104,7 @@ def _read(stats: EngineStats) -> dict[str, float]:
 
 
 def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Of two readings of a replica; a counter may have moved between two steps, too."""
+    """The newest of two readings of a replica. A counter may move between two steps, too."""
     newer, older = (one, other) if one[_AGE] >= other[_AGE] else (other, one)
     counters = {name for name in newer if name.endswith("_total")}
     return {
@@ -111,7 +114,7 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def _labelled(told: Iterable[RouterReport]) -> Iterable[MetricFamily]:
-    """The routers' families, each once, with all samples; during an update one may have more."""
+    """The routers' families, each once, with all samples. During an update routers differ."""
     found: dict[str, MetricFamily] = {}
     for one in told:
         for family in one.families:

@@ -1,7 +1,7 @@
-"""Our loggers in a Serve replica: into Serve's log files, where people look, as text or as JSON.
+"""log_through_serve: our loggers in a Serve replica write into Serve's log files, as text or JSON.
 
-A line about one request says so by `extra={"request_id": ...}`; the id is the same in the router,
-the replica and the engine process, whose lines arrive here through its client.
+A line about one request carries `extra={"request_id": ...}`. The id is the same in the router, the
+replica and the engine process, whose lines arrive here through its client.
 """
 
 import logging
@@ -24,8 +24,8 @@ def log_through_serve(level: str = "info") -> None:
 
 
 class _BufferBypass(logging.Handler):
-    """Past Serve's buffer, which is for a line a request and holds back the rare ones that matter;
-    through its filters, which put in the application, the deployment and the replica."""
+    """Passes lines by Serve's buffer, which is made for a line a request and holds back the rare
+    lines that matter. Serve's filters still put in application, deployment and replica."""
 
     def __init__(self, behind: MemoryHandler) -> None:
         super().__init__()
@@ -35,6 +35,6 @@ class _BufferBypass(logging.Handler):
         given = getattr(record, "request_id", None)
         if self.behind.target is None or not self.behind.filter(record):
             return
-        if given is not None:  # theirs is of the task that happens to run
+        if given is not None:  # Serve's id would be that of the task that happens to run
             record.request_id = given
         self.behind.target.handle(record)

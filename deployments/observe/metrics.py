@@ -3,8 +3,8 @@
 Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
 closed sets: the served model and the replica's id, never from a request.
 
-`families` lists what a router has, figures.py puts those of all routers together, and `render`
-writes them as Prometheus' text; ray_exporter.py gives them to Ray's exporter.
+`families` lists a router's metrics, figures.py puts those of all routers together, and `render`
+writes them as Prometheus' text. ray_exporter.py gives them to Ray's exporter.
 """
 
 from bisect import bisect_left
@@ -130,7 +130,7 @@ class RouterMetrics:
         )
         self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
         self.paused = Counter(
-            "streams_paused_total", "Times that a stream stopped because nobody read it."
+            "streams_paused_total", "Times that a stream paused because its client did not read."
         )
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"

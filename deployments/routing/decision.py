@@ -1,4 +1,4 @@
-"""What a router asks of routing, and the answer."""
+"""RoutingRequest and RoutingDecision: what a router asks of `route`, and the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What a request asks of a replica, in tokens.
+    """What a request needs of a replica, in tokens.
 
     prefix_hashes: of its prompt (prefix_index.hash_prefix). sequences: choices.
     """
@@ -20,9 +20,9 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """replica: its name. reason: "load", "prefix", "adapter" (it has that), "owner" (it shall have
-    it), "spill" (who has it is too busy), "only". seconds: expected to the first token. cached:
-    prompt tokens expected in its cache. loads: it must load the adapter."""
+    """replica: its name. reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (it
+    shall have it); "spill" (the replica that has it is too busy); "only". seconds: expected to the
+    first token. cached: prompt tokens expected in its cache. loads: it must load the adapter."""
 
     replica: str
     reason: str

@@ -1,13 +1,13 @@
 """Fleet: what a router knows of its replicas, in columns, so that a decision is a few operations on
-arrays however many there are. Pure: times are arguments.
+arrays however many replicas there are. Pure: times are arguments.
 
-Each replica's row is refreshed when a frame of it arrives or something is sent there. A row's
-columns give the seconds that a request would add, as a linear function of what it asks:
+A replica's row is refreshed when a frame of it arrives or a request is sent there. The columns of a
+row give the seconds that a request would add, as a linear function of what the request needs:
 
     fixed + uncached prompt tokens x token + output tokens x decode
 
-What is known of each comes from its ReplicaState; this module adds what routing asks of all of them
-together: the columns, who holds which prefix and which adapter.
+What is known of one replica comes from its ReplicaState. This module adds what routing needs of all
+replicas together: the columns, and which replicas hold which prefix and which adapter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,14 +28,14 @@ Column = NDArray[np.float64]
 FIXED, TOKEN, DECODE = range(3)  # rows of Fleet.terms
 HARM = 0.1  # what a second of each running stream counts against a second of the new request
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
-_OUTPUT = 128.0  # output tokens of a request, until some have ended
-_ADAPTER_SECONDS = 0.1  # a load, until one was seen
+_OUTPUT = 128.0  # output tokens of a request, until some requests have ended
+_ADAPTER_SECONDS = 0.1  # a load, until one was measured
 
 
 class Fleet:
     """The replicas in service, by name. `terms`, `room` and so on are for routing.route; the rest
-    is for the router. What changes a ReplicaState that is in a fleet goes through the fleet, so
-    that its columns follow; one that has been removed changes alone."""
+    is for the router. Changes of a ReplicaState in a fleet go through the fleet, so that its
+    columns follow; a ReplicaState that was removed changes alone."""
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = PrefixIndex() if index is None else index
@@ -44,7 +44,7 @@ class Fleet:
         self.holders: dict[str, set[int]] = {}  # adapter -> rows
         self.popularity = Popularity()  # of adapters
         self.adapter_seconds = _ADAPTER_SECONDS
-        self._held: dict[int, tuple[str, ...]] = {}  # row -> adapters, the next to go last
+        self._held: dict[int, tuple[str, ...]] = {}  # row -> adapters, the next to be evicted last
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
@@ -77,7 +77,7 @@ class Fleet:
         adapter_slots: int = 0,
         prefix_caching: bool = True,
     ) -> ReplicaState:
-        """A replica that will send frames. It is taken to be as fast as its pool until it has
+        """Add a replica that will send frames. It is taken to be as fast as its pool until it has
         been measured. adapter_slots: 0 is unknown."""
         row = next((i for i, known in enumerate(self.rows) if known is None), len(self.rows))
         if row == len(self.rows):
@@ -102,7 +102,7 @@ class Fleet:
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
-        """It takes nothing new, and is on its own from now on. Idempotent."""
+        """The replica takes nothing new; its state changes alone from now on. Idempotent."""
         row = replica.row
         if row < 0:
             return
@@ -118,13 +118,13 @@ class Fleet:
     # -- news
 
     def opened(self, replica: ReplicaState, now: float) -> None:
-        """Its connection is up. now: seconds of any clock that the other calls use too."""
+        """The replica's connection is up. now: seconds of the clock that the other calls use."""
         sharing = max((one.stats.routers for one in self.replicas.values()), default=1)
         replica.opened(sharing, now)
         self._refresh(replica)
 
     def lost(self, replica: ReplicaState) -> None:
-        """Its connection broke: what was sent there is elsewhere now, its caches are empty."""
+        """The connection broke: its requests have moved, and its caches count as empty."""
         self._forget_caches(replica)
         replica.lost()
         self._refresh(replica)
@@ -132,7 +132,7 @@ class Fleet:
     def observe(
         self, replica: ReplicaState, stats: EngineStats, taken: Iterable[int], now: float
     ) -> None:
-        """A frame has come. taken: choices that it is the first to count."""
+        """A frame has come. taken: choices that its stats count for the first time."""
         last = replica.stats
         replica.observe(stats, taken, now)
         if replica.row < 0:
@@ -151,7 +151,7 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """These choices of one request go there: the first computes what the others find."""
+        """These choices of one request go there. The first computes what the others find cached."""
         uncached = request.prompt_tokens - decision.cached
         for choice in choices:
             replica.book(choice, request.prompt_tokens, uncached, request.adapter)
@@ -174,7 +174,7 @@ class Fleet:
             self._refresh(replica)
 
     def unbook(self, replica: ReplicaState, choice: int) -> None:
-        """A choice is there no more: it ended, moved or was taken back."""
+        """A choice is no longer there: it ended, moved or was taken back."""
         if replica.unbook(choice):
             self._refresh(replica)
 
@@ -184,11 +184,11 @@ class Fleet:
             self.index.add(prefix_hashes, replica.row)
 
     def adapter_loaded(self, seconds: float) -> None:
-        """A request waited so long until its adapter was on the device."""
+        """A request waited so many seconds until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
-        """On its device or on their way there, the next to go last."""
+        """Adapters on the device or on their way there, the next to be evicted last."""
         return self._held.get(replica.row, ())
 
     def _see_adapters(self, replica: ReplicaState) -> None:
@@ -217,13 +217,13 @@ class Fleet:
             self._held.pop(row, None)
 
     def _refresh(self, replica: ReplicaState) -> None:
-        """From what is known of a replica to its columns."""
+        """Derive a replica's columns from its state."""
         stats, row, table = replica.stats, replica.row, self._table
         if row < 0:
             return
         cost = replica.steps.cost
         running = stats.running
-        # The other routers see the same figures and choose alike, unseen until the next frame.
+        # The other routers see the same stats and choose alike, unseen until the next frame.
         routers = max(1, stats.routers)
         sequences = running + stats.waiting + routers * replica.booked
         limit = stats.rows or 2**31
@@ -231,9 +231,10 @@ class Fleet:
         step = cost.base + cost.sequence * crowd
         chunk = max(1, replica.step_tokens - crowd)
         token = cost.token + step / chunk
-        # Part of what waits there will be found in its cache; of what we sent, we know which.
+        # Part of what waits there will be found in its cache. Of what this router sent, it knows
+        # which part.
         queued = stats.waiting_tokens * replica.missed + routers * replica.uncached_tokens
-        # One sequence ends every so many seconds, if all have the usual length.
+        # Seconds between two ends, if all sequences have the usual length.
         output = stats.output_tokens / stats.finished if stats.finished else _OUTPUT
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)

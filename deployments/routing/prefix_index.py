@@ -1,10 +1,10 @@
 """PrefixIndex: which replica holds which prefix, as far as this router knows. Pure and bounded.
 
-Two sources. What this router sent where. And what the other routers sent: their requests carry the
-names of their prefixes, which the replica passes on with its next frame. Nothing is told of what
-caches drop: the record is as large as they are and forgets in the same order, and a wrong entry
-costs the computation of one prompt, after which it is right. docs/routing.md has the cost, and that
-of telling all routers of every block instead.
+The index has two sources: what this router sent where, and what the other routers sent. Their
+requests carry the hashes of their prefixes, and the replica passes these on with its next frame.
+Replicas do not tell what their caches drop. The index is as large as the caches and forgets in the
+same order. A wrong entry costs the computation of one prompt, after which it is right.
+docs/routing.md has the cost of this, and that of telling all routers of every block instead.
 
 A prefix is named by a chain of hashes, one for each `STRIDE` tokens. For each hash the index keeps
 the set of its holders as the bits of an integer.
@@ -30,7 +30,7 @@ def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> 
 
 
 def pack_hashes(prefix_hashes: Sequence[bytes]) -> bytes:
-    """What the other routers hear of: the head of a prompt, which is what prompts share."""
+    """What the other routers are told: the head of a prompt, which is what prompts share."""
     return b"".join(prefix_hashes[:FORWARDED_HASHES])
 
 
@@ -74,7 +74,7 @@ class PrefixIndex:
         return found[: -limit - 1 : -1]
 
     def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """`holder` will have these: a request with this prefix was sent there."""
+        """`holder` will have these hashes: a request with this prefix was sent there."""
         holders = self._holders
         bit = 1 << holder
         for prefix_hash in reversed(prefix_hashes):  # the head is worth more than its tail
@@ -89,7 +89,7 @@ class PrefixIndex:
             self._size -= gone.bit_count()
 
     def remove(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
-        """`holder` turned out not to have these."""
+        """`holder` turned out not to have these hashes."""
         bit = 1 << holder
         for prefix_hash in prefix_hashes:
             known = self._holders.get(prefix_hash, 0)

@@ -1,11 +1,11 @@
-"""ReplicaState: all that one router knows of one replica: what the replica published last, what was
-sent since and is not in that yet, how fast it works, and how much more it can be given. Pure: no
-loop, no clock, no connection.
+"""ReplicaState: all that one router knows of one replica: its last stats, what was sent since and
+is not in them yet, how fast the replica works, and how much more it can be given. Pure: no loop, no
+clock, no connection.
 
-A request that was sent is *booked* until the replica's figures count it. The replica says so: its
-frame names the requests that its figures count for the first time (`StepFrame.taken`), so a booking
-lasts as long as the replica needs to take the request, through a step of any length. A replica that
-does not name them (an older one) ends a booking with the request's first tokens.
+A request that was sent is *booked* until the replica's stats count it. The replica's frame names
+the requests that its stats count for the first time (`StepFrame.taken`). So a booking lasts as long
+as the replica needs to take the request, through a step of any length. With a replica that does not
+name them (an older one), a booking ends with the request's first tokens.
 """
 
 import math
@@ -18,16 +18,18 @@ _RATE_SECONDS = 2.0  # how long a measurement of a rate counts
 _RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
 _ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 
-_SPARE = 1 / 16  # of its rows: what it has waiting, so that a freed row is filled at once
-# Prompts that it has waiting: enough for its next step, and no more. What waits there waits for its
-# first token out of order, and prompts that begin together end together.
+_SPARE = (
+    1 / 16
+)  # of the rows: choices that may wait at the replica, so that a freed row is filled at once
+# Prompts that may wait at the replica: enough for its next step, and no more. A prompt that waits
+# there is out of the router's order, and prompts that begin together end together.
 _AHEAD_SECONDS = 0.5
 _AHEAD_STEPS = 0.5  # at least
 _MISSED_TOKENS = 20_000  # prompt tokens looked up that make half of the hit rate
 
 
 class FadingRate:
-    """An amount a second; older seconds fade."""
+    """An amount a second, as a mean in which older seconds fade."""
 
     __slots__ = ("_amount", "_seconds")
 
@@ -86,17 +88,17 @@ class ReplicaState:
 
     @property
     def available(self) -> bool:
-        """It may be sent something."""
+        """Requests may be sent there."""
         return self.open and not self.stats.draining
 
     def opened(self, sharing: int, now: float) -> None:
-        """The connection is new. sharing: routers at other replicas. They connect at once, and the
-        first to do so is told that it is alone."""
+        """The connection is new. sharing: routers at the other replicas. These will connect here
+        too, but the first to do so is told that it is the only one."""
         self.open = True
         self._sharing, self._opened = sharing, now
 
     def lost(self) -> None:
-        """The connection is gone, and what was there with it. What was measured stays."""
+        """The connection is gone, and the requests with it. Measurements stay."""
         self.open = False
         self._room = None
         self.stats = EngineStats()
@@ -109,12 +111,12 @@ class ReplicaState:
 
     @property
     def booked(self) -> int:
-        """Choices that were sent and are not in its figures."""
+        """Choices that were sent and are not in its stats."""
         return len(self._booked)
 
     @property
     def held(self) -> int:
-        """Choices of this router there."""
+        """Choices of this router at the replica."""
         return len(self._ours)
 
     def book(self, choice: int, tokens: int, uncached: int, adapter: str = "") -> None:
@@ -127,7 +129,8 @@ class ReplicaState:
         self.uncached_tokens += uncached
 
     def settle(self, choices: Iterable[int]) -> bool:
-        """Its figures count these now, or they are gone. Whether any was booked. Idempotent."""
+        """The stats count these choices now, or they are gone. Returns whether any was booked.
+        Idempotent."""
         found = False
         for choice in choices:
             booking = self._booked.pop(choice, None)
@@ -140,27 +143,27 @@ class ReplicaState:
         return found
 
     def begun(self, choice: int) -> bool:
-        """Its first tokens have come. Whether it was booked until now."""
+        """The choice's first tokens have come. Returns whether it was booked until now."""
         if choice in self._unbegun:
             self._room = None
             del self._unbegun[choice]
         return self.settle((choice,))
 
     def unbook(self, choice: int) -> bool:
-        """It is there no more. Whether it was booked until now. Idempotent."""
+        """The choice is no longer there. Returns whether it was booked until now. Idempotent."""
         self._ours.discard(choice)
         return self.begun(choice)
 
     @property
     def sent_adapters(self) -> set[str]:
-        """Adapters of what was sent and has not begun: they are there, or on their way."""
+        """Adapters of choices that have not begun: they are on the device, or on their way."""
         return {adapter for adapter in self._unbegun.values() if adapter}
 
     # -- what it publishes
 
     def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
-        """A frame has come. taken: choices that it is the first to count. now: seconds of any
-        clock that `opened` uses too."""
+        """A frame has come. taken: choices that its stats count for the first time. now: seconds
+        of the clock that `opened` uses."""
         self._room = None
         self.seen = now
         self.steps.observe_frame(stats)
@@ -191,20 +194,20 @@ class ReplicaState:
 
     @property
     def routers(self) -> int:
-        """That share it, or soon will."""
+        """Routers that share the replica, or soon will."""
         return max(1, self.stats.routers, self._sharing)
 
     @property
     def rows(self) -> float:
-        """This router's share of the choices that it can run at once."""
+        """This router's share of the choices that the replica can run at once."""
         return -(-self.stats.rows // self.routers) or math.inf
 
     def room(self) -> int:
         """How many more choices this router should send; none if it is not positive.
 
-        Routers do not know of each other. Each takes its share of the free rows, and sees in the
-        next frame what is left of them; of those that wait beyond the rows it sends its share, too,
-        and so each gets its turn.
+        Routers do not know of each other's requests. Each router takes its share of the free rows
+        and sees in the next frame what is left. It sends its share of the choices that wait beyond
+        the rows, too, so each router gets its turn.
         """
         if self._room is None:
             self._room = self._count_room()
@@ -223,18 +226,19 @@ class ReplicaState:
         if not stats.rows:
             return spare
         free = stats.rows - stats.running - stats.waiting
-        if tokens > self._free_tokens:  # they wait for memory, not for their turn
+        if tokens > self._free_tokens:  # choices wait for memory, not for a row
             free = -stats.waiting
         if free > 0:
-            # What was sent since the frame is of this router's share, not of all rows: or it takes
-            # half of what is left each time, and two routers take all rows each.
+            # What was sent since the frame counts against this router's share, not against all
+            # rows. Otherwise a router takes half of what is left each time, and two routers take
+            # all rows each.
             return spare - (-free // routers) - booked
         over, waiting = booked - free, stats.waiting + booked
         return spare - min(over, over * len(self._unbegun) // max(1, waiting))
 
     def free_rows(self) -> float:
-        """This router's share of the rows that nobody has or waits for; none while memory is what
-        is short. The other routers fill theirs meanwhile, unseen until the next frame."""
+        """This router's share of the rows that no choice has or waits for; none while memory is
+        short. The other routers fill theirs meanwhile, unseen until the next frame."""
         stats = self.stats
         if stats.waiting_tokens + self.booked_tokens > self._free_tokens:
             return 0
@@ -249,10 +253,10 @@ class ReplicaState:
         return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
 
     def rate(self) -> float:
-        """Tokens/s, of prompts and outputs, that it gives this router when it is full; inf before
-        it was seen full."""
+        """Tokens/s, of prompts and outputs, that the replica gives this router when it is full; inf
+        before it was seen full."""
         rate, part = self._work.measured, self._part.measured
         if rate is None or part is None:
             return math.inf
-        # One that had nothing to send would get its share if it had.
+        # A router that had nothing to send would get its share if it had.
         return rate * max(part, 1 / max(1, self.stats.routers))

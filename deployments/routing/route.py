@@ -1,7 +1,7 @@
 """route(work, fleet, ...) -> decision: which replica gives a request its first tokens soonest, at
 the least cost to the others. Pure: no clock, no Ray.
 
-Costs are in seconds. What a replica would cost:
+Costs are in seconds. The cost of a replica:
 
     queue there + uncached prompt tokens x its seconds a token
       + output tokens x its seconds a step        (slow streams count too)
@@ -10,10 +10,11 @@ Costs are in seconds. What a replica would cost:
       + loading the adapter, if it is not there, and what goes to make room for it
       + its silence, if it is busy and should have been heard of
 
-Costs within `_TIE` of each other are equal: nobody knows a queue better than to half a step. Among
-these, who has the prefix or the adapter wins; if nobody has it, consistent hashing decides, so that
-routers that do not talk agree, and one replica after another comes in as the load needs them (the
-tie is the bound of "bounded loads"). Without either it is the better of two by lot.
+Costs within `_TIE` of each other are equal: a queue is not known better than to half a step. Among
+equal replicas, one that has the prefix or the adapter wins. If none has it, consistent hashing
+decides, so that routers agree without talking, and one replica after another comes in as the load
+needs them (the tie is the bound of "bounded loads"). For a request without prefix and adapter it is
+the better of two random replicas.
 """
 
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import DECODE, TOKEN, Fleet
 from deployments.routing.prefix_index import STRIDE
 
-_OUTPUT_HORIZON = 64  # output tokens that count: users feel the beginning, nobody knows the end
+_OUTPUT_HORIZON = 64  # output tokens that count: users feel the beginning, and the end is not known
 _OUTPUT_WEIGHT = 0.1  # what a second of these counts against a second before the first
-_TIE = (0.05, 0.5)  # of the cost; in steps
+_TIE = (0.05, 0.5)  # share of the cost; steps
 _ADAPTER_TIE = 2.0  # in steps: copies of an adapter cost others their places
-_VICTIM = 2.0  # most that pushing out another adapter counts, in loads
-_COPY = 4.0  # what a load counts against waiting: its slot is worth more than its own delay
+_VICTIM = 2.0  # the most that evicting another adapter counts, in loads
+_COPY = 4.0  # what a load counts against waiting: its slot is worth more than its delay
 
 
 def route(
@@ -45,10 +46,10 @@ def route(
     among: Sequence[str] | None = None,
     avoid: str = "",
 ) -> RoutingDecision | None:
-    """None if no replica is available. Changes nothing: tell `Fleet.send` of what is really sent.
+    """None if no replica is available. Changes nothing: tell `Fleet.send` what is really sent.
 
     among: the replicas that may be taken; default all.
-    avoid: a replica to take only if there is no other, e.g. the one that has just failed this
+    avoid: a replica to take only if there is no other, such as the one that has just failed this
     request.
     """
     terms = fleet.terms

@@ -2,13 +2,14 @@
 
     seconds = base x steps + sequence x output tokens + token x prompt tokens
 
-All four are sums between two frames, counted in the engine, so that it does not matter which frames
-arrive, nor when: a router that was busy, or read three at once, learns the same. They are taken
-over stretches of many steps: where a step is launched while the one before it runs, the launch of a
-long one puts part of its seconds into the frame before. From frame to frame the prompt tokens of an
-8B on an H200 came out as free; over stretches of 0.2 s steps are predicted to 2 % (median). A GPU
-comes out nearly flat in sequences, a CPU nearly proportional; a slow machine is seen within seconds
-of work.
+All four are sums between two frames, counted in the engine. So it does not matter which frames
+arrive, nor when: a router that was busy, or read three frames at once, learns the same.
+
+The sums are taken over stretches of many steps. Where a step is launched while the one before it
+runs, the launch of a long step puts part of its seconds into the frame before. From frame to frame
+the prompt tokens of an 8B on an H200 came out as free; over stretches of 0.2 s steps are predicted
+to 2 % (median). A GPU comes out nearly flat in sequences, a CPU nearly proportional. A slow machine
+is seen within seconds of work.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from engine.messages import EngineStats
 
 STRETCH = 0.2  # busy seconds
-_FADE = 0.95  # weight of the past at each stretch: about twenty count, of a replica that may change
+_FADE = 0.95  # weight of the past at each stretch: about twenty count, as a replica may change
 _REFIT = 4  # stretches between two solutions, after the first few
 _SWEEPS = 12
 
@@ -31,7 +32,7 @@ class StepCost(NamedTuple):
 
     @classmethod
     def mean(cls, costs: Iterable["StepCost"]) -> "StepCost":
-        """Of replicas of one kind; a guess between GPU and CPU if there are none."""
+        """The mean of replicas of one kind; without any, a guess between GPU and CPU."""
         known = list(costs)
         if not known:
             return cls(0.01, 0.002, 0.0005)
@@ -44,7 +45,7 @@ class StepCostModel:
     def __init__(self, prior: StepCost, fade: float = _FADE) -> None:
         self.cost = prior
         self._fade = fade
-        self._last: EngineStats | None = None  # where a stretch began
+        self._last: EngineStats | None = None  # at the beginning of the stretch
         self._stretches = 0
         # Normal equations of three typical steps that took what the prior says.
         self._matrix = [0.0] * 6  # ss, so, sp, oo, op, pp
@@ -77,7 +78,7 @@ class StepCostModel:
             self._last = stats
 
     def observe(self, steps: int, outputs: int, prompts: int, seconds: float) -> None:
-        """What a replica did in so many seconds, idle ones not counted."""
+        """What a replica did in so many busy seconds."""
         if seconds <= 0:
             return
         self._matrix = [value * self._fade for value in self._matrix]
@@ -89,12 +90,12 @@ class StepCostModel:
 
     @property
     def measured(self) -> bool:
-        """It is more than its prior."""
+        """Whether the cost is more than its prior."""
         return self._stretches >= _REFIT
 
     def rates(self, rows: int, step_tokens: int) -> tuple[float, float] | None:
-        """Prompt tokens/s and output tokens/s of a busy replica that does only that; None until
-        measured. rows: sequences of a full batch. step_tokens: of a step, at most."""
+        """(prompt tokens/s, output tokens/s), each of a replica that does nothing else; None until
+        measured. rows: sequences of a full batch. step_tokens: the most tokens of a step."""
         if not self.measured:
             return None
         cost = self.cost

@@ -1,15 +1,15 @@
-"""decide(pools, seen, demand, memory, promise) -> plan: how many replicas each pool should have and
-why. Pure: no clock, no Ray; the simulator and the live policy call the same function.
+"""decide(pools, observed, demand, history, objective) -> plan: how many replicas each pool should
+have, and why. Pure: no clock, no Ray; the simulator and the live policy call the same function.
 
 Work is counted in replicas: tokens that arrive each second over what a replica of the pool was
 measured to do. A pool needs
 
-    arriving work when a replica started now would be ready / promise.busy + what waits
+    arriving work when a replica started now would be ready / objective.busy + waiting work
 
-Up at once: a replica takes `start_seconds` to be ready, so the trend of the last minute is followed
-as far ahead. Down only to what the whole last `calm_seconds` would have needed, so that nothing
-swings. Of two pools the one that does the work at the lower price carries it; the other takes what
-the first cannot do yet, and leaves when it can.
+A pool grows at once. A replica takes `start_seconds` to be ready, so the trend of the last minute
+is extrapolated that far. A pool shrinks only to what the whole last `calm_seconds` would have
+needed, so that counts do not swing. Of two pools, the one that does the work at the lower price
+carries it. The other takes what the first cannot do yet, and leaves when the first can.
 """
 
 import math
@@ -17,22 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-_TREND_SECONDS = 60.0  # of the past that the trend is taken from
-_SAMPLE_SECONDS = 2.0  # the memory keeps no closer samples
+_TREND_SECONDS = 60.0  # of the past that the trend is fitted to
+_SAMPLE_SECONDS = 2.0  # the history keeps no closer samples
 _KV_FULL = (
     0.85  # share of the KV cache in use beyond which, if something waits, a pool is too small
 )
-_LEVEL_SECONDS = 20.0  # that the present level is the mean of
+_LEVEL_SECONDS = 20.0  # the present level is the mean of these
 _SLACK = 0.04  # of a replica's time: replicas go only when the rest would still have it to spare
-_DRAIN = 0.65  # of the start-up time: what has gathered until then should be done in so much more
-_HELD = 5.0  # promised times that a cheap pool may be behind before it holds the endpoint no more
-_RETURN = 0.7  # of what the cheaper pool could carry: below it the dearer one goes
+_DRAIN = 0.65  # of the start-up time, in which the work that gathered until then should be done
+_HELD = 5.0  # times ttft: a cheap pool that is further behind does not carry all alone
+_RETURN = 0.7  # of what the cheap pool could carry: below it the other pool's replicas go
 
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """A kind of replica, as measured. Rates: tokens/s of a busy replica, if it did only that.
-    start_seconds: from the decision to the first answer, a node included. price: of an hour."""
+    """A kind of replica, as measured. prompt_rate, output_rate: tokens/s of a busy replica that
+    does nothing else. start_seconds: from the decision to the first answer, a new node included.
+    price: of an hour."""
 
     prompt_rate: float
     output_rate: float
@@ -42,7 +43,7 @@ class PoolModel:
     maximum: int = 1
 
     def work(self, prompt_rate: float, output_rate: float) -> float:
-        """Replicas that these tokens/s keep busy."""
+        """How many replicas these tokens/s keep busy."""
         return prompt_rate / self.prompt_rate + output_rate / self.output_rate
 
 
@@ -59,7 +60,7 @@ class PoolState:
 class Demand:
     """now: seconds of any clock. prompt_rate, output_rate: tokens/s that arrive, the output as its
     requests are expected to have. waiting_tokens: prompt tokens not yet computed. waiting: requests
-    that no replica has taken. running: those that one has."""
+    that no replica has taken. running: requests that a replica has."""
 
     now: float
     prompt_rate: float
@@ -71,9 +72,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class ServiceObjective:
-    """ttft: seconds to the first token that users were promised. busy: share of a replica's time
+    """ttft: seconds to the first token that users are promised. busy: share of a replica's time
     that may be planned for. calm_seconds: demand must have been lower for so long before replicas
-    go. idle_seconds: without a request before the last one goes, where the minimum is 0."""
+    go. idle_seconds: without a request, before the last replica goes where the minimum is 0."""
 
     ttft: float = 2.0
     busy: float = 0.93
@@ -84,7 +85,7 @@ class ServiceObjective:
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
     """samples: (second, prompt rate, output rate), oldest first. busy_at: when there was work.
-    targets: of the last plan. started_at: by pool, when those that are starting now were wanted.
+    targets: of the last plan. started_at: by pool, when the replicas that start now were wanted.
     raised_at: by pool, when its target last rose."""
 
     samples: tuple[tuple[float, float, float], ...] = ()
@@ -95,7 +96,7 @@ class ScalingHistory:
 
 
 class ScalingReason(str):
-    """A sentence for people; cause: the same in one of few words, for metrics.
+    """A sentence for operators. cause: one word for it, for metrics.
 
     work, trend, backlog, kv: more or as many for what arrives, will arrive, waits, or fills the
     cache. calm, idle: fewer, after a quiet time. needed, grown, silent, handover: no fewer yet,
@@ -155,7 +156,7 @@ def decide(
                 count < have
                 and demand.now - history.raised_at.get(name, -math.inf) < _LEVEL_SECONDS
             ):
-                # What it grew for is not yet in the level that it would shrink to.
+                # The work that it grew for is not yet in the level that it would shrink to.
                 count, reason = have, ScalingReason("grown", "it has just grown")
         else:
             count, reason = _overflow(pools[main], observed[main], pool, demand, objective)
@@ -167,7 +168,7 @@ def decide(
             if beyond > count:
                 text = f"beyond what {' and '.join(targets)} can do"
                 count, reason = beyond, ScalingReason("beyond", text)
-        # A pool that hands over keeps what it has until the other is there.
+        # A pool that hands over keeps its replicas until the other pool is ready.
         takers = [other for other in names if other != name]
         have = observed[name].ready + observed[name].starting
         if count < have and takers and not idle and name != main and holder is None:
@@ -206,7 +207,7 @@ def _remember(
     kept = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
     samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
     asked = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
-    # Nobody new, but an answer that takes longer than that, or a replica that nobody could ask yet.
+    # No new request, but an answer that takes longer than that, or a replica that starts.
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
     return replace(history, samples=samples, busy_at=since)
@@ -223,7 +224,7 @@ def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tup
 
 
 def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjective) -> bool:
-    """The memory goes back far enough to let replicas go."""
+    """Whether the history goes back far enough to let replicas go."""
     return history.samples[0][0] <= demand.now - objective.calm_seconds
 
 
@@ -239,8 +240,8 @@ def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjectiv
 
 
 def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
-    """Seconds of one replica for what waits. Its answers are as long as those of late, also when
-    nothing arrives any more."""
+    """Seconds of one replica for the waiting work. The answers are taken to be as long as the
+    recent ones, also when no request arrives any more."""
     prompt = sum(prompt for _, prompt, _ in history.samples)
     output = sum(output for _, _, output in history.samples)
     ratio = output / prompt if prompt else 1.0
@@ -248,7 +249,7 @@ def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
 
 
 def _price(pool: PoolModel, demand: Demand) -> float:
-    """Of a unit of this work."""
+    """The price of a unit of this work."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
 
 
@@ -267,12 +268,12 @@ def _holder(
         return None
     known = history.samples[-1][0] - history.samples[0][0]
     if known < objective.calm_seconds and observed[names[0]].ready + observed[names[0]].starting:
-        return None  # a new controller or policy has not seen what those there are for
+        return None  # a new controller or policy does not know what the replicas there are for
     for name in names[1:]:
         pool = pools[name]
         last = [pool.work(prompt, output) for _, prompt, output in history.samples[-2:]]
         most = max(*_levels(pool, history, objective), min(last))
-        # With one of the first pool there, it must be clearly less, or the two would alternate.
+        # While the first pool has a replica it must be clearly less, or the two would alternate.
         share = _RETURN if history.targets.get(names[0], 0) else 1.0
         count = max(1, math.ceil(most / objective.busy))
         affordable = min(pool.maximum, math.ceil(main.price / pool.price) - 1)
@@ -290,12 +291,14 @@ def _carry(
     objective: ServiceObjective,
     started: float,
 ) -> tuple[int, ScalingReason]:
-    """What this pool needs to do everything. started: seconds ago that those were that start."""
+    """What this pool needs to do all the work. started: seconds since the replicas that start now
+    were wanted."""
     works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
     have = observed.ready + observed.starting
-    # What waits, and what gathers until those that start are there: seconds of one replica's work.
+    # Waiting work, and work that gathers until the starting replicas are ready: seconds of one
+    # replica.
     until = max(0.0, pool.start_seconds - started)
     gathered = _backlog(pool, demand, history) + until * max(0.0, level - observed.ready)
     extra = 0.0
@@ -321,12 +324,12 @@ def _carry(
         text = f"work of {level:.1f} replicas" if have else "there was none"
         return count, ScalingReason("work", text)
     if count < have:
-        # More come for a rise that is sure; for none to go it is enough that there may be one.
+        # A pool grows for a rise that is certain. It does not shrink if a rise is only possible.
         rising = level + pool.start_seconds * _slope(works)[0]
         most = max(*_levels(pool, history, objective), rising)
         calm = math.ceil(most / (objective.busy - _SLACK) + extra)
         count = max(count, calm, 1) if _knows_calm(demand, history, objective) else have
-        # What waits is little for those that are there; it must be for those that stay.
+        # The waiting work may be little for the replicas there, and too much for those that stay.
         if extra or (count < have and gathered > objective.ttft * count):
             return have, ScalingReason("backlog", f"{demand.waiting_tokens:.0f} prompt tokens wait")
         if count < have:
@@ -405,7 +408,7 @@ def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """A second, and its standard error; none of so few that nobody can tell."""
+    """The slope a second, and its standard error; (0, 0) for too few samples."""
     count = len(samples)
     if count < 5:
         return 0.0, 0.0

@@ -2,13 +2,13 @@
 and the plan becomes Serve's decision. The controller calls the policies ten times a second in its
 only loop, so they decide once a second.
 
-`PoolsPolicy` decides for all pools of the application together, with what the routers report; Serve
+`PoolsPolicy` decides for all pools of the application together, with what the routers report. Serve
 takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
-`serve.run` has; it knows only what the pool's own engines report, so it neither wakes a pool from
+`serve.run` has. It knows only what the pool's own engines report, so it neither wakes a pool from
 zero by itself nor weighs one pool against another.
 
-Whatever stands in a policy's arguments restarts every replica when it changes, as Serve's code
-version is made of them. Limits are therefore read from Serve's own options.
+A change of a policy's arguments restarts every replica, because Serve derives its code version from
+them. Limits are therefore read from Serve's own options.
 
 Serve ships these classes by value: all state is in the instance.
 """
@@ -43,7 +43,7 @@ _EVERY = 1.0  # seconds between two decisions
 _RATES = {"gpu": (20_000.0, 8_000.0), "cpu": (1_000.0, 200.0)}  # tokens/s, until measured
 _PRICES = {"gpu": 1.0, "cpu": 0.1}
 _REPORT_SECONDS = 1.0  # between two reports of a replica
-_LOOK_BACK_SECONDS = 2.0  # that Serve takes their mean over
+_LOOK_BACK_SECONDS = 2.0  # over which Serve takes the mean of reports
 
 
 def scales(pool: PoolConfig) -> bool:
@@ -90,8 +90,8 @@ def limits(pool: PoolConfig) -> dict[str, Any]:
 
 
 def counts(least: int, most: int) -> dict[str, Any]:
-    """No initial_replicas: each deploying would begin there again, whatever the load. Serve's own
-    delays are off: the policy has its."""
+    """Serve's autoscaling_config without a policy. No initial_replicas: each deploying would begin
+    there again, whatever the load. Serve's own delays are off, because the policy has its own."""
     return {
         "min_replicas": least,
         "max_replicas": most,
@@ -121,7 +121,7 @@ class ServeContext(Protocol):
 
 
 class PoolsPolicy:
-    """pools: fields of scaling.Pool by pool; promise: fields of scaling.Promise."""
+    """pools: fields of decide.PoolModel by pool; objective: fields of decide.ServiceObjective."""
 
     def __init__(
         self, pools: Mapping[str, Mapping[str, Any]], objective: Mapping[str, Any]
@@ -155,7 +155,7 @@ class PoolsPolicy:
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
-        """Decide, and tell if it is news. engines: by pool."""
+        """Decide, and report a plan that has changed. engines: by pool."""
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
         last = self._plan
@@ -178,7 +178,7 @@ class PoolsPolicy:
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:
-        """With Serve's limits, and what its engines have measured, once they have."""
+        """The pool with Serve's limits and, once there are any, its engines' measurements."""
         pool = replace(
             self._pools[name],
             minimum=context.capacity_adjusted_min_replicas,
@@ -197,7 +197,7 @@ class PoolsPolicy:
         if starting and (began is None or began[1] < target):
             self._started[name] = (now, target)
         elif not starting and began is not None:
-            # All that were wanted are there: so long does it take here, a node included.
+            # All wanted replicas are ready: measure how long a start takes here, a node included.
             del self._started[name]
             if ready >= began[1]:
                 pool = self._pools[name]
@@ -207,7 +207,7 @@ class PoolsPolicy:
 
 
 class PoolPolicy:
-    """The same for one deployment, whose pool it is given."""
+    """The same for one deployment, with its pool."""
 
     def __init__(self, name: str, pool: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
         self._name = name
@@ -219,14 +219,14 @@ class PoolPolicy:
 
 
 def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
-    """Arrivals from the routers; without them, what the engines compute. What a leaving replica
-    still has is known to the routers only: it is not one of the deployment's any more."""
+    """Arrivals as the routers report them; without routers, what the engines compute. Requests of a
+    leaving replica are known to the routers only: it is no longer one of the deployment's."""
     source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
         prompt += sum(_values(context, "prompt_rate"))
         output += sum(_values(context, "output_rate"))
-    # What waits in the routers is told with its expected output.
+    # Work that waits in the routers is reported with its expected output.
     share = prompt / (prompt + output) if prompt + output > 0 else 0.5
     waiting_tokens = share * sum(_values(router, "queued_tokens"))
     waiting = sum(_values(router, "queued"))
@@ -240,13 +240,13 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """Of each replica."""
+    """The metric of each replica."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
 def _silent(context: ServeContext | None) -> bool:
-    """Replicas are there, but starved or cut off: that is no sign of having nothing to do."""
+    """Replicas are there but report nothing: they are starved or cut off, not idle."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 
@@ -254,7 +254,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-# -- told to people
+# -- reports to operators
 
 
 Limits = Mapping[str, tuple[int, int]]  # by pool: minimum and maximum
@@ -262,7 +262,7 @@ Cooldowns = tuple[float, float]  # seconds: of calm, of idleness
 
 
 def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -> None:
-    """To the metrics: each time, because Ray's exporter forgets what is not said again."""
+    """Report to the metrics, each time: Ray's exporter forgets a value that is not repeated."""
     from deployments.observe.ray_exporter import scaling_export  # not by value: one for the process
 
     causes = {name: reason.cause for name, reason in plan.reasons.items()}
@@ -270,8 +270,8 @@ def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -
 
 
 def _tell(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
-    """To the controller's log, and for `scaling_decisions`, a record a pool: with a policy each,
-    they decide one by one."""
+    """Report to the controller's log and, for `scaling_decisions`, in a record a pool: pools with
+    a policy each decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
     for name, target in plan.targets.items():
@@ -313,7 +313,7 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
 
 
 class CounterRates:
-    """Tokens/s from counters, between one call and the next."""
+    """Tokens/s from counters, over the time between two calls."""
 
     def __init__(self, now: float) -> None:
         self._at = now
@@ -321,7 +321,7 @@ class CounterRates:
         self._rates: dict[str, float] = {}
 
     def update(self, now: float, **counters: float) -> dict[str, float]:
-        """The rates by name; the last ones if it was asked a moment ago."""
+        """The rates by name; the last ones if less than 0.2 s have passed."""
         if now - self._at >= 0.2:
             self._rates = {
                 name: max(0.0, (value - self._last.get(name, value)) / (now - self._at))

@@ -158,7 +158,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def quiet(live: Live) -> bool:
-    """Nothing in flight anywhere: no request, no ledger entry, no KV block."""
+    """Nothing in flight anywhere: no request, no choice, no KV block."""
     for state in live.router_states().values():
         if state["in_flight"] or any(state["held"].values()):
             return False

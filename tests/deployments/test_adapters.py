@@ -54,7 +54,7 @@ async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> In
 
 @contextlib.asynccontextmanager
 async def second_router(fleet: Fleet):
-    """It shares the book and the replicas, and looks into the book only when it must."""
+    """It shares the record store and the replicas, and looks into the store only when it must."""
     router = fleet.new_router()
     router.set_replicas(fleet.published())
     await until(lambda: len(router.state().replicas) == len(fleet.replica_servers))

@@ -1,5 +1,5 @@
-"""The dispatcher's parts alone: placement, losses, displaced choices, links, model cards. There is
-no engine and no socket: a connection is a list of what was sent."""
+"""The dispatcher's parts alone: placement, losses, displaced choices, replica clients, model cards.
+There is no engine and no socket: a connection is a list of what was sent."""
 
 import asyncio
 from random import Random
@@ -28,7 +28,7 @@ CARD = ModelCard("m", 4096, 1000, (2,), 0)
 
 
 class FakeReplicaClient:
-    """A link whose connection keeps what it is sent."""
+    """A replica client whose connection keeps what it is sent."""
 
     def __init__(self, fleet: Fleet, name: str, endpoint: ReplicaEndpoint) -> None:
         self.replica, self.endpoint = name, endpoint

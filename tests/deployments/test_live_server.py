@@ -43,7 +43,7 @@ def live(default_model: Path) -> Iterator[Live]:
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.long)])
 def test_requests_leave_nothing_behind(live: Live, count: int) -> None:
-    """A leak of blocks, tasks, ledger entries or file handles in some interleaving of tokens,
+    """A leak of blocks, tasks, requests in flight or file handles in some interleaving of tokens,
     ends and clients that leave."""
     asyncio.run(load(live.port, 80, AT_ONCE, seed=1))  # lazy imports, threads, connections
     for _ in range(8):  # those between routers too, whichever is asked

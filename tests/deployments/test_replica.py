@@ -1,4 +1,4 @@
-"""The relay of an engine replica: routers kept apart, nothing left running, faults told."""
+"""The server of an engine replica: routers kept apart, nothing left running, faults told."""
 
 import asyncio
 import os
@@ -198,7 +198,8 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
 
 
 def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
-    """A relay that only works with the tests' engine; a killed process that nobody notices."""
+    """A replica server that only works with the tests' engine; a killed process that nobody
+    notices."""
 
     async def case():
         replica_server = ReplicaServer(FAST, StallLimits())

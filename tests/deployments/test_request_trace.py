@@ -94,7 +94,7 @@ def test_an_id_means_nothing_without_its_key() -> None:
 
 
 def test_the_router_keeps_the_story_of_each_request() -> None:
-    """A story that is written only when all goes well."""
+    """A trace that is written only when all goes well."""
 
     async def case() -> None:
         async with Fleet(2) as fleet:

@@ -439,7 +439,7 @@ def test_a_silent_replica_is_noticed_by_the_missing_beats():
 
 
 def test_random_requests_aborts_and_losses_leave_nothing_behind():
-    """Any leak in ledger, links or relays; any request that never ends."""
+    """Any leak in dispatcher, replica clients or replica servers; any request that never ends."""
 
     async def case():
         dice = random.Random(3)

@@ -236,7 +236,8 @@ def test_a_replica_that_left_leaves_nothing():
 
 
 def test_chains_of_prompts():
-    """Two prompts that share blocks in the engine and no link here, or the other way round."""
+    """Two prompts that share blocks in the engine and no prefix hash here, or the other way
+    round."""
     tokens = list(range(3 * STRIDE + 1))
     prefix_hashes = hash_prefix(tokens)
     assert len(prefix_hashes) == 3 and unpack_hashes(pack_hashes(prefix_hashes)) == prefix_hashes

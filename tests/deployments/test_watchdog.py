@@ -76,7 +76,7 @@ def test_a_long_step_of_the_host_is_not_a_hang_and_counts_from_its_own_begin() -
 
 
 def test_what_the_relay_missed_itself_is_not_held_against_the_engine() -> None:
-    """Bug: the relay's own process is stopped for a minute, or starved, and then kills a healthy
+    """Bug: the replica's own process is stopped for a minute, or starved, and then kills a healthy
     engine: seconds passed, but not one look."""
     engine = Engine()
     assert not engine.tick(step=True)

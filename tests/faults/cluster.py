@@ -78,7 +78,7 @@ class Broken:
         return {"routers": routers, "replicas": await _each(engines.stats, self.replicas)}
 
     async def idle(self, seconds: float = 5.0) -> None:
-        """Wait until nothing is held anywhere: no request, no ledger entry, no block."""
+        """Wait until nothing is held anywhere: no request, no choice, no block."""
         began = time.monotonic()
         while True:
             states = await self.states()

@@ -166,8 +166,8 @@ def told(report: Report) -> list[str]:
 
 
 def test_clients_that_leave_hold_nothing(live: Live) -> None:
-    """Bug: a socket, a task, a ledger entry or a block for each client that hangs up, in haproxy's
-    or uvicorn's ways of telling it, which no test in one process has."""
+    """Bug: a socket, a task, a request in flight or a block for each client that hangs up, in
+    haproxy's or uvicorn's ways of telling it, which no test in one process has."""
     report = Report()
     asyncio.run(disconnects(live, report, 300, 30, TENANTS[0]))
     asyncio.run(freed(live, report, 20, TENANTS[0]))

@@ -63,8 +63,8 @@ def holdings() -> tuple[int, int]:
 
 
 async def test_thousands_of_disconnects_leave_nothing():
-    """One ticket, task, ledger entry, booking or file handle for each client that leaves: while it
-    waits, at the first token, in mid-stream, or just before the end."""
+    """One ticket, task, request in flight, booking or file handle for each client that leaves:
+    while it waits, at the first token, in mid-stream, or just before the end."""
     dice = random.Random(9)
     async with fleet(2) as two:
         app = build_asgi(two.dispatcher)

@@ -2,7 +2,7 @@
 
 No constraint is enforced yet, so none is accepted: a request is never answered as if it had been
 constrained. Nothing is looked at that is refused anyway. A schema, a pattern or a grammar comes
-from anybody, and checking it could take as long as its author likes.
+from any client, and checking it could take as long as its author likes.
 """
 
 from typing import Any

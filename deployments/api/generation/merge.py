@@ -1,4 +1,4 @@
-"""Running the generations of one call, and what has come of each of its choices."""
+"""MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave."""
 
 import asyncio
 from typing import TypeVar
@@ -22,8 +22,8 @@ class MergedGenerations:
     """Several prompts as one Generation; choice = index of the prompt * n + its own choice. None
     for a prompt whose choices have all ended.
 
-    One task a prompt, none a token. The first error ends the whole. What nobody reads stays with
-    the generations, which bound it.
+    One task a prompt, none a token. The first error ends the whole. Deltas that the client does not
+    read stay with the generations, which bound them.
     """
 
     def __init__(self, generations: list[Generation | None], n: int) -> None:

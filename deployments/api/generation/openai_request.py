@@ -1,4 +1,4 @@
-"""Call: a checked generation request, and the two ways to get one from a JSON body."""
+"""OpenAIRequest: a checked generation request, and the two ways to get one from a JSON body."""
 
 import asyncio
 import functools

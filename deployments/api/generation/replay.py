@@ -1,4 +1,4 @@
-"""A stream that goes on: what its client has is brought back without being sent again."""
+"""StreamReplay: resumes a stream. What its client has is brought back without being sent again."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,8 @@ from engine.text.detokenizer import ChoiceDecoder, Decoded
 async def recall(
     call: OpenAIRequest, ids: EventIds, backend: Backend
 ) -> list[RecalledChoice | None]:
-    """Of each choice what a replica knows of the tokens that were shown; None if none does, or
-    none are needed. All are of the same weights."""
+    """For each choice, what a replica knows of the tokens that were shown; None if no replica does
+    or no tokens are needed. All are of the same weights."""
     n = call.params.n
     wanted = {
         (call.streams[i // n], i % n): i
@@ -61,8 +61,8 @@ class StreamReplay:
     """Brings the choices of an answer to where their client is.
 
     Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
-    is what each choice begins with. Tokens that nobody has are computed again; `skip` takes these
-    as they come, and sees that they are the same.
+    is what each choice begins with. Tokens that no replica has are computed again; `skip` takes
+    these as they come, and sees that they are the same.
     """
 
     def __init__(

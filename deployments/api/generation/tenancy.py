@@ -19,7 +19,7 @@ _MAX_KEY = 256  # bytes of a name that goes into the key
 
 
 def key_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
-    """Who shares the service with whom, by `options.share_by`; "" for all that do not say."""
+    """The tenant of a request, by `options.share_by`; "" for requests that name none."""
     if options.share_by == "api_key":
         return exchange.caller.id
     if options.share_by == "user":

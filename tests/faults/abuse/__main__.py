@@ -7,10 +7,10 @@ Real sockets, haproxy, two routers and two replicas whose engines count instead 
 8 streams whose gaps are compared with those alone and beside 100 readers that take all; then, where
 16 requests run at once, a minute of ten times the load, from two keys with two priorities each.
 
-Memory, tasks, threads, open files, blocks and entries are counted before and after. Writes
-bench/results/faults-abuse-<date>.json (the figures, with their bounds) and .jsonl (what came of
-each request of the overload; memory over the disconnects; the readers). Exit status 1 if a figure
-is out of its bounds.
+Memory, tasks, threads, open files, blocks and requests in flight are counted before and after.
+Writes bench/results/faults-abuse-<date>.json (the figures, with their bounds) and .jsonl (what came
+of each request of the overload; memory over the disconnects; the readers). Exit status 1 if a
+figure is out of its bounds.
 """
 
 import argparse
