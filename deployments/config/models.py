@@ -292,7 +292,7 @@ class HttpConfig(_Section):
     admin_keys_file: str | None = Field(
         None,
         description="The same for keys that may also change what is served: /v1/adapters. Default "
-        "none: nobody may where api_keys_file is set, and everybody where no key is asked for.",
+        "none: no key may where api_keys_file is set, and every client where keys are not used.",
     )
     share_prefixes: bool = Field(
         False,
@@ -341,12 +341,12 @@ class HttpConfig(_Section):
 
     @property
     def loopback(self) -> bool:
-        """Only this machine reaches it."""
+        """Whether only this machine reaches the service."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def exposed(self) -> str:
-        """What everybody in the network may do without a key; "" if nothing."""
+        """What every client in the network may do without a key; "" if nothing."""
         if self.loopback or self.api_keys_file is not None:
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"
