@@ -198,7 +198,7 @@ class _RouterRetry:
         self._resuming = ResumableStream()
 
     def take(self, item: dict[str, Any]) -> bool:
-        """Whether it is the end. Takes the event's id out, which is nothing for who reads."""
+        """Whether this chunk is the end. Takes the event's id out, which callers do not need."""
         if "error" not in item:
             self._resuming.heard()
         self.last = item.pop("event_id", self.last)
@@ -244,7 +244,7 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 
 
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequest, for unknown fields too: nobody here sees x-ignored-fields."""
+    """Raises InvalidRequest, for unknown fields too: a handle call has no x-ignored-fields."""
     if isinstance(prompt, str):
         given: dict[str, Any] = {"prompt": prompt}
     elif not isinstance(prompt, Sequence):

@@ -29,8 +29,8 @@ def auth_token_source() -> str | None:
 def make_auth_token() -> None:
     """Where a Ray that is started here would make its token: make it first, for its owner only.
 
-    Whoever has the token runs code in the cluster, and Ray leaves it readable by all. Does nothing
-    if there is one, or none is wanted. Raises OSError.
+    A user with the token can run code in the cluster, and Ray leaves it readable by all. Does
+    nothing if there is one, or none is wanted. Raises OSError.
     """
     if auth_token_source() is not None or os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
@@ -83,5 +83,5 @@ def edge_settings() -> str:
 
 
 def haproxy_binary() -> str:
-    """An HAProxy that somebody wants Serve to run; "" if nobody does."""
+    """The HAProxy that Serve is told to run; "" if none is named."""
     return os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")

@@ -52,7 +52,7 @@ class ResumingTransport:
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
         self._patience = patience
-        self._served = False  # somebody is known to serve there, and will come back
+        self._served = False  # a server is known to be there, and will come back
 
     def __enter__(self) -> "ResumingTransport":
         self._inner.__enter__()
@@ -94,7 +94,7 @@ class AsyncResumingTransport:
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
         self._patience = patience
-        self._served = False  # somebody is known to serve there, and will come back
+        self._served = False  # a server is known to be there, and will come back
 
     async def __aenter__(self) -> "AsyncResumingTransport":
         await self._inner.__aenter__()
@@ -131,7 +131,7 @@ class AsyncResumingTransport:
 
 
 class _Parts:
-    """A request and the answer's parts, whoever brings them."""
+    """A request and the parts of its answer, from one connection after the other."""
 
     def __init__(self, inner: Any, request: Any, body: bytes, resuming: ResumableStream) -> None:
         self._inner, self._request, self._body = inner, request, body
@@ -153,7 +153,7 @@ class _Parts:
 
     @property
     def unheard(self) -> tuple[type[Exception], ...]:
-        """Errors of a request that nobody will answer."""
+        """Errors of a request that no server will answer."""
         return self._httpx.NetworkError, self._httpx.RemoteProtocolError
 
     def refused(self, response: Any = None) -> float | None:
@@ -219,7 +219,7 @@ class _ResumingStream(_Parts):
                     break
                 pause = self._pause()
                 if pause is None and self._told:
-                    yield b"data: %b\n\n" % self._response.read()  # as who reads expects it
+                    yield b"data: %b\n\n" % self._response.read()  # as the caller expects it
                     return
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """ResumableStream: a client's side of a stream that goes on after a break; standard library alone.
 
-Knows nothing of connections: whoever has them feeds what comes, and asks what to send after a break
+Knows nothing of connections: their owner feeds what comes, and asks what to send after a break
 and how long to wait before.
 """
 

@@ -40,7 +40,7 @@ def event_secret(app: str) -> bytes:
 
 
 def _first(key: str, value: bytes) -> bytes:
-    """What whoever came first has put there."""
+    """The value that the first router has put there."""
     store("put", key, value, overwrite=False)
     found: bytes = store("get", key) or value
     return found

@@ -21,7 +21,7 @@ _ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
 
 @app.command("list")
 def show(url: _Url = _HERE, key: _Key = None) -> None:
-    """Name, rank, revision and folder of each. Without a revision: nobody has asked for it yet."""
+    """Name, rank, revision and folder of each. Without a revision: no request has named it yet."""
     for adapter in _ask(url, key, "GET", "/adapters")["data"]:
         _print(adapter)
 

@@ -212,7 +212,7 @@ def _ray() -> Iterator[DoctorCheck]:
 
 
 def _token(source: str | None) -> DoctorCheck:
-    """Whoever reads it runs code in the cluster, and Ray makes its file readable by all."""
+    """A user that reads the token can run code in the cluster, and Ray lets all users read it."""
     name = "ray token"
     if source is None:
         return DoctorCheck(name, "ok", "none yet; a local Ray makes its own at its start")

@@ -1,4 +1,4 @@
-"""Who listens where on this machine, from /proc; nothing on systems without it."""
+"""Listening sockets of this machine and their processes, from /proc; none without /proc."""
 
 import os
 import socket

@@ -77,7 +77,7 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
     """What the driver does. Raises MantaError; RayLostError when Ray is gone."""
     if cluster.own:
-        # Here rather than in the replicas, where nobody sees the progress. They find it cached.
+        # Here rather than in the replicas, whose progress is not shown. They find it cached.
         dummy = config.engine.get("load_format") == "dummy"
         with model_progress() as progress:
             resolve_model(config.model, config.revision, progress, weights=not dummy)

@@ -26,7 +26,7 @@ from deployments.observe.metrics import RouterMetrics, quantile
 _LOOK = 1.0  # seconds between the two looks of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
 _LOOKS = 9.0  # seconds for all that a look asks
-_WIDTH = 110  # columns where nobody says how many there are
+_WIDTH = 110  # columns where the terminal does not say how many it has
 
 Told = Mapping[str, Any]
 

@@ -38,7 +38,7 @@ def find_haproxy() -> str | None:
 
 
 def chosen_binary() -> str:
-    """An HAProxy that somebody wants Serve to run, as EdgeSettings.binary has it."""
+    """The HAProxy that Serve is told to run, as EdgeSettings.binary has it."""
     binary = haproxy_binary()
     try:
         ours = bool(binary) and _START.encode() in Path(binary).read_bytes()[:4096]
@@ -73,7 +73,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         if "-f" not in arguments[:-1]:
             raise ConfigError("-f FILE is missing: Serve starts HAProxy in another way now")
         path = Path(arguments[arguments.index("-f") + 1])
-        # Sockets, server states and a key: of nobody else, wherever the folder is.
+        # Sockets, server states and a key: for this user only, wherever the folder is.
         path.parent.chmod(0o700)
         _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         if open_files == resource.RLIM_INFINITY:
@@ -102,7 +102,8 @@ def complaint() -> str:
 
 def _outlive_nobody(parent: int) -> None:
     """When Serve's actor ends, however it does, this HAProxy takes no new connection, lets its
-    streams end and ends: an orphan would go on to send requests to whoever gets a router's port.
+    streams end and ends: an orphan would go on to send requests to any process that gets a router's
+    port.
 
     In a process group of its own, because the raylet kills that of an actor that has died, and the
     streams with it."""

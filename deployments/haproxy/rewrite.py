@@ -1,5 +1,5 @@
 """Serve's HAProxy configuration made ours. Each change names the line that it is about; a line that
-is not there, or there twice, is an error, and so is a listener that nobody has spoken of."""
+is not there, or there twice, is an error, and so is a listener that this module does not know."""
 
 import re
 from collections.abc import Sequence

@@ -83,7 +83,7 @@ class Cluster:
             ) from error
 
     def note_deployment(self, app_name: str) -> None:
-        """Our application runs now; `close` leaves alone what somebody deploys in its place."""
+        """Our application runs now; `close` leaves alone what others deploy in its place."""
         with contextlib.suppress(TimeoutError):  # then it deletes what there is
             self._deployed = _deployed_at(app_name)
 

@@ -243,7 +243,7 @@ class Supervisor:
         try:
             child.check()
         except RayLostError:
-            # Whoever stops a service may signal all of its processes, and ours came first.
+            # The signal may go to all processes of the service, and ours got it first.
             time.sleep(_POLL)
             for message in child.messages(0):
                 self._hear(child, message)
