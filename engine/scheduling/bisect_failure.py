@@ -1,13 +1,14 @@
 """FailureBisection: a step has raised; which of its requests is the poison request?
 
-Everybody goes back to the queue, and the requests of that step run again in halves, one group at a
-time and nothing beside it, a failing half in halves of its own, until one fails alone:
+All requests go back to the queue. The requests of the failed step run again in halves, one group at
+a time and no other request beside it. A failing half is split again, until one request fails alone:
 
     8 raised      1 2 3 4 | 5 6 7 8      ->  5 6 | 7 8   ->  7 | 8
                   ok        raised           ok    raised    ok  poison
 
-A group has passed when each of its requests has a new token, or has ended. If all pass, the fault
-was not theirs and nobody fails. One poison in n is found by log2(n) failures.
+A group has passed when each of its requests has a new token, or has ended. If all groups pass, the
+requests were not the cause and none of them fails. One poison request in n is found by log2(n)
+failures.
 """
 
 from collections import deque
@@ -30,7 +31,7 @@ class FailureBisection:
         self.next_group()
 
     def failed(self, suspects: list[Request], error: Exception) -> None:
-        """A step of the group has raised. suspects: its requests; others of the group run later."""
+        """A step of the group has raised. suspects: requests of that step; the rest runs later."""
         self.error = error
         others = [request for request in self._untried() if request not in suspects]
         if others:

@@ -1,4 +1,4 @@
-"""BlockManager: which KV block belongs to whom, and which blocks hold a prefix worth keeping.
+"""BlockManager: which requests use a KV block, and which blocks hold a cached prefix.
 
 A block is in exactly one of three states:
 
@@ -34,7 +34,7 @@ class FreeBlocks(Protocol):
 
 
 class FreeList(list[int]):
-    """What was freed last is taken first. The default."""
+    """The block that was freed last is taken first. The default."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks - 1, -1, -1))
@@ -46,10 +46,11 @@ class FreeList(list[int]):
 
 
 class BlockManager:
-    """Owns all KV blocks of a device. Knows nothing of steps: the scheduler frees in time.
+    """Owns all KV blocks of a device. It knows nothing of steps: the scheduler frees a block when
+    no step in flight uses it.
 
-    Residence in the prefix cache changes in two places only, `_register` and `_forget`: whoever
-    wants add and remove events for the router hooks in there.
+    Blocks enter and leave the prefix cache in two places only, `_register` and `_forget`. Events
+    for the router would be sent from there.
     """
 
     def __init__(
@@ -98,25 +99,25 @@ class BlockManager:
         return blocks
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """How many of them nobody uses, so that sharing them takes from num_free."""
+        """How many of them no request uses, so that sharing them takes from num_free."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def num_exclusive(self, blocks: Iterable[int]) -> int:
-        """How many of them have one user, so that freeing them adds to num_free."""
+        """How many of them one request uses, so that freeing them adds to num_free."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of these resident blocks."""
+        """Count one more request for each of these resident blocks."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._evictable[block]
             self._refs[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one user of each block of a request's table.
+        """Count one request less for each block of a request's table.
 
-        Blocks with a hash stay matchable until evicted, the tail before the head: a head without
-        its tail is still a prefix.
+        Blocks with a hash stay matchable until they are evicted. The tail is evicted before the
+        head, because a head without its tail is still a prefix.
         """
         for block in reversed(blocks):
             self._refs[block] -= 1
@@ -128,7 +129,7 @@ class BlockManager:
                     self._evictable[block] = None
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Nobody may match the blocks of these names from now on, used or not."""
+        """Remove the blocks of these hashes from the prefix cache, used or not."""
         for digest in hashes:
             block = self._resident.get(digest)
             if block is None:
@@ -146,8 +147,8 @@ class BlockManager:
     def hash_blocks(self, request: Request, num_computed: int) -> None:
         """Offer the request's full blocks below num_computed tokens to the prefix cache.
 
-        Legal when the step that computes them is scheduled: whoever matches them runs in that step
-        or later, and within a step all keys of a layer are written before any is read.
+        Legal when the step that computes them is scheduled: a request that matches them runs in
+        that step or later, and within a step all keys of a layer are written before any is read.
         """
         count = min(num_computed, len(request.token_ids)) // self.block_size
         if count <= request.num_registered or not request.cacheable:
@@ -159,14 +160,14 @@ class BlockManager:
         request.num_registered = count
 
     def reset(self) -> None:
-        """Empty the prefix cache. Used blocks stay used, but nobody can match them any more."""
+        """Empty the prefix cache. Used blocks stay in use, but no request matches them any more."""
         for block in list(self._resident.values()):
             self._forget(block)
         self._free.extend(self._evictable)
         self._evictable.clear()
 
     def _register(self, digest: bytes, block: int) -> None:
-        # Two requests may compute the same block at the same time: the first keeps the name.
+        # Two requests may compute the same block at the same time: the first one keeps the hash.
         if digest not in self._resident and self._hashes[block] is None:
             self._resident[digest] = block
             self._hashes[block] = digest
@@ -178,7 +179,7 @@ class BlockManager:
             self._hashes[block] = None
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert the invariants, given all block tables that count as users."""
+        """Assert the invariants. tables: the block tables of all requests that use blocks."""
         users = Counter(block for table in tables for block in table)
         for block, refs in enumerate(self._refs):
             assert refs == users[block], f"block {block}: {refs} refs, {users[block]} users"

@@ -15,8 +15,8 @@ last token in flight, the step's forward pass is launched without its sampling:
 and the masks are made while the device computes. Where nothing of that kind is in flight they are
 made beside the launch.
 
-A step that raises costs the requests to blame, not the engine: bisect_failure.py. One that the
-device has no memory for costs nobody: it is computed again in smaller steps.
+If a step raises, the poison requests fail and the engine goes on: bisect_failure.py. If the device
+has no memory for a step, no request fails: the tokens are computed again in smaller steps.
 """
 
 import contextlib
@@ -87,20 +87,20 @@ class Runner(Protocol):
         ...
 
     def recover(self) -> bool:
-        """A step has raised and nothing is in flight. Ready for the next one; False: the device is
-        lost."""
+        """Get ready for the next step after one has raised, with nothing in flight. False: the
+        device is lost."""
         ...
 
     def shrink(self, num_blocks: int) -> None:
-        """Give back the memory of all KV blocks but so many; what was in any of them is gone."""
+        """Keep the memory of num_blocks KV blocks and release the rest. All keys are lost."""
         ...
 
 
 class EngineCore:
-    """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or fails
-    whatever it is given.
+    """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or every
+    step on it fails.
 
-    The failure of one request never raises; it ends with a delta whose finish is "error".
+    The failure of one request never raises: the request ends with a delta whose finish is "error".
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EngineCore:
         self._poison_unconfirmed = False
 
     def add(self, message: EngineRequest) -> None:
-        """Queue a request. One that cannot run ends with its delta in the next step's."""
+        """Queue a request. One that cannot run ends with an error delta of the next step."""
         try:
             if self.draining:
                 raise Overloaded("this engine is draining", code="draining")
@@ -180,15 +180,15 @@ class EngineCore:
                 self.scheduler.add(request)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """End these requests; the next step brings their last deltas. Unknown ids are ignored."""
+        """End these requests; the next step returns their last deltas. Unknown ids are ignored."""
         for id in ids:
             if self._preparing.pop(id, None) is not None:
                 self._outbox.append(Delta(id, [], "abort"))
         self._outbox += self.scheduler.abort(ids)
 
     def has_work(self) -> bool:
-        """A call of `step` would do something. It would not if all requests wait for adapters, or
-        all of the current group of a bisection."""
+        """Whether a call of `step` would do something. It would not if all requests, or all of the
+        current group of a bisection, wait for adapters."""
         return bool(
             self.scheduler.can_run()
             or self._pending
@@ -198,8 +198,8 @@ class EngineCore:
         )
 
     def step(self) -> list[Delta]:
-        """Run one round of the loop and return what came of it; in the first round of a burst, one
-        batch ahead, that is nothing yet."""
+        """Run one round of the loop and return its deltas. With async_scheduling the first round
+        after an idle time only launches, and returns none."""
         began = time.perf_counter()
         self.scheduler.take_loaded()
         if self._preparing:
@@ -282,8 +282,8 @@ class EngineCore:
         return deltas
 
     def _retry_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
-        """No memory for this step: all back to the queue, and smaller steps from now on. If it does
-        not fit however small, somebody is to blame."""
+        """The device had no memory for this step: requeue all requests and make smaller steps from
+        now on. If a step of one token does not fit and the KV cache cannot shrink, bisect."""
         self._shortages += 1
         if self._shortages == 1:
             self._patience *= 2
@@ -313,12 +313,12 @@ class EngineCore:
             self.config = scheduler.config
 
     def _begin_bisection(self, failure: Exception, suspect: int) -> None:
-        """A step has raised: drop what is in flight and go on in groups. Raises `failure` if the
-        device is lost."""
+        """A step has raised: drop the steps in flight and run the requests in groups. Raises
+        `failure` if the device is lost."""
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
         failure.with_traceback(None)  # its frames hold tensors
         for pending in self._pending:
-            with contextlib.suppress(Exception):  # what it read may be wrong already
+            with contextlib.suppress(Exception):  # its inputs may be wrong already
                 pending.wait()
         self._pending.clear()
         if not self._runner.recover():
@@ -333,9 +333,10 @@ class EngineCore:
         self.scheduler.admit_only(self._bisection.group)
 
     def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
-        """After each step of a bisection: the next group if this one has passed, or the verdict.
+        """After each step of a bisection: start the next group if this one has passed, or fail the
+        poison requests if it was the last.
 
-        Raises the last failure if no step succeeds whoever runs: then the engine is to blame.
+        Raises the last failure if no group's step has succeeded: then the engine itself is broken.
         """
         bisection.healthy |= succeeded
         if bisection.group and not bisection.group_passed():
@@ -351,7 +352,7 @@ class EngineCore:
             if self._poison_unconfirmed or len(bisection.poison) > 1:
                 raise bisection.error
             self._poison_unconfirmed = True
-        logger.warning("%d requests are to blame for failed steps", len(bisection.poison))
+        logger.warning("%d poison requests made steps fail", len(bisection.poison))
         return self.scheduler.fail(bisection.poison, _POISON)
 
     def drain(self) -> None:

@@ -26,8 +26,8 @@ class DecodeGroup:
         self.bases: list[int] = []
         self.ids: list[int] = []
         self.token_lists: list[list[int]] = []  # the requests' token_ids, not copies
-        # Entries of members that have left since are skipped when their step comes. Blocks are
-        # due within block_size steps; last samples may be far, so `leave` removes those.
+        # An entry whose member has left is skipped when its step comes. Blocks are due within
+        # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
 
@@ -35,7 +35,7 @@ class DecodeGroup:
         return len(self.requests)
 
     def join(self, request: Request, next_step: int) -> None:
-        """It takes part from next_step on. Its num_computed is read now, then goes stale."""
+        """Add a request from next_step on. Its num_computed is read now and then goes stale."""
         base = request.num_computed - next_step
         request.base = base
         request.slot = len(self.requests)
@@ -49,7 +49,7 @@ class DecodeGroup:
         self._last_sample.setdefault(request.limit - 2 - base, {})[request] = None
 
     def leave(self, request: Request, next_step: int) -> None:
-        """It takes no part in next_step. Writes its num_computed; the caller sets the phase."""
+        """Remove a request before next_step. Writes its num_computed; the caller sets the phase."""
         slot, last = request.slot, self.requests[-1]
         for values in (self.requests, self.rows, self.bases, self.ids, self.token_lists):
             _swap_remove(values, slot)
@@ -71,7 +71,7 @@ class DecodeGroup:
             return []
         size = self._block_size
         members = [r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) * size]
-        return list(dict.fromkeys(members))  # who left and came back is there twice
+        return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
 
     def add_block(self, request: Request, block: int) -> None:
         request.blocks.append(block)

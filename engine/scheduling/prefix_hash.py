@@ -1,12 +1,13 @@
-"""Prefix hashes: the name of a KV block is a keyed hash of all the tokens up to its end.
+"""Prefix hashes: a KV block is identified by a keyed hash of all tokens up to its end.
 
     root      = blake2b(model, adapter, salt)
     hashes[0] = blake2b(root + tokens[0 : block_size])
     hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
 
-128 bits, over little-endian int32 bytes, keyed: nobody can search for a collision without the key.
-The engine keys its blocks by them and the router, with the same key, names the blocks of a prompt
-before it has chosen a replica. Two requests share blocks only if model, adapter and salt agree.
+A hash has 128 bits, over little-endian int32 bytes. It is keyed: without the key a client cannot
+search for a collision. The engine stores its blocks by these hashes. The router computes the hashes
+of a prompt with the same key before it chooses a replica. Two requests share blocks only if model,
+adapter and salt agree.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,27 +9,27 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class WaitingQueue:
-    """Order of service is (priority, arrival). num_tokens: known tokens of all that are here."""
+    """Order of service is (priority, arrival). num_tokens: known tokens of all queued requests."""
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []  # in the order of service
         # Requests that came to the head of the queue while their adapter was not on the device.
         self.waiting_for_adapter: dict[Adapter, list[Request]] = {}
         self.num_tokens = 0
-        self.retry = True  # something has changed since the first in line could not start
-        self.only: Container[Request] | None = None  # if any, nobody else may start
+        self.retry = True  # memory or rows may suffice now for the first request
+        self.only: Container[Request] | None = None  # if given, only these may start
 
     def __len__(self) -> int:
         return len(self.waiting) + sum(map(len, self.waiting_for_adapter.values()))
 
     def first(self) -> Request | None:
-        """Who may start next."""
+        """The request that may start next."""
         if self.only is None:
             return self.waiting[0] if self.waiting else None
         return next((r for r in self.waiting if r in self.only), None)
 
     def put(self, request: Request) -> None:
-        """A new request, or a preempted one."""
+        """Add a new or a preempted request."""
         request.phase = RequestPhase.WAITING
         request.queued_tokens = len(request.token_ids)
         self.num_tokens += request.queued_tokens
@@ -37,21 +37,21 @@ class WaitingQueue:
         self.retry |= self.waiting[0] is request
 
     def take(self, request: Request) -> None:
-        """It leaves the line, to start or because it has ended."""
+        """Remove a request that starts or has ended."""
         at = bisect_left(self.waiting, request)
         assert self.waiting[at] is request
         del self.waiting[at]
         self.num_tokens -= request.queued_tokens
 
     def wait_for_adapter(self, adapter: Adapter, request: Request) -> None:
-        """It steps aside until its adapter is on the device."""
+        """Set the request aside until its adapter is on the device."""
         self.waiting.remove(request)
         request.phase = RequestPhase.WAITING_FOR_ADAPTER
         request.adapter_us -= time.monotonic_ns() // 1000
         self.waiting_for_adapter.setdefault(adapter, []).append(request)
 
     def adapter_ready(self, adapter: Adapter) -> None:
-        """Who waits for this adapter lines up again."""
+        """Put the requests that wait for this adapter back into the order of service."""
         for request in self.waiting_for_adapter.pop(adapter, []):
             request.phase = RequestPhase.WAITING
             request.adapter_us += time.monotonic_ns() // 1000
@@ -59,7 +59,7 @@ class WaitingQueue:
             self.retry = True
 
     def drop_waiting_for_adapter(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended while it waited for its adapter."""
         assert request.adapter is not None
         others = self.waiting_for_adapter[request.adapter]
         others.remove(request)

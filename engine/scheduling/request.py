@@ -25,13 +25,13 @@ from engine.structured.constraint import Constraint
 
 
 class RequestPhase(enum.Enum):
-    """Where the scheduler keeps a request. It says nothing about prefill or decode."""
+    """Which of the scheduler's lists a request is in. It says nothing about prefill or decode."""
 
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
-    COMPUTING = enum.auto()  # has a row; more than the last sampled token to compute, or no block
+    COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
     DECODING = enum.auto()  # in the decode group: one token in every step
-    FINISHING = enum.auto()  # its last step is launched; ends when the result comes
+    FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
     ENDED = enum.auto()
 
 
@@ -94,9 +94,10 @@ class Request:
         self.constraint: Constraint | None = None  # there before it is queued, if it has a grammar
         self.adapter = adapter
         self.adapter_slot = -1  # while it has a row
-        self.adapter_us = 0  # that it has waited for the adapter to be on the device
-        # Tokens before the prompt that nobody wrote: no vocabulary has their ids, and they are part
-        # of everything but of what the caller is told. Of these, whose keys are copied.
+        self.adapter_us = 0  # microseconds that it has waited for its adapter to be on the device
+        # Virtual tokens of the adapter stand before the prompt. Their ids are in no vocabulary.
+        # They count everywhere except in what the caller is told.
+        # num_prefix: the virtual tokens whose keys are copied.
         self.num_virtual = 0 if adapter is None else adapter.info.virtual_tokens
         self.num_prefix = self.num_virtual if adapter is not None and adapter.is_prefix else 0
         if self.num_virtual:
@@ -116,17 +117,17 @@ class Request:
         self.num_computed = 0
         self.row = -1
         self.blocks: list[int] = []  # block of tokens i * block_size ..
-        self.hashes: list[bytes] = []  # of its full blocks, as far as they were needed
-        self.num_registered = 0  # leading blocks that were offered to the prefix cache
+        self.hashes: list[bytes] = []  # prefix hashes of its leading full blocks, made as needed
+        self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.slot = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + step
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
-        self.queued_tokens = 0  # tokens to compute when it was put into the queue
+        self.queued_tokens = 0  # known tokens when it was put into the queue
         self.arrived = time.monotonic_ns()
-        self.queued_us = -1  # from there to its first step
+        self.queued_us = -1  # microseconds from arrival to its first step
         self.num_cached = -1  # prompt tokens found in the prefix cache; -1 = never started
-        self.delivered = False  # its first delta is out
+        self.delivered = False  # its first delta was produced
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
@@ -150,7 +151,7 @@ class Request:
         return self.num_tokens - self.num_computed
 
     def footprint(self, step: int) -> Footprint:
-        """What it holds when `step` is launched, and will. Legal while it has a row."""
+        """Its memory when `step` is launched, and at its end. Legal while it has a row."""
         if self.phase is RequestPhase.DECODING:
             now = self.base + step + 1
         else:
@@ -158,7 +159,7 @@ class Request:
         return Footprint(now, max(now, self.limit - 1), len(self.blocks))
 
     def new_row(self) -> NewRow:
-        """What the device needs to know of it. Legal while it has a row."""
+        """The request as the device needs it. Legal while it has a row."""
         new = NewRow(
             self.row,
             self.token_ids.copy(),
@@ -182,9 +183,10 @@ class Request:
         return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
 
     def collect_prompt_logprobs(self, start: int, items: list[TokenLogprobs]) -> None:
-        """Take what a chunk that began at `start` says of the tokens from start + 1 on.
+        """Append the prompt log-probabilities of a chunk that began at `start`: those of the tokens
+        from start + 1 on.
 
-        After a preemption the same tokens come again: only what is new is taken.
+        After a preemption the same tokens are computed again, and only new items are appended.
         """
         if self.prompt_logprobs is not None and not self.delivered:
             known = len(self.prompt_logprobs)
@@ -193,7 +195,7 @@ class Request:
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
     def deliver_first(self, delta: Delta) -> None:
-        """If this is its first delta, it also says how the request began."""
+        """If this is the first delta, set the fields that only the first delta has."""
         if not self.delivered:
             self.delivered = True
             delta.cached = self.num_cached
@@ -205,8 +207,8 @@ class Request:
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
     """Refuse what the engine cannot run. Raises InvalidRequest.
 
-    num_virtual: tokens that its adapter puts before the prompt. The edge has checked all the rest
-    already; this keeps a faulty client from ending the engine.
+    num_virtual: tokens that its adapter puts before the prompt. The router or the library has
+    checked all fields before; this check keeps a faulty client from ending the engine.
     """
     token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
     if not token_ids or not 1 <= num_prompt <= len(token_ids):

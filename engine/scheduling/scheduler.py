@@ -1,20 +1,24 @@
-"""Scheduler: who computes what in the next step, and who has which row and blocks.
+"""Scheduler: what each request computes in the next step, and which row and blocks it has.
 
-The latter changes here alone, which is why this file is long: what is about one step only, such as
-what its result means, is in step.py, and who is next in line in queue.py.
+Rows and blocks change hands in this file alone, which is why it is long. Code about a single step,
+such as reading its result, is in step.py. The order of waiting requests is in queue.py.
 
 The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
 
     schedule n+1 | launch n+1 | wait n | update n | schedule n+2 | launch n+2 | wait n+1 | ...
 
-So `schedule` does not know the tokens of the step in flight, only that there will be one for each
-entry that samples. Three rules follow. A result for a request that has ended is dropped. Rows and
-blocks are given back when the last launched step that uses them is done. A preempted request waits
-until its last result is in.
+So `schedule` does not know the tokens of the step in flight, only that each entry that samples will
+have one. Three rules follow. A result for a request that has ended is dropped. Rows and blocks are
+released when the last launched step that uses them is done. A preempted request waits until its
+last result has arrived.
 
-A step serves, out of one budget: requests that decode; running requests that lack a block or still
-compute their prompt, in the order of service; then waiting ones, in the same order, while admission
-lets the first of them in. Order of service is (priority, arrival).
+One token budget a step is spent in this order:
+
+1. requests that decode;
+2. running requests that lack a block or still compute their prompt, in the order of service;
+3. waiting requests, in the order of service, while admission accepts the first of them.
+
+The order of service is (priority, arrival).
 """
 
 import logging
@@ -55,19 +59,19 @@ class Scheduler:
         self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks)
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
-        self.step = 0  # the last one scheduled
-        self.done_step = 0  # the last one whose result is here
-        self.requests: dict[int, Request] = {}  # all that have not ended
+        self.step = 0  # the last step scheduled
+        self.done_step = 0  # the last step whose result has arrived
+        self.requests: dict[int, Request] = {}  # by id; all that have not ended
         self.queue = WaitingQueue()
         self.running: dict[int, Request] = {}  # by id; those that have a row
         self.num_constrained = 0  # requests with a grammar
-        self.reserved_blocks = 0  # of these, if each gets as long as it may
+        self.reserved_blocks = 0  # blocks of all running requests at their maximum lengths
         self.computing: list[Request] = []  # phase COMPUTING
         self.decoding = DecodeGroup(config.block_size)
         self.in_flight: deque[LaunchedStep] = deque()
         self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
-        self._failed: list[Delta] = []  # requests whose adapter cannot be had
+        self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -97,7 +101,7 @@ class Scheduler:
         return self._arrivals
 
     def abort(self, ids: Iterable[int]) -> list[Delta]:
-        """End these requests, wherever they are. Unknown ids are ignored: they have just ended."""
+        """End these requests in any phase. An unknown id is ignored: its request has just ended."""
         deltas = []
         for request_id in ids:
             request = self.requests.get(request_id)
@@ -107,7 +111,7 @@ class Scheduler:
         return deltas
 
     def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
-        """End these requests with an error, those that have not ended. error: "code: message"."""
+        """End those of the requests that have not ended. error: "code: message"."""
         deltas = []
         for request in requests:
             if request.phase is not RequestPhase.ENDED:
@@ -117,25 +121,27 @@ class Scheduler:
         return deltas
 
     def take_loaded(self) -> None:
-        """Requests whose adapter has come, or will not, line up again."""
+        """Queue the requests whose adapter is on the device now, or has failed to load."""
         for adapter in self._adapters.poll():
             self.queue.adapter_ready(adapter)
 
     def take_failed(self) -> list[Delta]:
-        """The ends of requests that `schedule` had to give up; once."""
+        """The last deltas of requests that `schedule` ended with an error. Each comes once."""
         failed, self._failed = self._failed, []
         return failed
 
     def can_run(self) -> bool:
-        """Somebody runs or may start: not all who may leave the queue wait for their adapters."""
+        """A request runs or may start. False if all requests wait for their adapters."""
         if self.running:
             return True
         request = self.queue.first()
         return request is not None and self._joins(request, self.running, self.queue)
 
     def requeue(self, *, trusted: bool) -> None:
-        """All running requests back to the queue, and the steps in flight forgotten: their results
-        must not come. trusted: what is computed may be found again in the prefix cache.
+        """Put all running requests back into the queue and forget the steps in flight.
+
+        The caller must drop the results of these steps. trusted: the computed blocks stay in the
+        prefix cache.
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
@@ -144,23 +150,23 @@ class Scheduler:
         running = list(self.running.values())
         if not trusted:
             for request in {*touched, *running}:
-                self._distrust(request)
+                self._discard_cached(request)
         for request in running:
-            self._line_up_again(request)
+            self._return_to_queue(request)
 
     def admit_only(self, requests: Container[Request] | None) -> None:
-        """From now on nobody else leaves the queue; None lifts that."""
+        """From now on only these requests may leave the queue; None lifts the restriction."""
         self.queue.only = requests
         self.queue.retry = True
 
     def shrink(self, num_blocks: int) -> None:
-        """Go on with so few blocks, all empty. Legal when nobody runs."""
+        """Go on with num_blocks blocks, all empty. Legal when no request runs."""
         assert not self.running and not self.deferred_releases
         self.config = replace(self.config, num_blocks=num_blocks)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self._free_blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is matched by anyone from now on."""
+        """From now on no request matches a block that was computed before this call."""
         self.blocks.reset()
         for request in self.running.values():
             request.cacheable = False
@@ -182,10 +188,10 @@ class Scheduler:
         return self._build(builder)
 
     def _grow_decodes(self, builder: StepBuilder) -> None:
-        """A block for each decode that begins one.
+        """Give a block to each decoding request whose next token begins one.
 
-        If there are not enough, all who need one step out and line up in `computing`, so that the
-        order of service decides who gets them.
+        If there are not enough, all requests that need one leave the decode group and go to
+        `computing`, where the order of service decides which of them get a block.
         """
         step = builder.batch.step
         due = self.decoding.block_due(step)
@@ -205,14 +211,14 @@ class Scheduler:
             self.blocks.hash_blocks(request, request.base + step)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
-        """Running requests outside the decode group: those one token short first."""
+        """Schedule running requests outside the decode group, those that lack one token first."""
         for request in sorted(self.computing, key=lambda r: (r.remaining > 1, r.order)):
             if request.phase is not RequestPhase.COMPUTING:
-                continue  # preempted by one before it
+                continue  # preempted for a request before it
             self._schedule_chunk(request, builder)
 
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
-        """As many of its tokens as budget and blocks allow, perhaps none."""
+        """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
         budget = self._budget(builder)
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
@@ -223,7 +229,7 @@ class Scheduler:
             self._add_chunk(request, length, builder)
 
     def _prompt_limit(self) -> int:
-        """Prompt tokens that this step may take; the whole budget where nobody decodes."""
+        """Prompt tokens that this step may compute; the whole budget if no request decodes."""
         if not self.decoding:
             return self.token_limit
         startable = min(len(self._free_rows), len(self.queue.waiting))
@@ -236,7 +242,7 @@ class Scheduler:
         return min(room, builder.prompt_limit) - builder.chunk_tokens
 
     def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Blocks for up to `budget` of its tokens; how many it can compute now."""
+        """Allocate blocks for up to `budget` tokens. Returns how many tokens have a block now."""
         size, manager = self.config.block_size, self.blocks
         length = min(request.remaining, budget)
         room = len(request.blocks) * size - request.num_computed
@@ -251,9 +257,9 @@ class Scheduler:
         return length
 
     def _make_room(self, request: Request, builder: StepBuilder) -> None:
-        """Preempt who comes last in the order of service, until a block is free or on its way.
+        """Preempt the last request in the order of service until a block is free or will be.
 
-        Nobody is preempted for one who comes after him: the last request waits for its block.
+        No request is preempted for a later one: the last request waits for its block.
         A chunk scheduled in this step is never a victim: chunks are scheduled in order.
         """
         while self.blocks.num_free == 0:
@@ -272,14 +278,14 @@ class Scheduler:
             self._preempt(victim, builder)
 
     def _preempt(self, victim: Request, builder: StepBuilder) -> None:
-        """Take row and blocks from it, and what this step was to do with them."""
+        """Take the victim's row and blocks, and remove its blocks from this step."""
         self.counters.preemptions += 1
         builder.preempted = True
         builder.batch.new_blocks = [new for new in builder.batch.new_blocks if new[0] != victim.row]
-        self._line_up_again(victim)
+        self._return_to_queue(victim)
 
     def _admit(self, builder: StepBuilder) -> None:
-        """Waiting requests, in order, while there are tokens, rows and memory for the first."""
+        """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
         memory = None
         queue = self.queue
         while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
@@ -287,7 +293,7 @@ class Scheduler:
             if not queue.retry and self.running:
                 return
             if not self._joins(request, self.running, queue):
-                queue.retry = False  # until anyone has ended
+                queue.retry = False  # until a request has ended
                 return
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
                 continue
@@ -299,8 +305,8 @@ class Scheduler:
             self._schedule_chunk(request, builder)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
-        """Its adapter is on the device. If not, the request steps aside until it is, and ends if
-        that cannot be."""
+        """Whether the adapter is on the device. If not, the request waits for it outside the queue.
+        If the adapter cannot be loaded, the request ends with an error."""
         try:
             if self._adapters.ask(adapter):
                 return True
@@ -311,12 +317,12 @@ class Scheduler:
         return False
 
     def _start(self, request: Request, memory: KVMemory, builder: StepBuilder) -> bool:
-        """Give the next of the queue a row and the blocks of its prefix, if memory allows."""
+        """Give the request a row and the cached blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
         lookup = self.config.prefix_caching and request.prompt_logprobs is None
         if lookup:
-            # At least the last token is computed again: its logits are wanted.
+            # The last token is computed again even if it is cached: sampling needs its logits.
             hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
             cached = self.blocks.match_prefix(hashes)
         footprint = Footprint(
@@ -327,7 +333,7 @@ class Scheduler:
         )
         if not fits_now(memory, footprint):
             return False
-        # What runs alone fits, whatever a careful policy makes of its rounding.
+        # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
         if not self._fits(memory, footprint) and self.running:
             return False
         self.queue.take(request)
@@ -365,17 +371,18 @@ class Scheduler:
         return True
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
-        """Blocks for the keys of its prefix that the cache does not have; nobody computes them."""
+        """Give it blocks for prefix keys that are not cached. They are copied, not computed."""
         start, stop = request.num_computed, request.num_prefix
         count = -(-stop // self.config.block_size) - len(request.blocks)
         blocks = self.blocks.allocate(count)
         builder.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
         request.blocks += blocks
         request.num_computed = stop
-        self.blocks.hash_blocks(request, stop)  # for who starts in this very step
+        # A request that starts in this same step may share them.
+        self.blocks.hash_blocks(request, stop)
 
     def _memory(self) -> KVMemory:
-        """What admission may know, at this point of the step."""
+        """The memory as the admission policies see it at this point of the step."""
         config = self.config
         memory = KVMemory(
             num_blocks=config.num_blocks,
@@ -401,11 +408,11 @@ class Scheduler:
         return leaving + [r.footprint(self.step) for r in self.running.values()]
 
     def _most_blocks(self, request: Request) -> int:
-        """At its end. The key of its last token is never computed."""
+        """Blocks at its maximum length. The key of the last token is never computed."""
         return -(-max(request.num_prompt, request.limit - 1) // self.config.block_size)
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
-        """Put `length` tokens of it into the step; their blocks are there."""
+        """Add `length` tokens of the request to the step. Their blocks must be allocated."""
         reaches_end = length == request.remaining
         samples = reaches_end and request.num_tokens < request.limit
         if length == 1 and samples:
@@ -415,11 +422,11 @@ class Scheduler:
             return
         (builder.sampling if samples else builder.prefill_only).append((request, length))
         builder.chunk_tokens += length
-        # Now, so that a request that is admitted in this very step can share these blocks.
+        # Registered now: a request that is admitted in this same step can share these blocks.
         self.blocks.hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
-        """Complete the batch, and move every request to where the next step finds it."""
+        """Complete the batch, and set every request's phase for the next step."""
         group = self.decoding
         launched = builder.build(group)
         step = self.step = launched.step
@@ -460,14 +467,14 @@ class Scheduler:
     # ---- update --------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[Delta]:
-        """Take the result of the oldest step in flight: new tokens, and requests that end."""
+        """Apply the result of the oldest step in flight: new tokens, and requests that end."""
         launched = self.in_flight.popleft()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
         for request in outcome.failed:
-            self._distrust(request)
+            self._discard_cached(request)
             self._end(request)
         for request in outcome.ended:
             self._end(request)
@@ -477,15 +484,15 @@ class Scheduler:
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _line_up_again(self, request: Request) -> None:
-        """Back to the queue without row and blocks; what is cached of them it may find again."""
+    def _return_to_queue(self, request: Request) -> None:
+        """Put it back into the queue. It may find its blocks again in the prefix cache."""
         self._leave(request)
         self._release(request)
         request.num_computed = 0
         self.queue.put(request)
 
     def _leave(self, request: Request) -> None:
-        """Take it out of wherever it is; the caller sets the phase."""
+        """Remove it from the list of its phase. The caller sets the new phase."""
         if request.phase is RequestPhase.DECODING:
             self.decoding.leave(request, self.step + 1)
         elif request.phase is RequestPhase.COMPUTING:
@@ -497,7 +504,7 @@ class Scheduler:
             self.queue.drop_waiting_for_adapter(request)
 
     def _end(self, request: Request) -> None:
-        """It is gone. Its row and blocks follow when no step uses them."""
+        """End the request. Its row and blocks are released when no step in flight uses them."""
         self._leave(request)
         request.phase = RequestPhase.ENDED
         if self._traced:
@@ -514,13 +521,13 @@ class Scheduler:
         if request.adapter is not None:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
 
-    def _distrust(self, request: Request) -> None:
-        """Its keys may be wrong: nobody shall find them."""
+    def _discard_cached(self, request: Request) -> None:
+        """Its keys may be wrong: remove its blocks from the prefix cache."""
         request.cacheable = False
         self.blocks.forget(request.hashes)
 
     def _release(self, request: Request) -> None:
-        """Give back its row and blocks, now or when the steps that use them are done."""
+        """Release its row and blocks, now or when the steps in flight that use them are done."""
         self.blocks.hash_blocks(request, request.num_computed)
         del self.running[request.id]
         self.reserved_blocks -= self._most_blocks(request)
@@ -545,7 +552,7 @@ class Scheduler:
             self.queue.retry = True
         self.deferred_releases = kept
 
-    # ---- looking at it -------------------------------------------------------------------------
+    # ---- figures and checks --------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -554,8 +561,8 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Known tokens not yet computed, of waiting and running requests; those of steps in flight
-        too."""
+        """Known tokens that are not computed yet, of waiting and running requests. Tokens of steps
+        in flight count as not computed."""
         in_flight = sum(launched.prompt_tokens for launched in self.in_flight)
         computing = sum(r.remaining for r in self.computing if r.remaining > 1)
         return self.queue.num_tokens + computing + in_flight
@@ -591,4 +598,4 @@ class Scheduler:
         for slot, request in enumerate(self.decoding.requests):
             assert request.slot == slot and self.decoding.rows[slot] == request.row
         if not self.requests and not self.in_flight:
-            assert not self.deferred_releases, "idle, yet somebody holds blocks"
+            assert not self.deferred_releases, "idle, yet a request holds blocks"

@@ -15,12 +15,12 @@ from engine.scheduling.request import Request, RequestPhase
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step has brought. The scheduler ends the requests, first those that failed."""
+    """What a step has produced. The scheduler ends the requests, first those that failed."""
 
     deltas: list[Delta]
-    num_tokens: int  # that anybody sees
-    failed: list[Request]  # their keys may be wrong
-    ended: list[Request]  # the others whose last delta is here
+    num_tokens: int  # sampled tokens that go into deltas
+    failed: list[Request]  # their cached keys may be wrong
+    ended: list[Request]  # the other requests whose last delta is among `deltas`
 
 
 @dataclass(slots=True)
@@ -31,18 +31,20 @@ class LaunchedStep:
     requests: list[Request]  # [num_entries]
     starts: list[int]  # [num_entries]
     ids: list[int]  # [num_samples]
-    token_lists: list[list[int]]  # [num_samples] where the tokens go
+    token_lists: list[list[int]]  # [num_samples] the requests' token_ids, to append to
     firsts: list[int]  # entries that may bring their request's first delta
-    finishing: list[int]  # entries after which their request ends, whatever is sampled
+    finishing: list[int]  # entries whose request ends with this step, whatever is sampled
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     late: bool = False  # the last token of one of these was not known at the launch
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
-        """Give each request its token, unless it has ended, and see who ends with it. Legal once.
+        """Give each request its token, unless it has ended, and find the requests that end with it.
+        Legal once.
 
-        end_tokens: of all requests; whose they are is asked only where one has come.
+        end_tokens: of all requests. Only where one of them was sampled, the request is asked
+            whether the token ends it.
         """
         tokens, requests = result.tokens, self.requests
         assert result.step == self.step and len(tokens) == len(self.ids)
@@ -138,7 +140,7 @@ class DeferredRelease:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Since start."""
+    """Counts since the engine's start."""
 
     preemptions: int = 0
     prefix_queries: int = 0
@@ -151,7 +153,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The step being made."""
+    """The step being built."""
 
     batch: Batch
     joined: list[Request] = field(default_factory=list)  # became members of the decode group
@@ -160,12 +162,12 @@ class StepBuilder:
     prefill_only: list[tuple[Request, int]] = field(default_factory=list)
     prompt_limit: int = 0  # tokens that its chunks may have
     chunk_tokens: int = 0
-    scored_tokens: int = 0  # of these, how many prompt log-probabilities are wanted of
+    scored_tokens: int = 0  # of these, those that prompt log-probabilities are computed for
     preempted: bool = False
-    owed: int = 0  # of the blocks that will come back, how many somebody already waits for
+    owed: int = 0  # of the blocks that will be released, how many a request already waits for
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch: a token for each of the group, then the chunks. Moves no request."""
+        """Complete the batch: one token for each decode, then the chunks. Changes no request."""
         batch, step = self.batch, self.batch.step
         chunks = self.sampling + self.prefill_only
         batch.num_decodes = len(group)

@@ -4,15 +4,15 @@ import time
 
 
 class StepTimer:
-    """step: seconds of the last step. total: with work to do, between steps too, up to the last
-    step that brought a result; so they go with the counts of results."""
+    """step: seconds of the last step. total: seconds with work to do, between steps too, up to the
+    last step with a result, so that they match the counts of results."""
 
     def __init__(self) -> None:
         self.step = self.total = 0.0
-        self._since = 0.0  # what is not counted yet began then; 0: there was nothing to do
+        self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
 
     def stepped(self, began: float, *, result: bool, more: bool) -> None:
-        """A step ends now. began: of time.perf_counter. more: work is left."""
+        """Count a step that ends now. began: time.perf_counter(). more: work is left."""
         now = time.perf_counter()
         self.step = now - began
         since = self._since or began

@@ -303,7 +303,7 @@ def one_row_is_given_to_two(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_failed_requests_keys_stay_cached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_distrust", lambda self, r: None)
+    patch.setattr(Scheduler, "_discard_cached", lambda self, r: None)
 
 
 @fault
