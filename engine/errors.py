@@ -87,7 +87,7 @@ class EngineDead(MantaError):
     """The engine process is gone; requests in flight did not finish there.
 
     code: engine_dead (it failed by itself), engine_stalled (it does not answer), or engine_killed
-        (somebody sent SIGKILL or SIGTERM: no request of its can be the cause).
+        (SIGKILL or SIGTERM from outside: no request of its can be the cause).
     """
 
     code = "engine_dead"

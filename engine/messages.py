@@ -38,8 +38,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
     @property
     def urgency(self) -> tuple[int, bool]:
-        """Smaller runs earlier and is preempted later. Who comes from another replica in the middle
-        of an answer is before those who have not begun: somebody is reading it."""
+        """Smaller runs earlier and is preempted later. A request that comes from another replica in
+        the middle of its answer is before requests that have no output: a client is reading it."""
         return self.priority, len(self.token_ids) <= self.num_prompt_tokens
 
 
@@ -54,7 +54,7 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
     what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache" or
         "stop".
-    ticket: the next frame's carries it, so that who asks can tell it from a frame under way.
+    ticket: the next frame's carries it, so that the sender can tell it from a frame under way.
     """
 
     what: str

@@ -24,7 +24,7 @@ class AdapterUploader:
             ]
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """(source, target) pairs, contiguous and of one dtype; nobody uses the targets. Returns
+        """(source, target) pairs, contiguous and of one dtype; no step uses the targets. Returns
         when they are there."""
         if self.device.type != "cuda":
             for source, target in pairs:

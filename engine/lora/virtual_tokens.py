@@ -1,4 +1,4 @@
-"""Prompts: adapters that stand before every prompt as tokens that nobody wrote.
+"""Virtual tokens: adapters that stand before every prompt as learned tokens without an id.
 
 Prompt tuning and p-tuning have a vector for each, which takes the place of a token's embedding.
 Prefix tuning has keys and values for each and layer, which take the place of what a layer would

@@ -184,7 +184,7 @@ class EngineClient:
     def _answer(self, answer: AdapterAnswer) -> None:
         future = self._asked.get(answer.ticket)
         if future is None or future.done():
-            return  # nobody waits any more
+            return  # the caller has given up
         if answer.info is not None:
             future.set_result(answer.info)
         else:
@@ -256,7 +256,7 @@ class EngineClient:
     def _exited_elsewhere(self, status: int) -> None:
         """In the thread that waits for the process."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its callbacks with it
             self._loop.call_soon_threadsafe(self._exited, status)
 
     def _exited(self, status: int) -> None:

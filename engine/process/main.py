@@ -48,8 +48,8 @@ logger = logging.getLogger("manta.engine")
 
 LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
 PULSE_SECONDS = 0.5
-# Without work, before the books are checked: that takes 11 ms for the blocks of a large device, and
-# who asks one after the other would wait for it each time.
+# Idle milliseconds before the invariants are checked. That takes 11 ms for the blocks of a large
+# device, and a client that sends one request after the other would wait for it each time.
 QUIET_MS = 500
 # Without work, before the core is asked again: it lets go of adapters that were not used for a day.
 IDLE_MS = 3_600_000
@@ -256,7 +256,7 @@ class EngineLoop:
 
 
 class LogToParent(logging.Handler):
-    """Our loggers' lines go where the parent's go: nobody looks at this process."""
+    """Sends our loggers' lines to the parent's log: this process has no log of its own."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, on_exit: Callable[[int], None]) -> None:
         self._config = config
         self._on_exit = on_exit
-        self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: nobody else may connect
+        self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: no other user may connect
         inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
         self._start = EngineStart(
             core="fake" if config.model.startswith(FAKE) else "model",
@@ -100,7 +100,7 @@ class EngineProcess:
         self._on_exit(process.wait())
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Any thread. Raises EngineDead if nobody is there to take it."""
+        """Never blocks. Any thread. Raises EngineDead if the engine process is gone."""
         raw = self._encoder.encode(message)
         with self._send_lock:
             if self._requests.closed:
@@ -111,8 +111,8 @@ class EngineProcess:
                 raise EngineDead("the engine process is gone") from None
 
     def hide(self) -> None:
-        """Remove the sockets' folder: once connected nobody needs to find it, and what is gone
-        cannot be left behind by a process that is killed."""
+        """Remove the sockets' folder. Connected sockets do not need it, and a killed process
+        cannot leave it behind."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:

@@ -60,7 +60,7 @@ class KVCache:
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Zeroed: an attention tile may load a slot nobody wrote yet, and 0 * NaN is still NaN.
+    # Zeroed: an attention tile may load a slot that was never written, and 0 * NaN is still NaN.
     if device.type == "cpu":
         # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
         raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

@@ -369,7 +369,7 @@ class ModelRunner:
         ):
             wanted = self._prompt_logprobs[row]
             # Position p predicts token p + 1: the chunk predicts start + 1 .. start + length,
-            # prompt tokens only, and of these none up to the first that somebody wrote.
+            # prompt tokens only, and of these none up to the first that is not virtual.
             skip = max(0, self._num_virtual[row] - start)
             count = min(length, self._num_prompt[row] - 1 - start) - skip
             if wanted >= 0 and count > 0:

@@ -165,7 +165,7 @@ def _prefill_kernel(
     row_position = tl.minimum(first_position + rows // GROUP, length - 1)
     full = (first_position + 1) // KEYS * KEYS
     if DETERMINISTIC:
-        full = full * 0  # one loop, hence the same machine code for a key whoever else sees it
+        full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
     end = tl.minimum(first_position + QUERIES, length)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)

@@ -3,7 +3,7 @@ on one machine the same text comes out bit by bit from one start to the next.
 
 One file for a device and a version of the library, beside Triton's compiled kernels
 (TRITON_CACHE_DIR, by default ~/.triton/cache). NVIDIA's documentation allows an algorithm to be
-stored and used again with the same version of cuBLAS. Whoever wants a new search removes the file;
+stored and used again with the same version of cuBLAS. To search again, remove the file;
 one that cannot be read or written is done without.
 """
 

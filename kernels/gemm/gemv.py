@@ -53,7 +53,7 @@ def _gemv_kernel(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
 
-    # The first tile of weights depends on nobody: ask for it before waiting.
+    # The first tile of weights depends on no earlier kernel: load it before waiting.
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:

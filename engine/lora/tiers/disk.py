@@ -3,9 +3,9 @@
     <digest>/    an adapter's two files, complete; the folder's mtime is its last use
     part-.../    one that is being downloaded; the file `reserved` is as long as it will be
 
-All engines of a user share it. Each folder is locked (flock, so the lock ends with its process)
-by whoever reads or fills it, and what is locked is never removed; a part that nobody holds is what
-a killed process left. The folder above is locked while room is made and folders get their names.
+All engines of a user share it. The thread that reads or fills a folder locks it (flock, so the lock
+ends with its process), and a locked folder is never removed. A part without a lock was left by a
+killed process. The folder above is locked while room is made and folders get their names.
 """
 
 import errno
@@ -113,7 +113,7 @@ class DiskCache:
                 if not coming or time.monotonic() > end:
                     part = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
                     lock = _lock(part, fcntl.LOCK_EX)
-                    assert lock is not None  # nobody else knows it yet
+                    assert lock is not None  # no other process knows it yet
                     return CachedFolder(self, part, lock, filled=False)
             time.sleep(_POLL_SECONDS)
 
@@ -220,7 +220,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def _remove_unused(folder: Path) -> bool:
-    """Whether nobody had it. Called alone, so nobody gets it meanwhile."""
+    """Remove a folder if it is not locked; whether it is gone. Needs the lock of `_alone`."""
     lock = _lock(folder, fcntl.LOCK_EX)
     if lock is None:
         return not folder.exists()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Container
 
 from engine.lora.tiers.adapter import Adapter, LoadedAdapter
 
-# Unused for so long, an adapter leaves host memory though there is room: longer than the night of
-# those who are used by day.
+# An adapter leaves host memory after this time without use, even if there is room. It is longer
+# than the nights of an adapter that is used by day.
 UNUSED_SECONDS = 86_400.0
 
 
@@ -50,7 +50,7 @@ class HostMemory:
         return oldest is not None and self._clock() - oldest > UNUSED_SECONDS
 
     def drop_unused(self) -> None:
-        """Forget what nobody has used for UNUSED_SECONDS."""
+        """Drop adapters that were not used for UNUSED_SECONDS."""
         while self.has_unused:
             adapter = next(iter(self._adapters))
             if adapter.users or (adapter.slot is not None and not adapter.slot.ready):

@@ -13,7 +13,7 @@ from engine.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from engine.lora.tiers.disk import CachedFolder
 
 MAX_WEIGHT_BYTES = 8 << 30
-MAX_SECONDS = 100.0  # whoever adds one gets an answer while the router still waits for it
+MAX_SECONDS = 100.0  # shorter than the router waits for the answer to an addition
 
 
 def is_remote(path: str) -> bool:

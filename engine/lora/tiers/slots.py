@@ -1,12 +1,14 @@
-"""DeviceSlots: which adapter each slot on the device holds, and whom it is promised to.
+"""DeviceSlots: which adapter each slot on the device holds, and which one it is promised to.
 
-When one has to go it is the one that is asked for least, not the one used longest ago: with many
-more adapters than slots, most of those that come are not wanted again soon, and each would push out
-one that is. One that requests wait for goes only if all are like that.
+The adapter that is evicted is the one with the fewest recent requests, not the least recently used.
+With many more adapters than slots, most adapters are not needed again soon after their upload, and
+each of them would evict one that is. An adapter that requests wait for is evicted only if requests
+wait for all of them.
 
-A slot is pinned by every row that may still run on it, and what is pinned is not replaced. When all
-are pinned and an adapter waits, the slot with the fewest rows is promised to it: nobody new gets in
-there, and when its last row ends the slot changes hands. So no adapter starves.
+A slot is pinned by every row that may still run on it, and a pinned slot is not replaced. When all
+slots are pinned and an adapter waits, the slot with the fewest rows is promised to it. No request
+starts on that slot any more, and when its last row ends the slot gets the waiting adapter. So no
+adapter starves.
 """
 
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ class DeviceSlots:
         slot.used = self._clock
 
     def free(self, adapter: Adapter) -> Slot | None:
-        """One for it that nobody runs on: empty, promised to it, or the least worth keeping."""
+        """A slot without rows for the adapter: empty, promised to it, or least worth keeping."""
         free = [
             slot
             for slot in self._slots
@@ -70,7 +72,7 @@ class DeviceSlots:
         return (True, slot.wanted, asked, slot.used)
 
     def give(self, slot: Slot, adapter: Adapter) -> None:
-        """It takes a slot that nobody runs on; the caller fills it and makes it ready."""
+        """Assign the slot, which has no rows. The caller fills it and marks it ready."""
         assert adapter.slot is None and not slot.pins
         if slot.adapter is not None:
             slot.adapter.slot = None
@@ -105,7 +107,7 @@ class DeviceSlots:
         return opened
 
     def due(self) -> list[Adapter]:
-        """Those that nobody runs on any more in the slot promised to them."""
+        """Adapters whose promised slot has no rows any more."""
         return [s.promised for s in self._slots if s.promised is not None and not s.pins]
 
     @property

@@ -2,13 +2,13 @@
 
     disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
-What comes from an object store is kept on the disk (disk.py). Disk and host memory (host.py) have
-byte budgets and forget what was used longest ago, host memory also what nobody has used for a day;
-of the slots (slots.py) the one that is asked for least is given away.
-All methods belong to the step loop's thread; what the threads have done is taken over by `poll`, so
-a load never stalls a step, and only the requests that need that adapter wait. Additions and
-removals of one name are done in their order; those of other names do not wait for them, and none
-waits for what requests have begun to read.
+Adapters of an object store are kept on the disk (disk.py). Disk and host memory (host.py) have byte
+budgets and drop the least recently used adapter. Host memory also drops adapters without a request
+for a day. Of the device slots (slots.py), the one with the fewest recent requests is given away.
+
+All methods belong to the step loop's thread. `poll` takes over the threads' results. A load never
+stalls a step, and only the requests that need that adapter wait. Additions and removals of one name
+are done in their order. They do not wait for other names, nor for reads that requests have begun.
 """
 
 import logging
@@ -320,7 +320,7 @@ class AdapterStore:
             return  # it was added again meanwhile
         adapter.reading = None
         if isinstance(result, LoadedAdapter):
-            # The digest tells for sure. Before the first read nobody has it.
+            # The digest is exact. Before the first read it is not known, and the stamp is compared.
             before, now = (
                 (adapter.digest, result.digest)
                 if adapter.digest
@@ -359,8 +359,8 @@ class AdapterStore:
         self._news += self._slots.unpromise(adapter)
 
     def _slot_changed(self) -> None:
-        """Slots that are free go to those they are promised to. All others who wait shall ask
-        again, in the order of service, so that nobody takes a slot from one who comes before."""
+        """Give free slots to the adapters that they are promised to. Requests for all other waiting
+        adapters ask again, in the order of service, so that none overtakes an earlier one."""
         for adapter in self._slots.due():
             self._advance(adapter)
         self._news += self._wanted
