@@ -140,7 +140,14 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
     return router.bind(
         RouterSettings(
             model_name=config.name(),
-            find_model=partial(resolve_model, config.model, config.revision, weights=False),
+            # A pool's, so that a machine with both makes no folder for the router alone.
+            find_model=partial(
+                resolve_model,
+                config.model,
+                config.revision,
+                weights=False,
+                blocks=max(config.kept_blocks()),
+            ),
             dispatch=DispatchLimits(
                 wait_seconds=config.router.wait_seconds,
                 in_flight=config.limits.in_flight,
@@ -180,7 +187,12 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
     """On the replica's machine: the model's folder, fetched if need be, and the options."""
     options = dict(settings.engine)
     dummy = options.get("load_format") == "dummy"
-    folder = resolve_model(options["model"], options.pop("revision"), weights=not dummy)
+    folder = resolve_model(
+        options["model"],
+        options.pop("revision"),
+        weights=not dummy,
+        blocks=options.get("quantization") == "gguf",
+    )
     options["model"] = str(folder)
     if "graph_sizes" in options:
         options["graph_sizes"] = tuple(options["graph_sizes"])

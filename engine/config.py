@@ -26,9 +26,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: "auto" takes CUDA where there is one.
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
         GPUs below compute capability 8.0, such as a T4, have no bfloat16.
-    quantization: "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits
-        with a scale a token: half the memory to read, for a small loss of accuracy. CPUs with
-        AVX512-VNNI only.
+    quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
+        (AWQ, GPTQ, compressed-tensors int4; CPU only). "gguf" keeps the blocks of a .gguf file or
+        of the default model instead of expanding them to 16 bits: a third of the memory (CPU only).
+        "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits with a
+        scale a token: half the memory to read, for a small loss of accuracy; CPUs with AVX512-VNNI
+        only.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
@@ -77,7 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
-    quantization: Literal["none", "int8"] = "none"
+    quantization: Literal["none", "gguf", "int8"] = "none"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 0

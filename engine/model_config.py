@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.architectures import ARCHITECTURES, Architecture, Read
 from engine.config_reader import Reader
 from engine.errors import ConfigError
+from engine.quantized import Quantized, read_quantized
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -54,6 +55,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_positions: int
     dtype: str  # of the checkpoint
+    quantized: Quantized | None  # what it keeps in fewer bits
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
@@ -78,6 +80,7 @@ class ModelConfig:
                 dict.fromkeys(config.ids("eos_token_id") + generation.ids("eos_token_id"))
             ),
             dtype=_dtype(config),
+            quantized=read_quantized(config),
             **{name: switch(config) for name, switch in read.items()},
         )
         if model.num_heads % model.num_kv_heads:

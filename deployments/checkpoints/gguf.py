@@ -5,14 +5,19 @@ writes it straight into the safetensors file, so that the peak memory is one sli
 nor transformers is imported: SmolLM2-135M takes about five seconds, where loading it through
 transformers takes 18 and 1.1 GB.
 
+With `blocks` matrices keep the file's own types, byte by byte (`engine.quantized`), which the CPU
+multiplies by as they are: a quarter of a second.
+
 Supported: the architectures whose record names GGUF tensors (`engine.architectures`), with a
 byte-level BPE tokenizer, and every quantisation `gguf` knows.
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from engine.architectures import ARCHITECTURES, Gguf, Rows
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
+from engine.quantized import GGUF_BLOCKS, KEY
 
 Progress = Callable[[str, int, int], None]
 """(what is done, how much of it, out of how much), called from one thread."""
@@ -93,10 +99,14 @@ class GGUFFile:
         return value
 
 
-def convert(source: Path, target: Path, progress: Progress | None = None) -> None:
+def convert(
+    source: Path, target: Path, progress: Progress | None = None, *, blocks: bool = False
+) -> None:
     """Write the model of a GGUF file into the existing, empty folder `target`.
 
     Weights become bfloat16; a file whose matrices are all float16 or all float32 keeps its type.
+    blocks: those of GGUF_BLOCKS stay as they are, one row of bytes an output, and config.json names
+    their types; norms and biases stay float32.
     Raises ConfigError when the model is not supported, the file is damaged or the disk is too
     small.
     """
@@ -105,6 +115,16 @@ def convert(source: Path, target: Path, progress: Progress | None = None) -> Non
     tokenizer, special = _tokenizer(file)
     dtype = _weight_dtype(file)
     config = _config(file, dtype, special)
+    kept = _kept(file, names) if blocks else {}
+    if blocks:
+        if not kept:
+            raise ConfigError(
+                f"{source.name}: quantization 'gguf' keeps blocks, and the file has none of "
+                f"{', '.join(GGUF_BLOCKS)}; set quantization: none",
+                param="quantization",
+            )
+        types = {names[name].removesuffix(".weight"): kind for name, kind in kept.items()}
+        config[KEY] = {"quant_method": "gguf", "types": types}
     model = ModelConfig.from_dicts(Reader(config, source.name), Reader({}, source.name))
     _write_json(target / "config.json", config)
     _write_json(target / "tokenizer.json", tokenizer)
@@ -113,7 +133,8 @@ def convert(source: Path, target: Path, progress: Progress | None = None) -> Non
     template = file.get("tokenizer.chat_template")
     if template:
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write_weights(file, model, names, dtype, target / "model.safetensors", progress)
+    tensors = [_WrittenTensor.of(file, model, name, names[name], dtype, kept) for name in names]
+    _write_weights(tensors, target / "model.safetensors", progress)
 
 
 def _config(file: GGUFFile, dtype: str, special: dict[str, Any]) -> dict[str, Any]:
@@ -217,27 +238,87 @@ def _weight_dtype(file: GGUFFile) -> str:
     return "float16" if kinds == {"F16"} else "bfloat16"
 
 
-def _unpacked(
-    file: GGUFFile, model: ModelConfig, name: str, dtype: str
-) -> Iterator[bytes | memoryview]:
-    """The values of a tensor in `dtype`, in row-major order, in slices."""
-    from gguf.quants import dequantize
+def _kept(file: GGUFFile, names: dict[str, str]) -> dict[str, str]:
+    """{GGUF name: type} of the matrices that stay in blocks."""
+    kinds = {name: file.tensors[name].tensor_type.name for name in names}
+    return {
+        name: kind
+        for name, kind in kinds.items()
+        if kind in GGUF_BLOCKS and len(file.tensors[name].shape) == 2
+    }
 
-    tensor = file.tensors[name]
-    data = tensor.data if tensor.data.ndim > 1 else tensor.data.reshape(len(tensor.data), -1)
-    one_dimensional = len(tensor.shape) == 1
-    rows = int(tensor.shape[0]) if one_dimensional else data.shape[0]
-    ordered: Rows | None = file.layout.rows.get(_stem(name)[0])
-    order = None if ordered is None else ordered(model)
-    step = max(1, _SLICE_BYTES // (4 * (1 if one_dimensional else int(tensor.shape[0]))))
-    for start in range(0, rows, step):
-        part = data[start : start + step] if order is None else data[order[start : start + step]]
-        values = dequantize(part, tensor.tensor_type).astype(np.float32, copy=False)
-        if not np.isfinite(values).all():
-            raise ConfigError(
-                f"{file.path.name}: tensor {name!r} has values that are not finite", param="model"
-            )
-        yield _cast(np.ascontiguousarray(values), dtype).data.cast("B")
+
+@dataclass(frozen=True, slots=True)
+class _WrittenTensor:
+    """What is written of a tensor. code: safetensors' name of its type. bytes: row-major, in
+    slices."""
+
+    name: str
+    code: str
+    shape: list[int]
+    num_bytes: int
+    bytes: Callable[[], Iterator[bytes | memoryview]]
+
+    @classmethod
+    def of(
+        cls,
+        file: GGUFFile,
+        model: ModelConfig,
+        name: str,
+        ours: str,
+        dtype: str,
+        kept: dict[str, str],
+    ) -> "_WrittenTensor":
+        """kept: see _kept."""
+        shape = [int(size) for size in reversed(file.tensors[name].shape)]
+        if name in kept:
+            rows = _TensorRows(file, model, name)
+            shape[1] = rows.data.shape[1]
+            return cls(ours, "U8", shape, math.prod(shape), rows.raw)
+        if kept and len(shape) == 1:
+            dtype = "float32"
+        code, width = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}[dtype]
+        rows = _TensorRows(file, model, name)
+        return cls(ours, code, shape, width * math.prod(shape), lambda: rows.unpacked(dtype))
+
+
+class _TensorRows:
+    """Of a tensor, in our order, some at a time."""
+
+    def __init__(self, file: GGUFFile, model: ModelConfig, name: str) -> None:
+        self._file, self._name = file, name
+        tensor = self._tensor = file.tensors[name]
+        data = tensor.data if tensor.data.ndim > 1 else tensor.data.reshape(len(tensor.data), -1)
+        self.data = data
+        self._one_dimensional = len(tensor.shape) == 1
+        ordered: Rows | None = file.layout.rows.get(_stem(name)[0])
+        self._order = None if ordered is None else ordered(model)
+
+    def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
+        rows = int(self._tensor.shape[0]) if self._one_dimensional else self.data.shape[0]
+        step = max(1, _SLICE_BYTES // row_bytes)
+        for start in range(0, rows, step):
+            end = start + step
+            yield self.data[start:end] if self._order is None else self.data[self._order[start:end]]
+
+    def raw(self) -> Iterator[bytes | memoryview]:
+        """The file's bytes."""
+        for part in self._slices(self.data.shape[1]):
+            yield np.ascontiguousarray(part).data.cast("B")
+
+    def unpacked(self, dtype: str) -> Iterator[bytes | memoryview]:
+        """The values in `dtype`."""
+        from gguf.quants import dequantize
+
+        width = 1 if self._one_dimensional else int(self._tensor.shape[0])
+        for part in self._slices(4 * width):
+            values = dequantize(part, self._tensor.tensor_type).astype(np.float32, copy=False)
+            if not np.isfinite(values).all():
+                raise ConfigError(
+                    f"{self._file.path.name}: tensor {self._name!r} has values that are not finite",
+                    param="model",
+                )
+            yield _cast(np.ascontiguousarray(values), dtype).data.cast("B")
 
 
 def _cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
@@ -249,21 +330,16 @@ def _cast(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _write_weights(
-    file: GGUFFile,
-    model: ModelConfig,
-    names: dict[str, str],
-    dtype: str,
-    target: Path,
-    progress: Progress | None,
-) -> None:
-    code, width = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}[dtype]
+def _write_weights(tensors: list[_WrittenTensor], target: Path, progress: Progress | None) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, ours in names.items():
-        shape = [int(size) for size in reversed(file.tensors[name].shape)]
-        end = offset + width * int(np.prod(shape))
-        header[ours] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": tensor.code,
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     free = shutil.disk_usage(target.parent).free
     if free < offset + (64 << 20):
@@ -277,8 +353,8 @@ def _write_weights(
     done = 0
     with target.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for part in _unpacked(file, model, name, dtype):
+        for tensor in tensors:
+            for part in tensor.bytes():
                 done += out.write(part)
                 if progress is not None:
                     progress("Unpacking weights", done, offset)

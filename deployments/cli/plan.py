@@ -24,24 +24,32 @@ def run(
     """Print the tables. Raises ConfigError when something does not fit."""
     config = read_target(spec)
     priced = Prices.load(prices)
+    models: dict[bool, ModelConfig] = {}  # by whether blocks are kept
     with model_progress() as progress:
-        folder = resolve_model(config.model, config.revision, progress, weights=False)
-    model = ModelConfig.from_folder(folder)
+        for blocks in config.kept_blocks():
+            folder = resolve_model(
+                config.model, config.revision, progress, weights=False, blocks=blocks
+            )
+            models[blocks] = ModelConfig.from_folder(folder)
     device = _device(gpu, memory)
     for number, (name, engine) in enumerate(_engines(config, device)):
-        result = plan(model, engine, device, devices_per_node=gpus)
+        result = plan(_model_of(models, engine), engine, device, devices_per_node=gpus)
         if not number:
             print(f"Model    {config.name()} ({result.parameters / 1e6:,.0f} M parameters)")
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
-    for line in _costs(config, model, priced, gpu):
+    for line in _costs(config, models, priced, gpu):
         print(line)
     return 0
 
 
+def _model_of(models: dict[bool, ModelConfig], engine: EngineConfig) -> ModelConfig:
+    return models[engine.quantization == "gguf"]
+
+
 def _costs(
-    config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
+    config: MantaConfig, models: dict[bool, ModelConfig], prices: Prices, gpu: str | None
 ) -> Iterator[str]:
     """A table for each pool: of those that the configuration has, or of both kinds."""
     yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
@@ -52,8 +60,9 @@ def _costs(
     }
     for kind, pool in pools.items():
         engine = EngineConfig(**config.engine_options(pool))
+        model = _model_of(models, engine)
         try:
-            check_quantization(engine, "cuda" if kind == "gpu" else "cpu")
+            check_quantization(model, engine, "cuda" if kind == "gpu" else "cpu")
         except ConfigError as error:
             yield f"Pool     {kind}: {error.message}"
             continue
@@ -120,7 +129,7 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     device = result.device
     yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB"
     notes = {
-        "weights": result.dtype if result.quantization == "none" else result.quantization,
+        "weights": result.weights_kind,
         "request rows": f"{result.max_num_seqs} requests at once",
         "activations (largest step)": "estimated",
     }

@@ -80,7 +80,10 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
         dummy = config.engine.get("load_format") == "dummy"
         with model_progress() as progress:
-            resolve_model(config.model, config.revision, progress, weights=not dummy)
+            for blocks in config.kept_blocks():
+                resolve_model(
+                    config.model, config.revision, progress, weights=not dummy, blocks=blocks
+                )
     driver.ignore(signal.SIGINT)
     driver.tell(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):

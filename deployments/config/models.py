@@ -538,6 +538,11 @@ class MantaConfig(_Section):
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **self.engine, **pool.engine}
 
+    def kept_blocks(self) -> list[bool]:
+        """Of the pools, without repeats: whether they keep the blocks of a GGUF file."""
+        options = [self.engine_options(pool) for pool in self.pools.values()] or [self.engine]
+        return sorted({each.get("quantization") == "gguf" for each in options})
+
     def queue_seconds(self) -> float:
         """`limits.queue_seconds`, or what follows from the promise."""
         return self.limits.queue_seconds or 0.75 * self.scaling.ttft

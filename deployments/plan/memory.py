@@ -55,11 +55,12 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized."""
+    """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
+    weights_kind: what weights are kept in, in words."""
 
     device: Hardware
     dtype: str
-    quantization: str
+    weights_kind: str
     parameters: int
     memory: "MemoryPlan"
     max_model_len: int
@@ -116,7 +117,7 @@ def plan(
     from engine.runner.memory import check_weights, lora_host_bytes, plan_memory
 
     cuda = device.kind == "cuda"
-    check_quantization(config, device.kind)
+    check_quantization(model, config, device.kind)
     resolved = decide(
         config, model, torch.device(device.kind), device.name, bfloat16=device.bfloat16
     )
@@ -132,10 +133,12 @@ def plan(
         raise ConfigError(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
+    dtype = str(resolved.dtype).removeprefix("torch.")
+    weights_kind = dtype if config.quantization == "none" else config.quantization
     return EnginePlan(
         device=device,
-        dtype=str(resolved.dtype).removeprefix("torch."),
-        quantization=config.quantization,
+        dtype=dtype,
+        weights_kind=weights_kind if model.quantized is None else model.quantized.name,
         parameters=parts.num_parameters,
         memory=memory,
         max_model_len=resolved.max_model_len,
@@ -151,13 +154,10 @@ def _outline(resolved: "Resolved") -> "Model":
     return outline(resolved)
 
 
-def check_quantization(config: EngineConfig, kind: str) -> None:
-    """Raises ConfigError if there is no such method for this kind of device."""
-    if config.quantization == "none":
+def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
+    """Raises ConfigError if there is no such method for this model and kind of device."""
+    if config.quantization == "none" and model.quantized is None:
         return
-    from engine.quantization.method import METHODS  # with torch
+    from engine.quantization import registry  # with torch
 
-    if kind not in METHODS[config.quantization]:
-        raise ConfigError(
-            f"quantization {config.quantization!r} does not run on {kind}", param="quantization"
-        )
+    registry.check_quantization(config.quantization, kind, model.quantized)

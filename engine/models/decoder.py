@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from engine.layers.attention import Attention
 from engine.layers.build import Builder
@@ -18,7 +17,7 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import cos_sin_table
 from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
-from engine.weights.parameter import Parameter, Source
+from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
 
 KV = tuple[Tensor, Tensor]
@@ -108,10 +107,11 @@ class Decoder:
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.lookup = torch.empty(
-            vocab + virtual_tokens, hidden, dtype=build.dtype, device=build.device
-        )
-        self.embedding = self.lookup[:vocab]
+        name = build.stored("embedding").names[0]
+        part = Part(name, vocab, hidden, (0, vocab), (0, hidden))
+        spec = LinearSpec("embedding", (part,), False, build.dtype, build.device)
+        self.table = build.method.table(spec, virtual_tokens)
+        self.lookup, self.embedding = self.table.lookup, self.table.embedding
         self.norm = build.norm("norm", hidden)
         cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, build.device)
         self.layers = [DecoderLayer(build.at(index), cos_sin) for index in range(config.num_layers)]
@@ -121,13 +121,18 @@ class Decoder:
         if not config.tie_embeddings:
             self.head = build.column("head", (vocab,), hidden)
         linears = self._all_linears()
-        filled = sum(parameter.tensor.nbytes for parameter in self.parameters())
-        self.loading_bytes = filled + cos_sin.nbytes
-        self.num_bytes = self.loading_bytes + self._tied_bytes()
+        in_table = {each.name for each in self.table.parameters}
+        filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
+        self.loading_bytes = self.table.loading_bytes + filled + cos_sin.nbytes
+        self.num_bytes = self.loading_bytes + self._tied_bytes(spec)
+        self.num_bytes += self.table.num_bytes - self.table.loading_bytes
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
-        in_linears = {parameter.name for linear in linears for parameter in linear.parameters}
-        self.num_parameters = sum(linear.spec.num_parameters for linear in linears) + sum(
-            each.tensor.numel() for each in self.parameters() if each.name not in in_linears
+        # Those in blocks or words have another number of elements.
+        elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
+        self.num_parameters = self.table.num_parameters
+        self.num_parameters += sum(linear.spec.num_parameters for linear in linears)
+        self.num_parameters += sum(
+            each.tensor.numel() for each in self.parameters() if each.name not in elsewhere
         )
 
     def linears(self) -> Iterator[Linear]:
@@ -136,13 +141,10 @@ class Decoder:
     def _all_linears(self) -> list[Linear]:
         return [*self.linears(), *([] if self.head is None else [self.head])]
 
-    def _tied_bytes(self) -> int:
-        """Of what the head's method makes of the embedding."""
-        if self.head is not None:
+    def _tied_bytes(self, spec: LinearSpec) -> int:
+        """Of what the head's method makes of the embedding, beside it."""
+        if self.head is not None or self.table.head() is not None:
             return 0
-        vocab, hidden = self.embedding.shape
-        part = Part("", vocab, hidden, (0, vocab), (0, hidden))
-        spec = LinearSpec("head", (part,), False, self.dtype, self.device)
         return self._tied.packed_bytes(spec) or 0
 
     def step_bytes(self, tokens: int, samples: int) -> int:
@@ -152,7 +154,7 @@ class Decoder:
         return tokens * width * (2 * config.hidden_size + inside) + logits
 
     def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[KV]) -> Tensor:
-        residual = embedding(token_ids, self.lookup).to(self.build.activation_dtype)
+        residual = self.table.forward(token_ids).to(self.build.activation_dtype)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             residual = layer.forward(residual, layer_kv, meta)
         return self.norm(residual)
@@ -180,9 +182,7 @@ class Decoder:
             self.head.method.tune([self.head.state], samples, add=False)
 
     def parameters(self) -> Iterator[Parameter]:
-        names = self.build.stored("embedding").names
-        source = Source(f"{names[0]}.weight", tuple(self.embedding.shape))
-        yield Parameter("embedding.weight", self.embedding, (source,))
+        yield from self.table.parameters
         for layer in self.layers:
             yield from layer.parameters()
         yield from self.norm.parameters
@@ -197,10 +197,19 @@ class Decoder:
     def ignores(self, name: str) -> bool:
         """A tied head may be in the checkpoint all the same; it is the embedding."""
         tied = self.head is None and name == f"{self.build.stored('head').names[0]}.weight"
+        quantized = self.config.quantized
+        if quantized is not None and quantized.ignores(name):
+            return True
         return tied or name in self.build.elsewhere or self.config.record.ignores(name)
 
     def finish(self) -> None:
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
             list(pool.map(Linear.finish, self._all_linears()))
-        if self.head is None:
+        self.table.finish()
+        if self.head is not None:
+            return
+        kept = self.table.head()
+        if kept is not None:
+            self._tied, self._tied_head = kept
+        else:
             self._tied_head = self._tied.finish(self._tied_head)

@@ -12,7 +12,8 @@ from engine.layers.linear import Linear
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod, linear_method
+from engine.quantization.method import LinearMethod
+from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
@@ -100,7 +101,7 @@ def build_model(
     if str(device) == "cuda":  # streams and threads want to know which
         device = torch.device("cuda", torch.cuda.current_device())
     runs_on = runs_on or device.type
-    method = linear_method(quantization, kernels, runs_on)
+    method = linear_method(quantization, kernels, runs_on, model_config.quantized)
     build = Builder(
         model_config,
         kernels,

@@ -1,18 +1,19 @@
 """LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one
 of these.
 
-To add one: subclass LinearMethod in a file beside this one and enter it in ``METHODS``.
+To add one: subclass LinearMethod in a file beside this one and enter it in ``registry.METHODS``.
 ``create`` allocates what the method keeps and says which checkpoint tensors fill it; ``finish``
 runs once they are there (repacking); ``apply`` is the hot path.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from engine.errors import ConfigError
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
@@ -91,6 +92,10 @@ class LinearMethod(ABC):
         numbers of rows of x. Called before graphs with them are recorded; a method without a
         choice leaves it empty."""
 
+    def table(self, spec: LinearSpec, virtual: int) -> "EmbeddingTable":
+        """For the embedding. virtual: rows behind the vocabulary."""
+        return EmbeddingTable(spec, virtual)
+
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """apply(rms_norm(x))."""
         return self.apply(state, self.kernels.rms_norm(x, norm, eps))
@@ -104,6 +109,35 @@ class LinearMethod(ABC):
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
         """residual + apply(x), written over residual."""
         return residual.add_(self.apply(state, x))
+
+
+class EmbeddingTable:
+    """The embedding: rows that token ids look up, in the model's dtype.
+
+    lookup: [vocab + virtual, hidden]; the rows behind the vocabulary are the adapters'.
+    embedding: [vocab, hidden] of it.
+    """
+
+    def __init__(self, spec: LinearSpec, virtual: int) -> None:
+        vocab, hidden = spec.out_features, spec.in_features
+        self.lookup = torch.empty(vocab + virtual, hidden, dtype=spec.dtype, device=spec.device)
+        self.embedding = self.lookup[:vocab]
+        source = Source(f"{spec.parts[0].name}.weight", (vocab, hidden))
+        self.parameters = [Parameter(f"{spec.name}.weight", self.embedding, (source,))]
+        self.loading_bytes = self.num_bytes = self.embedding.nbytes
+        self.num_parameters = spec.num_parameters
+
+    def finish(self) -> None:
+        """Once its parameters are filled."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [n] -> [n, hidden], in any dtype."""
+        return embedding(ids, self.lookup)
+
+    def head(self) -> "tuple[LinearMethod, Any] | None":
+        """A method and its state that multiply by the finished table as it is kept, for a head that
+        is the embedding; None leaves it to the method for dense weights."""
+        return None
 
 
 @dataclass(slots=True)
@@ -240,21 +274,3 @@ class Int8Cpu(DenseCpu):
             return PackedState(PackedInt8(state.weight, state.bias))
         except CompilerUnavailable as error:
             raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error
-
-
-METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
-    "none": {"cpu": DenseCpu, "cuda": DenseCuda},
-    "int8": {"cpu": Int8Cpu},
-}
-
-
-def linear_method(name: str, kernels: Kernels, device: str) -> LinearMethod:
-    """device: its type. Raises ConfigError for a method that is not in METHODS, or not for it."""
-    if name not in METHODS:
-        raise ConfigError(
-            f"quantization {name!r} is not supported; supported: {', '.join(METHODS)}",
-            param="quantization",
-        )
-    if device not in METHODS[name]:
-        raise ConfigError(f"quantization {name!r} does not run on {device}", param="quantization")
-    return METHODS[name][device](kernels)

@@ -15,6 +15,9 @@ DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "U8": torch.uint8,  # blocks of a GGUF file
+    "I32": torch.int32,  # words of packed integers
+    "I64": torch.int64,  # shapes and orders, which nobody reads
 }
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 

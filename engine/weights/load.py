@@ -77,6 +77,12 @@ def _match(
                     f"config.json implies {list(source.shape)}",
                     param="model",
                 )
+            if found.dtype.is_floating_point != target.dtype.is_floating_point:
+                raise ConfigError(
+                    f"{found.file}: tensor {source.name} has dtype {_name(found.dtype)}, "
+                    f"config.json implies {_name(target.dtype)}",
+                    param="model",
+                )
             transfers.append(Transfer(target, source, found))
     for name, tensor in stored.items():
         if name not in wanted and not model.ignores(name):
@@ -104,16 +110,24 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
             if not bool(target.isfinite().all()):
                 raise ConfigError(
                     f"{stored[source.name].file}: tensor {source.name} holds NaN or infinity "
-                    f"(as {str(target.dtype).removeprefix('torch.')})",
+                    f"(as {_name(target.dtype)})",
                     param="model",
                 )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _fill_randomly(parameters: list[Parameter], device: torch.device, seed: int) -> None:
     """Ones for norms, else normal numbers, made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in parameters:
-        if parameter.std:
+        if parameter.fill is not None:
+            parameter.fill(generator)
+        elif not parameter.tensor.is_floating_point():
+            parameter.tensor.random_(generator=generator)
+        elif parameter.std:
             parameter.tensor.normal_(0.0, parameter.std, generator=generator)
         else:
             parameter.tensor.fill_(1.0)

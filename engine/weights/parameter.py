@@ -1,5 +1,6 @@
 """Parameter: one tensor of the model and the checkpoint tensors that fill it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +83,11 @@ class Parameter:
     exact shape.
 
     std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
+    fill: draws them instead, where not every number is a weight.
     """
 
     name: str
     tensor: Tensor
     sources: tuple[Source, ...]
     std: float = 0.02
+    fill: Callable[[torch.Generator], None] | None = None

@@ -39,15 +39,20 @@ class CompilerUnavailable(Exception):
 
 
 @lru_cache(maxsize=1)
+def vnni() -> str:
+    """LLVM's name of the instructions for dot products of 8-bit integers in registers of lanes():
+    avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable."""
+    flag, name = ("avx512_vnni", "avx512vnni") if lanes() == 16 else ("avx_vnni", "avxvnni")
+    with open("/proc/cpuinfo") as file:
+        return name if re.search(rf"^flags\b.* {flag}\b", file.read(), re.MULTILINE) else ""
+
+
 def has_int8() -> bool:
-    """Whether there are dot products of 8-bit integers: AVX512-VNNI."""
+    """Whether `gemm.PackedInt8` runs here: it needs AVX512-VNNI."""
     try:
-        if lanes() != 16:
-            return False
+        return vnni() == "avx512vnni"
     except CompilerUnavailable:
         return False
-    with open("/proc/cpuinfo") as file:
-        return " avx512_vnni " in file.read()
 
 
 class NativeFunction:
@@ -111,7 +116,7 @@ def _object_code(ir: str) -> bytes:
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
     translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
-    features = _FEATURES[capability] + (",+avx512vnni" if has_int8() else "")
+    features = ",".join(filter(None, (_FEATURES[capability], vnni() and f"+{vnni()}")))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
     try:
         return bytes(translate(*arguments, False))  # Triton 3.9: one more flag

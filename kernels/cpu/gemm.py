@@ -15,19 +15,35 @@ from torch import Tensor
 
 from kernels.cpu.compiler import NativeFunction, compile_ir, lanes
 from kernels.cpu.ir import IRWriter, Value, constant, module
+from kernels.cpu.panels import (
+    BIAS,
+    BIAS_STEP,
+    CHUNK,
+    EPS,
+    FEW,
+    GATES,
+    NORM,
+    NUM_PANELS,
+    NUM_ROWS,
+    OUT,
+    SCRATCH,
+    STRIDE,
+    TILE,
+    WORDS,
+    Panels,
+    W,
+    X,
+    gate_buffer,
+    products,
+    put,
+    tiles,
+)
 from kernels.cpu.scratch import scratch
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
 _ROW_END = 64  # bytes behind a quantised row of x: its scale
 _AHEAD = 2048  # 16-bit weights from here that are asked for now
-_FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
-_TILE = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
-_GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
-
-# Words of args, after the two counters.
-_X, _OUT, _NUM_ROWS, _W, _BIAS, _BIAS_STEP, _PANELS, _CHUNK, _STRIDE = range(2, 11)
-_NORM, _EPS, _SCRATCH, _WORDS = range(11, 15)
 
 
 def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
@@ -75,28 +91,7 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         return step(k2, both[1], 1, step(k2, both[0], 0, list(sums)))
 
     done = writer.loop(0, width // 2, sums, pair)
-    _put(writer, rows, done)
-
-
-def _put(writer: IRWriter, rows: int, values: list[Value]) -> None:
-    """Write a tile, or add it to what stands there."""
-    size, kind = writer.lanes, writer.vector
-    adding = writer.op("icmp ne i64 %add, 0")
-    for row in range(rows):
-        place = writer.at("%out", writer.mul("%stride", row))
-        for half in (0, 1):
-            address = writer.at(place, half * size)
-            # Branch-free would read memory that nobody wrote; a NaN there must not count.
-            value = values[2 * row + half]
-            before = writer._block
-            number = next(writer._names)
-            writer.do(f"br i1 {adding}, label %sum{number}, label %kept{number}")
-            writer.label(f"sum{number}")
-            total = writer.binary("fadd", writer.load(address), value)
-            writer.do(f"br label %kept{number}")
-            writer.label(f"kept{number}")
-            value = writer.op(f"phi {kind} [{value}, %{before}], [{total}, %sum{number}]")
-            writer.store(value, address)
+    put(writer, rows, done)
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
@@ -140,45 +135,16 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
             scale = writer.binary("fmul", writer.load(scales[half]), x_scale)
             bias = writer.load(writer.at("%bias", half * size))
             results.append(writer.fma(value, scale, bias))
-    _put(writer, rows, results)
-
-
-def _tiles(writer: IRWriter, most: int) -> None:
-    """tile1..tile<most>, chosen at run time."""
-    arguments = "ptr %x, ptr %w, ptr %out, i64 %stride, ptr %bias, i64 %add"
-    choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, most + 1))
-    writer.do(f"switch i64 %rows, label %done [{choices}]")
-    for rows in range(1, most + 1):
-        writer.label(f"rows{rows}")
-        writer.do(f"call void @tile{rows}({arguments})")
-        writer.do("br label %done")
-    writer.label("done")
-
-
-def _all_rows(
-    writer: IRWriter, num_rows: Value, most: int, body: "ctypes._CFunctionType | object"
-) -> None:
-    """body(first row, rows) for tiles of at most `most` rows, as even as can be."""
-    count = writer.op(f"udiv i64 {writer.add(num_rows, most - 1)}, {most}")
-    base = writer.op(f"udiv i64 {num_rows}, {count}")
-    more = writer.op(f"urem i64 {num_rows}, {count}")
-
-    def each(tile: Value, first: Value) -> list[Value]:
-        extra = writer.op(f"icmp slt i64 {tile}, {more}")
-        rows = writer.add(base, writer.op(f"zext i1 {extra} to i64"))
-        body(first, rows)  # type: ignore[operator]
-        return [writer.add(first, rows)]
-
-    writer.loop(0, count, [("i64", "0")], each)
+    put(writer, rows, results)
 
 
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
     which costs less than waiting for the others."""
     size, kind = writer.lanes, writer.vector
-    weight = writer.argument(_NORM, "ptr")
-    eps = writer.op(f"load float, ptr {writer.at('%args', _EPS, 'i64')}")
-    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), offset, "i8")
+    weight = writer.argument(NORM, "ptr")
+    eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
+    scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
 
     def row(index: Value) -> list[Value]:
         offset = writer.mul(index, width)
@@ -212,7 +178,7 @@ def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: V
     """Each row in 16 bits: the upper bytes, 128 added, the lower bytes, and the scale; into this
     thread's scratch. (In 8 bits alone a large value takes the precision of all others.)"""
     size, kind = writer.lanes, writer.vector
-    scratch = writer.at(writer.argument(_SCRATCH, "ptr"), offset, "i8")
+    scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
 
     def row(index: Value) -> list[Value]:
         source = writer.at(x, writer.mul(index, width))
@@ -259,12 +225,8 @@ def _driver(
     int8: bool = False,
 ) -> None:
     size = writer.lanes
-    x, out = writer.argument(_X, "ptr"), writer.argument(_OUT, "ptr")
-    w, bias = writer.argument(_W, "ptr"), writer.argument(_BIAS, "ptr")
-    num_rows, stride = writer.argument(_NUM_ROWS), writer.argument(_STRIDE)
-    panels, chunk = writer.argument(_PANELS), writer.argument(_CHUNK)
-    bias_step = writer.argument(_BIAS_STEP)
-    buffer = writer.op(f"alloca [{2 * most * 2 * size} x float], align 64")
+    x, num_rows = writer.argument(X, "ptr"), writer.argument(NUM_ROWS)
+    buffer = "" if gate is None else gate_buffer(writer, most)
     x_bytes, w_bytes = 4 * width, 4 * size * width
     if norm or int8:
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
@@ -277,58 +239,7 @@ def _driver(
             writer, width, x, num_rows, writer.add(offset, writer.mul(num_rows, 4 * width))
         )
 
-    def tiles(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
-        given = ", ".join(
-            (
-                f"i64 {rows}",
-                f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
-                f"ptr {writer.at(w, writer.mul(panel, w_bytes), 'i8')}",
-                f"ptr {target}",
-                f"i64 {step}",
-                f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
-                f"i64 {int(add)}",
-            )
-        )
-        writer.do(f"call void @tiles({given})")
-
-    def plain(panel: Value) -> None:
-        def rows_of(first: Value, rows: Value) -> None:
-            place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
-            tiles(panel, first, rows, writer.at(out, place), stride)
-
-        _all_rows(writer, num_rows, most, rows_of)
-
-    def gated(panel: Value) -> None:
-        """A panel of the gate, the same of the up, and their product."""
-        assert gate is not None
-        upper = writer.at(buffer, most * 2 * size)
-        scale, cubic = _GATES[gate]
-
-        def rows_of(first: Value, rows: Value) -> None:
-            tiles(panel, first, rows, buffer, 2 * size)
-            tiles(writer.add(panel, panels), first, rows, upper, 2 * size)
-            target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
-
-            def row(index: Value) -> list[Value]:
-                for half in (0, size):
-                    at = writer.add(writer.mul(index, 2 * size), half)
-                    g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
-                    t = g
-                    if cubic:
-                        t = writer.binary("fmul", g, writer.binary("fmul", g, g))
-                        t = writer.fma(t, writer.all(cubic), g)
-                        t = writer.binary("fmul", t, writer.all(scale))
-                    value = writer.binary("fmul", g, writer.sigmoid(t))
-                    value = writer.binary("fmul", value, u)
-                    place = writer.add(writer.mul(index, stride), half)
-                    writer.store(value, writer.at(writer.at(out, target), place))
-                return []
-
-            writer.loop(0, rows, [], row)
-
-        _all_rows(writer, num_rows, most, rows_of)
-
-    writer.claim("%args", chunk, panels, plain if gate is None else gated)
+    products(writer, most, x, x_bytes, w_bytes, add=add, gate=gate, buffer=buffer)
 
 
 def scratch_bytes(width: int, int8: bool) -> int:
@@ -347,15 +258,15 @@ def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
             _tile_int8(writer, rows, width)
         else:
             _tile(writer, rows, width, dtype)
-        parts.append((writer, f"internal void @tile{rows}({_TILE})"))
+        parts.append((writer, f"internal void @tile{rows}({TILE})"))
     writer = IRWriter(size)
-    _tiles(writer, most)
-    parts.append((writer, f"internal void @tiles(i64 %rows, {_TILE})"))
+    tiles(writer, most)
+    parts.append((writer, f"internal void @tiles(i64 %rows, {TILE})"))
     for name, norm, add, gate in (
         ("plain", False, False, None),
         ("add", False, True, None),
         ("norm", True, False, None),
-        *((gate, True, False, gate) for gate in _GATES),
+        *((gate, True, False, gate) for gate in GATES),
     ):
         writer = IRWriter(size)
         _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=dtype == "i8")
@@ -367,7 +278,7 @@ def _bias_bytes(outputs: int, bias: bool) -> int:
     return 4 * (outputs if bias else 2 * lanes())
 
 
-class PackedLinear:
+class PackedLinear(Panels):
     """A weight [out, in] of bfloat16 or float16, packed; x is float32, [n, in], contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -378,10 +289,10 @@ class PackedLinear:
         self._functions = _functions(width, self._kind(weight))
         self._bias = torch.zeros(2 * size) if bias is None else bias.float()
         self._outputs, self._width = outputs, width
-        self._args = (ctypes.c_int64 * _WORDS)()
-        self._args[_W] = self._weight.data_ptr()
-        self._args[_BIAS] = self._bias.data_ptr()
-        self._args[_BIAS_STEP] = 0 if bias is None else 2 * size
+        self._args = (ctypes.c_int64 * WORDS)()
+        self._args[W] = self._weight.data_ptr()
+        self._args[BIAS] = self._bias.data_ptr()
+        self._args[BIAS_STEP] = 0 if bias is None else 2 * size
         self._panels = outputs // (2 * size)
         self._int8 = self._kind(weight) == "i8"
 
@@ -403,23 +314,6 @@ class PackedLinear:
             return view.permute(0, 3, 1, 2, 4).contiguous()
         return view.permute(0, 3, 4, 1, 2).contiguous()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x), written over residual."""
-        return self._run("add", x, residual, self._panels)
-
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """self(rms_norm(x))."""
-        out = x.new_empty(x.shape[0], self._outputs)
-        return self._run("norm", x, out, self._panels, norm, eps)
-
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
-        """gate(self(rms_norm(x))) -> [n, out / 2]."""
-        out = x.new_empty(x.shape[0], self._outputs // 2)
-        return self._run(gate, x, out, self._panels // 2, norm, eps)
-
     def _run(
         self,
         name: str,
@@ -435,15 +329,15 @@ class PackedLinear:
         assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
         threads = torch.get_num_threads()
         args = self._args
-        args[_X], args[_OUT] = x.data_ptr(), out.data_ptr()
-        args[_NUM_ROWS], args[_STRIDE], args[_PANELS] = rows, out.shape[1], panels
-        args[_CHUNK] = max(1, panels // (_FEW * threads))
+        args[X], args[OUT] = x.data_ptr(), out.data_ptr()
+        args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
+        args[CHUNK] = max(1, panels // (FEW * threads))
         if norm is not None:
-            args[_NORM] = norm.data_ptr()
-            args[_EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+            args[NORM] = norm.data_ptr()
+            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
         if norm is not None or self._int8:
             size = threads * rows * scratch_bytes(self._width, self._int8)
-            args[_SCRATCH] = scratch(-(-size // 4)).data_ptr()
+            args[SCRATCH] = scratch(-(-size // 4)).data_ptr()
         self._functions[name](args, threads)
         return out
 

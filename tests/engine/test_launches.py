@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.lora.weights import LoraLayout
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
-from engine.quantization.method import METHODS, DenseCuda
+from engine.quantization.method import DenseCuda
+from engine.quantization.registry import METHODS
 from engine.weights import load_weights
 from kernels import reference
 from kernels.cpu import deterministic, native

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.layers.linear import Linear
 from engine.lora.build import DeviceAdapters, adapter_bytes
 from engine.models.registry import Model, build_model
-from engine.quantization.method import METHODS
+from engine.quantization.registry import METHODS
 from engine.resolve import Resolved, resolve
 from engine.runner.memory import outline
 from engine.weights import load_weights

@@ -1,0 +1,59 @@
+"""Which LinearMethod a configuration and a checkpoint ask for."""
+
+from collections.abc import Callable
+
+from engine.errors import ConfigError
+from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
+from engine.quantization.stored import StoredCpu
+from engine.quantized import Quantized
+from kernels.dispatch import Kernels
+
+AS_STORED = "gguf"  # weights in the blocks of a .gguf file
+
+# Of a checkpoint with 16- or 32-bit weights.
+METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
+    "none": {"cpu": DenseCpu, "cuda": DenseCuda},
+    "int8": {"cpu": Int8Cpu},
+}
+
+
+def check_quantization(name: str, device: str, quantized: Quantized | None) -> None:
+    """Raises ConfigError where there is no such method on this type of device, or it is not for a
+    checkpoint like this. quantized: of the checkpoint."""
+    if name != AS_STORED and name not in METHODS:
+        raise ConfigError(
+            f"quantization {name!r} is not supported; supported: "
+            f"{', '.join((*METHODS, AS_STORED))}",
+            param="quantization",
+        )
+    if quantized is not None:
+        if name != "none" and not (name == quantized.method == AS_STORED):
+            raise ConfigError(
+                f"quantization {name!r}: the checkpoint's weights are {quantized.name} already; "
+                "set quantization: none",
+                param="quantization",
+            )
+        if device != "cpu":
+            raise ConfigError(
+                f"the checkpoint's weights are {quantized.name}, which runs on the CPU only; take "
+                "a checkpoint in 16 bits, or set device: cpu",
+                param="quantization",
+            )
+    elif name == AS_STORED:
+        raise ConfigError(
+            "quantization 'gguf' keeps the blocks of a .gguf file, and this model is none; "
+            "set quantization: none",
+            param="quantization",
+        )
+    elif device not in METHODS[name]:
+        raise ConfigError(f"quantization {name!r} does not run on {device}", param="quantization")
+
+
+def linear_method(
+    name: str, kernels: Kernels, device: str, quantized: Quantized | None = None
+) -> LinearMethod:
+    """device: its type. Raises ConfigError as check_quantization does."""
+    check_quantization(name, device, quantized)
+    if quantized is not None:
+        return StoredCpu(kernels, quantized)
+    return METHODS[name][device](kernels)

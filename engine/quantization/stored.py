@@ -1,0 +1,275 @@
+"""Stored: weights in the fewer bits that the checkpoint has them in, on the CPU.
+
+Packed once at load; what has no kernel (an odd size, a machine that cannot compile) is expanded to
+the model's 16 bits then.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout, unpacked
+from engine.quantization.method import (
+    DenseCpu,
+    DenseState,
+    EmbeddingTable,
+    LinearMethod,
+    LinearSpec,
+    Part,
+)
+from engine.quantized import KEY, Quantized
+from engine.weights.parameter import Parameter, Source
+from kernels.cpu import blocks
+from kernels.cpu.blocks import Format, PackedBlocks
+from kernels.dispatch import Kernels
+
+_STEP = 4096  # rows that are decoded at once, a multiple of 64
+
+
+@dataclass(slots=True)
+class _LinearPiece:
+    """Parts of a layer, one below the other: of one format, or dense (no layouts)."""
+
+    spec: LinearSpec
+    layouts: list[Layout]
+    state: Any = None  # dense: its method's; else a PackedBlocks, once finished
+
+    @property
+    def form(self) -> Format:
+        return self.layouts[0].form
+
+    @property
+    def packs(self) -> bool:
+        spec = self.spec
+        return bool(self.layouts) and blocks.fits(self.form, spec.out_features, spec.in_features)
+
+
+@dataclass(slots=True)
+class StoredState:
+    pieces: list[_LinearPiece]
+    bias: Tensor | None = None  # while loading
+
+
+class StoredCpu(LinearMethod):
+    """quantized: of the checkpoint."""
+
+    def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
+        super().__init__(kernels)
+        self._quantized = quantized
+        self._dense = DenseCpu(kernels)
+
+    # ---- Loading
+
+    def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
+        pieces = self._pieces(spec)
+        parameters: list[Parameter] = []
+        bias = None
+        if spec.bias:
+            bias = torch.empty(spec.out_features, dtype=spec.dtype, device=spec.device)
+            sources = tuple(
+                Source(f"{part.name}.bias", (part.out_features,), rows=part.rows)
+                for part in spec.parts
+            )
+            parameters.append(Parameter(f"{spec.name}.bias", bias, sources))
+        for piece in pieces:
+            if piece.layouts:
+                for layout in piece.layouts:
+                    parameters += layout.parameters.values()
+            else:
+                piece.state, filled = self._dense.create(piece.spec)
+                parameters += filled
+        return StoredState(pieces, bias), parameters
+
+    def _pieces(self, spec: LinearSpec) -> list[_LinearPiece]:
+        found: list[_LinearPiece] = []
+        layouts = [(part, self._layout(part, spec.device)) for part in spec.parts]
+        for form, group in groupby(layouts, lambda each: each[1] and each[1].form):
+            members = list(group)
+            parts = tuple(part for part, _ in members)
+            name = f"{spec.name}.{len(found)}"
+            kept = replace(spec, name=name, parts=parts, bias=False)
+            found.append(_LinearPiece(kept, [layout for _, layout in members if layout]))
+            assert (form is None) == (not found[-1].layouts)
+        return found
+
+    def _layout(self, part: Part, device: torch.device) -> Layout | None:
+        quantized = self._quantized
+        if quantized.keeps(part.name):
+            return None
+        rows = 0
+        shape = (part.out_features, part.in_features)
+        whole = part.columns == (0, part.in_features) and not part.transposed
+        if quantized.method == "gguf":
+            if whole:
+                rows = Source("", shape, part.rows).num_rows
+                kind = dict(quantized.types)[part.name]
+                return GgufLayout(part.name, kind, shape, part.rows, rows, device)
+        elif whole and isinstance(part.rows, tuple) and part.rows == (0, part.out_features):
+            return IntegerLayout(part.name, quantized, shape, device)
+        raise ConfigError(
+            f"{part.name}: {quantized.method} weights cannot be divided or put in another order",
+            param=KEY,
+        )
+
+    def finish(self, state: StoredState) -> StoredState:
+        biases: Sequence[Tensor | None] = [None] * len(state.pieces)
+        if state.bias is not None:
+            biases = state.bias.split([piece.spec.out_features for piece in state.pieces])
+        for piece, bias in zip(state.pieces, biases, strict=True):
+            bias = None if bias is None else bias.clone()
+            if piece.packs:
+                piece.state = _packed(piece, bias)
+            else:
+                dense = piece.state
+                if piece.layouts:
+                    dense = DenseState(_expanded(piece.layouts, piece.spec.dtype), None)
+                dense.bias = bias
+                piece.state = self._dense.finish(dense)
+            piece.layouts = []
+        state.bias = None
+        return state
+
+    def packed_bytes(self, spec: LinearSpec) -> int | None:
+        total = 0
+        for piece in self._pieces(replace(spec, device=torch.device("meta"))):
+            shape = (piece.spec.out_features, piece.spec.in_features)
+            if piece.packs:
+                total += blocks.num_bytes(piece.form, *shape, spec.bias)
+                continue
+            kept = replace(piece.spec, bias=spec.bias)
+            packed = self._dense.packed_bytes(kept)
+            if packed is None:
+                packed = spec.dtype.itemsize * (shape[0] * shape[1] + shape[0] * spec.bias)
+            total += packed
+        return total
+
+    def table(self, spec: LinearSpec, virtual: int) -> EmbeddingTable:
+        quantized = self._quantized
+        if quantized.method != "gguf" or quantized.keeps(spec.parts[0].name):
+            return super().table(spec, virtual)  # integers are of linear layers only
+        return _StoredEmbedding(self, spec, virtual)
+
+    # ---- Products
+
+    def apply(self, state: StoredState, x: Tensor) -> Tensor:
+        pieces = state.pieces
+        if len(pieces) == 1:
+            return self._one(pieces[0], x)
+        out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
+        column = 0
+        for piece in pieces:
+            size = piece.spec.out_features
+            if isinstance(piece.state, PackedBlocks):
+                piece.state.into(x, out, column)
+            else:
+                out[:, column : column + size] = self._one(piece, x)
+            column += size
+        return out
+
+    def _one(self, piece: _LinearPiece, x: Tensor) -> Tensor:
+        if isinstance(piece.state, PackedBlocks):
+            return piece.state(x)
+        return self._dense.apply(piece.state, x)
+
+    def apply_norm(self, state: StoredState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1:
+            if isinstance(packed, PackedBlocks):
+                return packed.after_norm(x, norm, eps)
+            return self._dense.apply_norm(packed, x, norm, eps)
+        return super().apply_norm(state, x, norm, eps)
+
+    def apply_norm_gated(
+        self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1:
+            if isinstance(packed, PackedBlocks):
+                return packed.gated_after_norm(x, norm, eps, gate)
+            return self._dense.apply_norm_gated(packed, x, norm, eps, gate)
+        return super().apply_norm_gated(state, x, norm, eps, gate)
+
+    def apply_add(self, state: StoredState, x: Tensor, residual: Tensor) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1:
+            if isinstance(packed, PackedBlocks):
+                return packed.add(x, residual)
+            return self._dense.apply_add(packed, x, residual)
+        return super().apply_add(state, x, residual)
+
+
+class _StoredEmbedding(EmbeddingTable):
+    """The embedding: packed where it can be, which the head then multiplies by as it is; dense
+    where adapters have rows behind it."""
+
+    def __init__(self, method: StoredCpu, spec: LinearSpec, virtual: int) -> None:
+        self._method, self._spec = method, spec
+        (self._piece,) = method._pieces(spec)
+        self._packs = self._piece.packs and not virtual
+        self.lookup = torch.empty(0, spec.in_features, dtype=spec.dtype, device=spec.device)
+        if not self._packs:
+            rows = spec.out_features + virtual
+            self.lookup = torch.empty(rows, spec.in_features, dtype=spec.dtype, device=spec.device)
+        self.embedding = self.lookup[: spec.out_features]
+        self.parameters = list(self._piece.layouts[0].parameters.values())
+        self.loading_bytes = sum(each.tensor.nbytes for each in self.parameters)
+        self.num_parameters = spec.num_parameters
+        self.num_bytes = self.embedding.nbytes
+        if self._packs:
+            self.num_bytes = blocks.num_bytes(
+                self._piece.form, spec.out_features, spec.in_features, False
+            )
+        else:
+            self.loading_bytes += self.embedding.nbytes
+
+    def finish(self) -> None:
+        self.parameters = []
+        if self._packs:
+            self._method.finish(StoredState([self._piece]))
+        else:
+            at = 0
+            for values in _values(self._piece.layouts):
+                self.embedding[at : at + len(values)] = values
+                at += len(values)
+            self._piece.layouts = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self._packs:
+            return self._piece.state.rows(ids.long())
+        return super().forward(ids)
+
+    def head(self) -> tuple[LinearMethod, Any] | None:
+        return (self._method, StoredState([self._piece])) if self._packs else None
+
+
+def _packed(piece: _LinearPiece, bias: Tensor | None) -> PackedBlocks:
+    packed = PackedBlocks(piece.form, piece.spec.out_features, piece.spec.in_features, bias)
+    if all(layout.rows % 64 == 0 for layout in piece.layouts):
+        at = 0
+        for layout in piece.layouts:
+            for decoded in layout.decoded(_STEP):
+                packed.fill(at, *decoded)
+                at += len(decoded[0])
+        return packed
+    # A panel has rows of two parts.
+    parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
+    offset = (
+        None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])
+    )
+    packed.fill(0, torch.cat(list(parts[0])), torch.cat(list(parts[1])), offset)
+    return packed
+
+
+def _values(layouts: list[Layout]) -> Iterator[Tensor]:
+    for layout in layouts:
+        for decoded in layout.decoded(_STEP):
+            yield unpacked(layout.form, decoded)
+
+
+def _expanded(layouts: list[Layout], dtype: torch.dtype) -> Tensor:
+    return torch.cat([values.to(dtype) for values in _values(layouts)])

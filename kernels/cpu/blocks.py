@@ -1,0 +1,596 @@
+"""x @ W.T for weights of 4 or 8 bits with a scale for each group of inputs, generated for a format.
+
+W is packed into panels as in `kernels.cpu.gemm`, scales beside the codes that they belong to, so a
+panel is one stream of memory. Each row of x is rounded to 8 bits when it comes, with a scale for
+each 32 numbers; products of a group are summed exactly in integers, and groups in float32, in one
+order: a row of the result is the same whatever other rows stand beside it.
+"""
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import compiler
+from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.ir import IRWriter, Value, constant, module
+from kernels.cpu.panels import (
+    BIAS,
+    BIAS_STEP,
+    CHUNK,
+    EPS,
+    FEW,
+    GATES,
+    NORM,
+    NUM_PANELS,
+    NUM_ROWS,
+    OUT,
+    READY,
+    SCRATCH,
+    STRIDE,
+    TILE,
+    WIDTH,
+    WORDS,
+    Panels,
+    W,
+    X,
+    gate_buffer,
+    products,
+    put,
+    tiles,
+)
+from kernels.cpu.scratch import scratch
+
+BLOCK = 32  # inputs that share a scale of x
+_ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
+_AHEAD = 4096  # bytes from here that are asked for now
+# From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
+# which costs less than waiting for the others.
+_TOGETHER = 8
+_NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What weights are made of: scale * (code - zero) + offset.
+
+    bits: of a code: 4 or 8, unsigned.
+    group: inputs that share a scale and an offset: 16, or a multiple of 32.
+    scale: dtype of scales and offsets.
+    zero: a whole number.
+    offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
+    table: of 4-bit codes: the 16 numbers, from 0 to 255, that they stand for.
+    """
+
+    bits: Literal[4, 8]
+    group: int = 32
+    scale: torch.dtype = torch.float16
+    zero: int = 0
+    offset: Literal["none", "add", "shift"] = "none"
+    table: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.group == 16 or self.group % BLOCK == 0
+        assert not (self.zero and self.offset != "none")
+        assert not self.table or (self.bits == 4 and len(self.table) == 16)
+
+    @property
+    def chunk(self) -> int:
+        """Inputs after which the layout repeats."""
+        return max(self.group, BLOCK)
+
+    @property
+    def units(self) -> int:
+        """Groups in a block of x, at least 1."""
+        return 2 if self.group == 16 else 1
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a block of a rounded row: 32 codes; their scale; and of each unit the sum of the
+        codes, times -zero as an integer, or times the scale."""
+        return BLOCK + 4 + 4 * self.units
+
+    def chunk_bytes(self, outputs: int) -> int:
+        """Of a chunk of a panel: scales, offsets, codes."""
+        kept = self.scale.itemsize * (1 if self.offset == "none" else 2)
+        return outputs * (self.units * kept + self.chunk * self.bits // 8)
+
+
+def fits(form: Format, outputs: int, width: int) -> bool:
+    """Whether there is a kernel for a matrix of this size on this machine."""
+    try:
+        return outputs % (4 * lanes()) == 0 and width % form.chunk == 0
+    except CompilerUnavailable:
+        return False
+
+
+def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
+    """That PackedBlocks takes."""
+    return width // form.chunk * form.chunk_bytes(outputs) + 4 * (outputs if bias else 2 * lanes())
+
+
+# ---- Generation ----------------------------------------------------------------------------------
+
+
+def _bytes(writer: IRWriter) -> Value:
+    return f"<{4 * writer.lanes} x i8>"
+
+
+def _as(writer: IRWriter, value: Value, source: str, target: str) -> Value:
+    return writer.op(f"bitcast {source} {value} to {target}")
+
+
+def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
+    """total + of each lane the sum of four products, u8 codes times s8 x. wide: codes that have
+    more than 7 bits."""
+    size, integers, whole = writer.lanes, writer.integers, _bytes(writer)
+    if compiler.vnni():
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * size}"
+        return writer.call(integers, name, [(integers, value) for value in (total, codes, x)])
+    # Sums of two products saturate at 16 bits, so codes of 8 bits are taken as two of 4.
+    pairs = f"<{2 * size} x i16>"
+    multiply, join = {
+        8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+        16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    }[size]
+    x = _as(writer, x, integers, whole)
+    parts = [(codes, 1)]
+    if wide:
+        low = writer.op(f"and {integers} {codes}, {writer.whole(0x0F0F0F0F)}")
+        high = writer.op(f"lshr {integers} {codes}, {writer.whole(4)}")
+        high = writer.op(f"and {integers} {high}, {writer.whole(0x0F0F0F0F)}")
+        parts = [(low, 1), (high, 16)]
+    for part, factor in parts:
+        part = _as(writer, part, integers, whole)
+        two = writer.call(pairs, multiply, [(whole, part), (whole, x)])
+        four = writer.call(integers, join, [(pairs, two), (pairs, f"splat (i16 {factor})")])
+        total = writer.op(f"add {integers} {total}, {four}")
+    return total
+
+
+def _tile(writer: IRWriter, rows: int, form: Format) -> None:
+    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded."""
+    size, integers = writer.lanes, writer.integers
+    bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
+    blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
+    x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
+    row_bytes = writer.mul(x_blocks, form.x_bytes)
+    x_rows = [writer.at("%x", writer.mul(row_bytes, row), "i8") for row in range(rows)]
+    table = ""
+    if form.table:
+        entries = ", ".join(f"i8 {value}" for value in form.table * (size // 4))
+        table = f"<{entries}>"
+
+    def ask(begin: Value, length: int) -> None:
+        for line in range(0, length, 64):
+            writer.prefetch(writer.at(begin, _AHEAD + line, "i8"))
+
+    def vector(base: Value, index: int) -> Value:
+        """Of the scales and offsets at the head of a chunk."""
+        at = writer.at(base, index * size * form.scale.itemsize, "i8")
+        return writer.load_as_float(at, _NAMES[form.scale])
+
+    def words(codes: Value) -> list[tuple[int, int, Value]]:
+        """(which four inputs of the block, half of the panel, their codes as bytes)"""
+        found = []
+        for word in range(form.bits):
+            for half in (0, 1):
+                at = writer.at(codes, (2 * word + half) * 4 * size, "i8")
+                raw = writer.load(at, integers)
+                if form.bits == 8:
+                    found.append((word, half, raw))
+                    continue
+                nibbles = writer.whole(0x0F0F0F0F)
+                low = writer.op(f"and {integers} {raw}, {nibbles}")
+                high = writer.op(f"lshr {integers} {raw}, {writer.whole(4)}")
+                high = writer.op(f"and {integers} {high}, {nibbles}")
+                for place, value in ((word, low), (word + 4, high)):
+                    found.append((place, half, looked_up(value) if table else value))
+        return found
+
+    def looked_up(value: Value) -> Value:
+        kind = _bytes(writer)
+        name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[size]
+        given = [(kind, table), (kind, _as(writer, value, integers, kind))]
+        return _as(writer, writer.call(kind, name, given), kind, integers)
+
+    def chunk(index: Value, *totals: Value) -> list[Value]:
+        base = writer.at("%w", writer.mul(index, chunk_bytes), "i8")
+        heads = 2 * form.units
+        scales = [vector(base, each) for each in range(heads)]
+        offsets: list[Value] = []
+        if form.offset != "none":
+            offsets = [vector(base, heads + each) for each in range(heads)]
+            heads *= 2
+        if form.offset == "shift":
+            pairs = zip(scales, offsets, strict=True)
+            offsets = [writer.binary("fmul", scale, offset) for scale, offset in pairs]
+        first = writer.mul(index, blocks)
+        codes = writer.at(base, heads * size * form.scale.itemsize, "i8")
+        ask(base, heads * size * form.scale.itemsize)
+
+        def block(number: Value | int, *totals: Value) -> list[Value]:
+            """A block of x: 32 inputs."""
+            place = writer.mul(writer.add(first, number), form.x_bytes)
+            x = [writer.at(row, place, "i8") for row in x_rows]
+            unit_of = [word * form.units // 8 for word in range(8)]
+            sums: dict[tuple[int, int, int], Value] = {}
+            for row in range(rows):
+                for unit in range(form.units):
+                    start = "zeroinitializer"
+                    if form.zero:
+                        at = writer.at(x[row], BLOCK + 4 + 4 * unit, "i8")
+                        start = writer.spread(writer.load(at, "i32"), "i32")
+                    sums[row, unit, 0] = sums[row, unit, 1] = start
+            at_code = writer.at(codes, writer.mul(number, 8 * form.bits * size), "i8")
+            ask(at_code, 8 * form.bits * size)
+            for word, half, value in words(at_code):
+                for row in range(rows):
+                    raw = writer.load(writer.at(x[row], 4 * word, "i8"), "i32")
+                    key = (row, unit_of[word], half)
+                    wide = form.bits == 8 or bool(table)
+                    four = writer.spread(raw, "i32")
+                    sums[key] = _dot(writer, sums[key], value, four, wide)
+            out = list(totals)
+            for row in range(rows):
+                x_scale = writer.spread(writer.load(writer.at(x[row], BLOCK, "i8"), "float"))
+                for unit in range(form.units):
+                    for half in (0, 1):
+                        at = 2 * row + half
+                        value = writer.op(
+                            f"sitofp {integers} {sums[row, unit, half]} to {writer.vector}"
+                        )
+                        scale = writer.binary("fmul", scales[2 * unit + half], x_scale)
+                        out[at] = writer.fma(value, scale, out[at])
+                        if offsets:
+                            place = writer.at(x[row], BLOCK + 4 + 4 * unit, "i8")
+                            total = writer.spread(writer.load(place, "float"))
+                            out[at] = writer.fma(offsets[2 * unit + half], total, out[at])
+            return out
+
+        if blocks == 1:
+            return block(0, *totals)
+        carried = [(writer.vector, total) for total in totals]
+        return writer.loop(0, blocks, carried, block)
+
+    start = [(writer.vector, bias[half]) for _ in range(rows) for half in (0, 1)]
+    chunks = writer.op(f"udiv i64 %width, {form.chunk}")
+    put(writer, rows, writer.loop(0, chunks, start, chunk))
+
+
+def _round_row(
+    writer: IRWriter,
+    form: Format,
+    source: Value,
+    target: Value,
+    width: Value,
+    norm: tuple[Value, Value] | None,
+) -> None:
+    """A row of x, in blocks of form.x_bytes. norm: its weight, and eps."""
+    size, kind, integers = writer.lanes, writer.vector, writer.integers
+    weight, by = "", ""
+    if norm is not None:
+        weight, eps = norm
+
+        def square(column: Value, total: Value) -> list[Value]:
+            value = writer.load(writer.at(source, column))
+            return [writer.fma(value, value, total)]
+
+        (total,) = writer.loop(0, width, [(kind, "zeroinitializer")], square, step=size)
+        count = writer.op(f"sitofp i64 {width} to float")
+        mean = writer.op(f"fdiv float {writer.sum(total)}, {count}")
+        shifted = writer.op(f"fadd float {mean}, {eps}")
+        root = writer.call("float", "llvm.sqrt.f32", [("float", shifted)])
+        by = writer.spread(writer.op(f"fdiv float 1.0, {root}"))
+
+    def block(index: Value) -> list[Value]:
+        column = writer.mul(index, BLOCK)
+        values = []
+        for part in range(0, BLOCK, size):
+            value = writer.load(writer.at(writer.at(source, column), part))
+            if norm is not None:
+                value = writer.binary("fmul", value, by)
+                scale = writer.load(writer.at(writer.at(weight, column), part))
+                value = writer.binary("fmul", value, scale)
+            values.append(value)
+        best = writer.all(1e-30)
+        for value in values:  # this maximum keeps a NaN
+            size_of = writer.call(kind, f"llvm.fabs.v{size}f32", [(kind, value)])
+            given = [(kind, best), (kind, size_of)]
+            best = writer.call(kind, f"llvm.maximum.v{size}f32", given)
+        name = f"llvm.vector.reduce.fmaximum.v{size}f32"
+        top = writer.call("float", name, [(kind, best)])
+        inverse = writer.spread(writer.op(f"fdiv float {constant(127.0)}, {top}"))
+        scale = writer.op(f"fdiv float {top}, {constant(127.0)}")
+        place = writer.at(target, writer.mul(index, form.x_bytes), "i8")
+        whole = []
+        for part, value in enumerate(values):
+            # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
+            shifted = writer.fma(value, inverse, writer.all(12582912.0))
+            whole.append(writer.binary("fsub", shifted, writer.all(12582912.0)))
+            bits = _as(writer, shifted, kind, integers)
+            narrow = writer.op(f"trunc {integers} {bits} to <{size} x i8>")
+            writer.store(narrow, writer.at(place, part * size, "i8"), f"<{size} x i8>")
+        writer.store(scale, writer.at(place, BLOCK, "i8"), "float")
+        each = len(whole) // form.units
+        for unit in range(form.units):
+            total = whole[unit * each]
+            for value in whole[unit * each + 1 : (unit + 1) * each]:
+                total = writer.binary("fadd", total, value)
+            total = writer.sum(total)
+            at = writer.at(place, BLOCK + 4 + 4 * unit, "i8")
+            if form.zero:
+                product = writer.op(f"fmul float {total}, {constant(-form.zero)}")
+                # A NaN has no integer; that of 0 is as good, its scale is a NaN too.
+                name = "llvm.fptosi.sat.i32.f32"
+                writer.store(writer.call("i32", name, [("float", product)]), at, "i32")
+            else:
+                writer.store(writer.op(f"fmul float {total}, {scale}"), at, "float")
+        return []
+
+    blocks = writer.op(f"lshr i64 {width}, {BLOCK.bit_length() - 1}")
+    writer.loop(0, blocks, [], block)
+
+
+class _RoundedRows:
+    """Of x, as drivers see them."""
+
+    def __init__(self, writer: IRWriter, form: Format, norm: bool) -> None:
+        self._writer, self._form = writer, form
+        self.count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
+        self._x = writer.argument(X, "ptr")
+        blocks = writer.op(f"lshr i64 {self._width}, {BLOCK.bit_length() - 1}")
+        self.bytes = writer.mul(blocks, form.x_bytes)
+        self.scratch = writer.argument(SCRATCH, "ptr")
+        self._norm = None
+        if norm:
+            eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
+            self._norm = (writer.argument(NORM, "ptr"), eps)
+
+    def round(self, row: Value, target: Value) -> None:
+        writer = self._writer
+        source = writer.at(self._x, writer.mul(row, self._width))
+        place = writer.at(target, writer.mul(row, self.bytes), "i8")
+        _round_row(writer, self._form, source, place, self._width, self._norm)
+
+
+def _driver(
+    writer: IRWriter, form: Format, most: int, *, norm: bool, add: bool, gate: str | None
+) -> None:
+    buffer = "" if gate is None else gate_buffer(writer, most)
+    rows = _RoundedRows(writer, form, norm)
+    slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
+    ready = writer.op(f"icmp ne i64 {writer.argument(READY)}, 0")
+    own = writer.at(rows.scratch, writer.mul(slot, writer.mul(rows.count, rows.bytes)), "i8")
+    x = writer.op(f"select i1 {ready}, ptr {rows.scratch}, ptr {own}")
+
+    def each(row: Value) -> list[Value]:
+        rows.round(row, own)
+        return []
+
+    def alone() -> None:
+        writer.loop(0, rows.count, [], each)
+
+    writer.when(writer.op(f"xor i1 {ready}, true"), alone)
+    chunks = writer.op(f"udiv i64 {writer.argument(WIDTH)}, {form.chunk}")
+    w_bytes = writer.mul(chunks, form.chunk_bytes(2 * writer.lanes))
+    products(writer, most, x, rows.bytes, w_bytes, add=add, gate=gate, buffer=buffer)
+
+
+def _round_all(writer: IRWriter, form: Format, norm: bool) -> None:
+    """All threads together, into the one scratch."""
+    rows = _RoundedRows(writer, form, norm)
+    writer.claim("%args", "1", rows.count, lambda row: rows.round(row, rows.scratch))
+
+
+def _unpack(writer: IRWriter, form: Format) -> None:
+    """out[i] = the weights of output x[i], x int64."""
+    size = writer.lanes
+    ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
+    width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
+    chunks = writer.op(f"udiv i64 {width}, {form.chunk}")
+    some, name = "<16 x i8>", _NAMES[form.scale]
+
+    def number(base: Value, index: Value) -> Value:
+        raw = writer.load(writer.at(base, index, name), name)
+        raw = raw if name == "float" else writer.op(f"fpext {name} {raw} to float")
+        one = writer.op(f"insertelement <16 x float> poison, float {raw}, i64 0")
+        spread = "<16 x float> poison, <16 x i32> zeroinitializer"
+        return writer.op(f"shufflevector <16 x float> {one}, {spread}")
+
+    def bytes_of(codes: Value, lane: Value, words: range) -> Value:
+        quad = "poison"
+        for place, word in enumerate(words):
+            at = writer.add(lane, 2 * size * word)
+            raw = writer.load(writer.at(codes, at, "i32"), "i32")
+            quad = writer.op(f"insertelement <4 x i32> {quad}, i32 {raw}, i64 {place}")
+        return _as(writer, quad, "<4 x i32>", some)
+
+    def row(index: Value) -> None:
+        chosen = writer.load(writer.at(ids, index, "i64"), "i64")
+        panel = writer.op(f"udiv i64 {chosen}, {2 * size}")
+        lane = writer.op(f"urem i64 {chosen}, {2 * size}")
+        target = writer.at(out, writer.mul(index, width))
+
+        def chunk(at: Value) -> list[Value]:
+            place = writer.mul(writer.add(writer.mul(panel, chunks), at), chunk_bytes)
+            base = writer.at(w, place, "i8")
+            heads = form.units
+            scales = [number(base, writer.add(lane, 2 * size * unit)) for unit in range(heads)]
+            offsets = []
+            if form.offset != "none":
+                offsets = [
+                    number(base, writer.add(lane, 2 * size * (heads + unit)))
+                    for unit in range(heads)
+                ]
+                heads *= 2
+            codes = writer.at(base, heads * 2 * size * form.scale.itemsize, "i8")
+
+            def block(number: Value) -> list[Value]:
+                here = writer.at(codes, writer.mul(number, 8 * form.bits * size), "i8")
+                if form.bits == 8:
+                    halves = [bytes_of(here, lane, range(at, at + 4)) for at in (0, 4)]
+                else:
+                    both = bytes_of(here, lane, range(4))
+                    halves = [
+                        writer.op(f"and {some} {both}, splat (i8 15)"),
+                        writer.op(f"lshr {some} {both}, splat (i8 4)"),
+                    ]
+                first = writer.add(writer.mul(at, form.chunk), writer.mul(number, BLOCK))
+                for half, value in enumerate(halves):
+                    unit = half if form.units == 2 else 0
+                    if form.table:
+                        table = f"<{', '.join(f'i8 {entry}' for entry in form.table)}>"
+                        given = [(some, table), (some, value)]
+                        value = writer.call(some, "llvm.x86.ssse3.pshuf.b.128", given)
+                    value = writer.op(f"zext {some} {value} to <16 x i32>")
+                    value = writer.op(f"sub <16 x i32> {value}, {writer.whole(form.zero)}")
+                    value = writer.op(f"sitofp <16 x i32> {value} to <16 x float>")
+                    if form.offset == "shift":
+                        value = writer.op(f"fadd <16 x float> {value}, {offsets[unit]}")
+                    value = writer.op(f"fmul <16 x float> {value}, {scales[unit]}")
+                    if form.offset == "add":
+                        value = writer.op(f"fadd <16 x float> {value}, {offsets[unit]}")
+                    place = writer.at(target, writer.add(first, 16 * half))
+                    writer.store(value, place, "<16 x float>")
+                return []
+
+            writer.loop(0, form.chunk // BLOCK, [], block)
+            return []
+
+        writer.loop(0, chunks, [], chunk)
+
+    writer.claim("%args", "1", writer.argument(NUM_ROWS), row)
+
+
+@lru_cache(maxsize=64)
+def _functions(form: Format) -> dict[str, NativeFunction]:
+    size = lanes()
+    most = _ROWS[size]
+    parts: list[tuple[IRWriter, str]] = []
+    for rows in range(1, most + 1):
+        writer = IRWriter(size)
+        _tile(writer, rows, form)
+        parts.append((writer, f"internal void @tile{rows}({TILE})"))
+    writer = IRWriter(size)
+    tiles(writer, most)
+    parts.append((writer, f"internal void @tiles(i64 %rows, {TILE})"))
+    for name, norm, add, gate in (
+        ("plain", False, False, None),
+        ("add", False, True, None),
+        ("norm", True, False, None),
+        *((gate, True, False, gate) for gate in GATES),
+    ):
+        writer = IRWriter(size)
+        _driver(writer, form, most, norm=norm, add=add, gate=gate)
+        parts.append((writer, f"void @{name}(ptr %args)"))
+    for name, norm in (("round", False), ("round_norm", True)):
+        writer = IRWriter(size)
+        _round_all(writer, form, norm)
+        parts.append((writer, f"void @{name}(ptr %args)"))
+    writer = IRWriter(size)
+    _unpack(writer, form)
+    parts.append((writer, "void @unpack(ptr %args)"))
+    return compile_ir(module(parts))
+
+
+# ---- What others see -----------------------------------------------------------------------------
+
+
+class PackedBlocks(Panels):
+    """A weight [out, in] of a Format. `fill` gives it its rows."""
+
+    def __init__(self, form: Format, outputs: int, width: int, bias: Tensor | None) -> None:
+        """Raises CompilerUnavailable. `fits` must hold."""
+        assert fits(form, outputs, width), (form, outputs, width)
+        size = lanes()
+        self.form = form
+        self._functions = _functions(form)
+        self._panel = 2 * size
+        chunks = width // form.chunk
+        shape = (outputs // self._panel, chunks, form.chunk_bytes(self._panel))
+        self._weight = torch.empty(shape, dtype=torch.uint8)
+        self._bias = torch.zeros(2 * size) if bias is None else bias.float()
+        self._outputs, self._width = outputs, width
+        self._args = (ctypes.c_int64 * WORDS)()
+        self._args[W] = self._weight.data_ptr()
+        self._args[BIAS] = self._bias.data_ptr()
+        self._args[BIAS_STEP] = 0 if bias is None else 2 * size
+        self._args[WIDTH] = width
+        self._panels = outputs // self._panel
+
+    def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
+        """Rows from first on, a multiple of 64.
+
+        codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
+            has input j in its low half, and 16 + j in its high half.
+        scale, offset: [n, in / group], of form.scale.
+        """
+        form, size, panel = self.form, lanes(), self._panel
+        count = codes.shape[0] // panel
+        chunks = self._width // form.chunk
+        target = self._weight[first // panel : first // panel + count]
+        at = 0
+        for part in (scale, offset):
+            if part is None:
+                continue
+            kept = part.view(count, panel, chunks, form.units).permute(0, 2, 3, 1)
+            length = form.units * panel * form.scale.itemsize
+            target[:, :, at : at + length] = (
+                kept.contiguous().view(count, chunks, -1).view(torch.uint8)
+            )
+            at += length
+        blocks, words = form.chunk // BLOCK, form.bits
+        source = codes.view(torch.int32).view(count, 2, size, chunks, blocks, words)
+        whole = target.view(torch.int32)[:, :, at // 4 :]
+        whole.view(count, chunks, blocks, words, 2, size).copy_(source.permute(0, 3, 4, 5, 1, 2))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids int64 [n] -> these outputs' weights, float32 [n, in]. Ids must be in range."""
+        out = torch.empty(ids.shape[0], self._width)
+        if ids.shape[0] == 0:
+            return out
+        args, ids = self._args, ids.contiguous()
+        assert ids.dtype == torch.int64
+        args[X], args[OUT], args[NUM_ROWS] = ids.data_ptr(), out.data_ptr(), ids.shape[0]
+        self._functions["unpack"](args, 1)
+        return out
+
+    def into(self, x: Tensor, out: Tensor, column: int) -> Tensor:
+        """self(x) into out's columns from this one on."""
+        return self._run("plain", x, out, self._panels, column=column)
+
+    def _run(
+        self,
+        name: str,
+        x: Tensor,
+        out: Tensor,
+        panels: int,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        column: int = 0,
+    ) -> Tensor:
+        rows = x.shape[0]
+        if rows == 0:
+            return out
+        assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
+        threads = torch.get_num_threads()
+        args = self._args
+        args[X], args[OUT] = x.data_ptr(), out.data_ptr() + 4 * column
+        args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
+        args[CHUNK] = max(1, panels // (FEW * threads))
+        if norm is not None:
+            args[NORM] = norm.data_ptr()
+            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+        together = threads > 1 and rows >= _TOGETHER
+        size = (1 if together else threads) * rows * self._width // BLOCK * self.form.x_bytes
+        args[SCRATCH] = scratch(-(-size // 4)).data_ptr()
+        args[READY] = together
+        if together:
+            self._functions["round" if norm is None else "round_norm"](args, threads)
+        self._functions[name](args, threads)
+        return out

@@ -1,0 +1,182 @@
+"""Panels: what products of all weight formats share. Threads claim panels of two vector registers
+of outputs, and a tile takes a few rows of x through one; bias, gate and residual are added there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.cpu.ir import IRWriter, Value
+
+GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
+FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
+
+# Words of args, after the two counters.
+X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, CHUNK, STRIDE = range(2, 11)
+NORM, EPS, SCRATCH, WIDTH, READY, WORDS = range(11, 17)
+
+_ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
+TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats
+
+
+def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
+    """Write a tile (two values a row), or add it to what stands there."""
+    size, kind = writer.lanes, writer.vector
+    adding = writer.op("icmp ne i64 %add, 0")
+    for row in range(rows):
+        place = writer.at("%out", writer.mul("%stride", row))
+        for half in (0, 1):
+            address = writer.at(place, half * size)
+            # Branch-free would read memory that nobody wrote; a NaN there must not count.
+            value = values[2 * row + half]
+            before = writer._block
+            number = next(writer._names)
+            writer.do(f"br i1 {adding}, label %sum{number}, label %kept{number}")
+            writer.label(f"sum{number}")
+            total = writer.binary("fadd", writer.load(address), value)
+            writer.do(f"br label %kept{number}")
+            writer.label(f"kept{number}")
+            value = writer.op(f"phi {kind} [{value}, %{before}], [{total}, %sum{number}]")
+            writer.store(value, address)
+
+
+def tiles(writer: IRWriter, most: int) -> None:
+    """tile1..tile<most>, chosen at run time."""
+    choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, most + 1))
+    writer.do(f"switch i64 %rows, label %done [{choices}]")
+    for rows in range(1, most + 1):
+        writer.label(f"rows{rows}")
+        writer.do(f"call void @tile{rows}({TILE})")
+        writer.do("br label %done")
+    writer.label("done")
+
+
+def gate_buffer(writer: IRWriter, most: int) -> Value:
+    """For `products` with a gate; in the entry block."""
+    return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
+
+
+def products(
+    writer: IRWriter,
+    most: int,
+    x: Value,
+    x_bytes: Value | int,
+    w_bytes: Value | int,
+    *,
+    add: bool,
+    gate: str | None,
+    buffer: Value = "",
+) -> None:
+    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each)."""
+    size = writer.lanes
+    out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
+    num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
+    panels, chunk, bias_step = (writer.argument(word) for word in (NUM_PANELS, CHUNK, BIAS_STEP))
+
+    def tile(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
+        given = ", ".join(
+            (
+                f"i64 {rows}",
+                f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
+                f"ptr {writer.at(w, writer.mul(panel, w_bytes), 'i8')}",
+                f"ptr {target}",
+                f"i64 {step}",
+                f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
+                f"i64 {int(add)}",
+                f"i64 {width}",
+            )
+        )
+        writer.do(f"call void @tiles({given})")
+
+    def plain(panel: Value) -> None:
+        def rows_of(first: Value, rows: Value) -> None:
+            place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+            tile(panel, first, rows, writer.at(out, place), stride)
+
+        _all_rows(writer, num_rows, most, rows_of)
+
+    def gated(panel: Value) -> None:
+        """A panel of the gate, the same of the up, and their product."""
+        assert gate is not None
+        upper = writer.at(buffer, most * 2 * size)
+        scale, cubic = GATES[gate]
+
+        def rows_of(first: Value, rows: Value) -> None:
+            tile(panel, first, rows, buffer, 2 * size)
+            tile(writer.add(panel, panels), first, rows, upper, 2 * size)
+            target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+
+            def row(index: Value) -> list[Value]:
+                for half in (0, size):
+                    at = writer.add(writer.mul(index, 2 * size), half)
+                    g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
+                    t = g
+                    if cubic:
+                        t = writer.binary("fmul", g, writer.binary("fmul", g, g))
+                        t = writer.fma(t, writer.all(cubic), g)
+                        t = writer.binary("fmul", t, writer.all(scale))
+                    value = writer.binary("fmul", g, writer.sigmoid(t))
+                    value = writer.binary("fmul", value, u)
+                    place = writer.add(writer.mul(index, stride), half)
+                    writer.store(value, writer.at(writer.at(out, target), place))
+                return []
+
+            writer.loop(0, rows, [], row)
+
+        _all_rows(writer, num_rows, most, rows_of)
+
+    writer.claim("%args", chunk, panels, plain if gate is None else gated)
+
+
+def _all_rows(
+    writer: IRWriter, num_rows: Value, most: int, body: Callable[[Value, Value], None]
+) -> None:
+    """body(first row, rows) for tiles of at most `most` rows, as even as can be."""
+    count = writer.op(f"udiv i64 {writer.add(num_rows, most - 1)}, {most}")
+    base = writer.op(f"udiv i64 {num_rows}, {count}")
+    more = writer.op(f"urem i64 {num_rows}, {count}")
+
+    def each(tile: Value, first: Value) -> list[Value]:
+        extra = writer.op(f"icmp slt i64 {tile}, {more}")
+        rows = writer.add(base, writer.op(f"zext i1 {extra} to i64"))
+        body(first, rows)
+        return [writer.add(first, rows)]
+
+    writer.loop(0, count, [("i64", "0")], each)
+
+
+class Panels(ABC):
+    """A packed weight [out, in]; x is float32, [n, in], contiguous."""
+
+    _outputs: int
+    _panels: int
+
+    @abstractmethod
+    def _run(
+        self,
+        name: str,
+        x: Tensor,
+        out: Tensor,
+        panels: int,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """out. name: of the generated function."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x), written over residual."""
+        return self._run("add", x, residual, self._panels)
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """self(rms_norm(x))."""
+        out = x.new_empty(x.shape[0], self._outputs)
+        return self._run("norm", x, out, self._panels, norm, eps)
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
+        """gate(self(rms_norm(x))) -> [n, out / 2]."""
+        out = x.new_empty(x.shape[0], self._outputs // 2)
+        return self._run(gate, x, out, self._panels // 2, norm, eps)
