@@ -28,6 +28,7 @@ from deployments.api.errors import (
 )
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
+from deployments.api.generation.grammars import grammar_of
 from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
@@ -168,6 +169,10 @@ class Api:
                 call.adapter = await self._pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
             check_context(call, body, chat=chat)
+            if call.constraint is not None:
+                grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
+                call.params = msgspec.structs.replace(call.params, structured=grammar)
+                exchange.ignored += ignored
             call.key, call.deadline = key, deadline
             call.cache_salt, call.priority = salt, priority
             call.owner = exchange.caller.id

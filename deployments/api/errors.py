@@ -50,6 +50,13 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "deadline_exceeded": (408, TIMEOUT),
     "slow_reader": (408, TIMEOUT),
     "cancelled": (499, INVALID),
+    **dict.fromkeys(
+        (
+            *("structured_not_supported", "invalid_grammar", "unsupported_schema"),
+            *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
+        ),
+        (400, INVALID),
+    ),
 }
 _IN_VAIN = ("deadline_exceeded", "slow_reader", "adapter_changed")  # see NO_RETRY
 # As long as a replica remembers that it could not read an adapter.

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 
 from deployments.api.errors import invalid, wrong_type
-from deployments.api.generation.constraints import refuse_constraints
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
+from deployments.api.generation.tools import refuse_tools
 from deployments.api.http_exchange import HttpExchange
 from deployments.api.options import ApiOptions
 from deployments.backend import Backend, ModelCard
@@ -57,7 +57,7 @@ async def tokenize(
     def work() -> bytes:
         if chat is not None:
             messages = check_messages(chat, exchange.ignored)
-            refuse_constraints({"tools": body.get("tools")})
+            refuse_tools({"tools": body.get("tools")})
             shape = template_options(body, options)
             ids = tokenizer.encode_chat(messages, max_tokens=limit, **shape)
         else:

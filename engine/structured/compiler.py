@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from pathlib import Path
@@ -34,6 +34,7 @@ _JSON_OPTIONS: Any = {
     "json_allow_general_unicode_escapes": True,
 }
 _TOO_MUCH = ("fuel", "too large", "too complex", "limit", "max is")  # in its errors
+_NOTHING = "NoExtension"  # the same, where nothing is allowed
 _SHOWN = 300  # characters of the compiler's own words in an error
 _KEYWORDS = (  # the likelier ones first
     *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf", "pattern"),
@@ -41,6 +42,14 @@ _KEYWORDS = (  # the likelier ones first
     *("exclusiveMinimum", "exclusiveMaximum", "additionalProperties", "required", "enum"),
     *("const", "type", "items", "prefixItems", "properties", "allOf", "anyOf"),
 )
+# Errors that are about a keyword without naming it.
+_SIGNS: dict[str, tuple[str, ...]] = {
+    "min/maxProperties": ("minProperties", "maxProperties"),
+    "look": ("pattern", "patternProperties"),
+    "regex": ("pattern", "patternProperties"),
+    "Pointer": ("$ref",),
+    "Resource": ("$ref",),
+}
 _TRIES = 16  # compilations to find which use of a keyword is at fault
 
 
@@ -73,6 +82,38 @@ class Vocabulary:
         except ValueError as error:
             raise _not_supported(f"its tokenizer cannot be read: {_words(error)}") from None
         return cls(tokens, num_tokens, end_ids)
+
+    @classmethod
+    def outline(
+        cls, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]
+    ) -> "Vocabulary":
+        """Enough to tell whether a grammar compiles, for 10 MB: single bytes, and special tokens
+        by their names and ids. Masks of it mean nothing."""
+        outline: Any = _Outline(special, num_tokens, end_ids)
+        return cls(llg.LLTokenizer(outline), num_tokens, end_ids)
+
+
+class _Outline:
+    """What llguidance calls a tokenizer wrapper."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]) -> None:
+        self.tokens = [b""] * num_tokens
+        self.special_token_ids = sorted(i for i in special if i < num_tokens)
+        for i in self.special_token_ids:
+            self.tokens[i] = special[i].encode()
+        free = (i for i in range(num_tokens) if i not in special)
+        self._ids = dict(zip(range(256), free, strict=False))
+        for byte, i in self._ids.items():
+            self.tokens[i] = bytes((byte,))
+        ends = [i for i in end_ids if i < num_tokens]
+        self.eos_token_id = ends[0] if ends else None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._ids[byte] for byte in data]
 
 
 def _not_supported(why: str) -> InvalidRequest:
@@ -143,7 +184,9 @@ class Compiler:
             return None, _words(error) or type(error).__name__
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            trial = matcher.deep_copy()  # some are too large for their first step
+            # Some are too large for their first step, some allow nothing at all.
+            trial = matcher.deep_copy()
+            trial.compute_bitmask()
             trial.try_consume_tokens(self.vocabulary.tokens.tokenize_str("{"))
             if trial.is_error():
                 matcher = trial
@@ -159,10 +202,13 @@ class Compiler:
         if grammar.kind != "json_schema":
             what = "regular expression" if grammar.kind == "regex" else "grammar"
             message = f"the {what} cannot be used: {error}"
+            if _NOTHING in error:
+                message = f"no text satisfies the {what}"
             return InvalidRequest(message, param="structured", code="invalid_grammar")
-        if "nsatisfiable" in error:
+        if "nsatisfiable" in error or _NOTHING in error:
+            why = "" if _NOTHING in error else f": {error}"
             return UnsupportedSchema(
-                f"no document satisfies the schema: {error}", code="unsatisfiable_schema"
+                f"no document satisfies the schema{why}", code="unsatisfiable_schema"
             )
         pointer = self._at_fault(json.loads(grammar.text), error)
         where = f", at {pointer}" if pointer else ""
@@ -170,9 +216,8 @@ class Compiler:
 
     def _at_fault(self, schema: dict[str, Any], error: str) -> str:
         """The pointer of the keyword that an error is about, if that can be told."""
-        for keyword in _KEYWORDS:
-            if keyword not in error:
-                continue
+        meant = [name for sign, names in _SIGNS.items() if sign in error for name in names]
+        for keyword in dict.fromkeys([*meant, *(k for k in _KEYWORDS if k in error)]):
             found = list(places(schema, keyword))
             for pointer, holder in found[:_TRIES]:
                 if len(found) == 1:
@@ -190,5 +235,5 @@ def _lark_of(choices: list[str]) -> str:
 
 
 def _words(error: object) -> str:
-    text = "".join(c if c.isprintable() else " " for c in str(error))
+    text = "".join(c if c.isprintable() else " " for c in str(error).replace("<non-verbose/>", ""))
     return " ".join(text.split())[:_SHOWN]

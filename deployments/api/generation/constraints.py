@@ -1,86 +1,184 @@
-"""refuse_constraints: tools, response_format and other limits on the output.
+"""RequestedGrammar: what a request limits its output to, read from the fields that say it."""
 
-No constraint is enforced yet, so none is accepted: a request is never answered as if it had been
-constrained. Nothing is looked at that is refused anyway. A schema, a pattern or a grammar comes
-from any client, and checking it could take as long as its author likes.
-"""
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from typing import Any
+import msgspec
 
-from deployments.api.errors import invalid, shown, wrong_type
+from deployments.api.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.generation.fields import name_fields
+from deployments.api.json_body import parse_json
+from engine.structured.grammar import MAX_BYTES, MAX_CHOICES, Grammar
+from engine.structured.json_schema import enforceable
 
-MAX_TOOLS = 128
+Kind = Literal["json", "regex", "choice", "grammar"]
 
-_CONSTRAINTS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "regex",
-    "ebnf",
-)
+# Fields that other servers have taken instead of `structured_outputs`.
+_ALIASES: dict[str, Kind] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def refuse_constraints(body: dict[str, Any]) -> None:
-    """Takes what asks for nothing: no tools, tools that may not be called, response_format text.
+@dataclass(slots=True)
+class RequestedGrammar:
+    """where: the field that says it, for errors. value: a schema (bool, object or its text), or the
+    text of a pattern or grammar, or the list of choices. ignored: options without effect here.
+    strict: a schema is refused for what cannot be enforced."""
 
-    Raises ApiError 400 naming the field: not_supported; invalid_type and invalid_value for tools
-    and tool_choice that could not be supported either.
+    where: str
+    kind: Kind
+    value: Any
+    strict: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+    def grammar(self) -> tuple[Grammar, list[str]]:
+        """As the engine takes it, and the pointers of what it does not enforce. Takes milliseconds
+        for a large schema. Raises ApiError 400, InvalidRequest."""
+        if self.kind == "json":
+            schema = self.value
+            if isinstance(schema, str):
+                schema = _parsed(schema, self.where)
+            kept, left_out = enforceable(schema, strict=self.strict)
+            return Grammar("json_schema", msgspec.json.encode(kept).decode()), left_out
+        if self.kind == "choice":
+            return Grammar.choice(self.value), []
+        if self.kind == "regex":
+            return Grammar.regex(self.value), []
+        # Only GBNF defines its rules with "::=".
+        return Grammar("gbnf" if "::=" in self.value else "lark", self.value), []
+
+
+def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
+    """The one that a request has; None: any text. Its contents are not looked into.
+
+    Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
+    conflicting_fields, if there are two.
     """
-    names = tool_names(body.get("tools"))
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto", "required"):
-        name = _chosen(choice)
-        if name not in names:
-            raise invalid(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
-    if choice == "required" and not names:
-        raise invalid('tool_choice "required" needs tools', "tool_choice")
-    if names and choice != "none":
+    found = [_response_format(body.get("response_format"))]
+    found.append(_structured_outputs(body.get("structured_outputs")))
+    found += [_checked(name, kind, body.get(name)) for name, kind in _ALIASES.items()]
+    given = [one for one in found if one is not None]
+    if len(given) > 1:
         raise invalid(
-            'tools are not supported yet; with tool_choice "none" they may be present',
-            "tools",
+            f"{given[0].where} and {given[1].where} exclude each other; give one of them",
+            given[1].where,
+            "conflicting_fields",
+        )
+    return given[0] if given else None
+
+
+def _response_format(value: Any) -> RequestedGrammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("response_format", "an object")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":  # some servers take a schema beside it
+        schema = value.get("schema")
+        where = "response_format" if schema is None else "response_format.schema"
+        found = _checked(where, "json", {"type": "object"} if schema is None else schema)
+        assert found is not None
+        found.ignored = _others(value, "response_format", "type", "schema")
+        return found
+    if kind == "json_schema":
+        return _json_schema(value)
+    raise invalid(
+        f"response_format of type {shown(kind)} is not supported; text, json_object and "
+        "json_schema are",
+        "response_format.type",
+        "not_supported",
+    )
+
+
+def _json_schema(value: dict[str, Any]) -> RequestedGrammar:
+    path = "response_format.json_schema"
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise wrong_type(path, "an object")
+    name = inner.get("name")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        what = "1 to 64 letters, digits, underscores or dashes"
+        raise invalid(
+            f"{path}.name must be {what}",
+            f"{path}.name",
+            "missing_field" if name is None else "invalid_value",
+        )
+    strict = inner.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise wrong_type(f"{path}.strict", "true or false")
+    if inner.get("schema") is None:
+        raise invalid(f"{path}.schema is required", f"{path}.schema", "missing_field")
+    found = _checked(f"{path}.schema", "json", inner["schema"])
+    assert found is not None
+    found.strict = bool(strict)
+    found.ignored = _others(inner, path, "name", "strict", "schema")
+    return found
+
+
+def _structured_outputs(value: Any) -> RequestedGrammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("structured_outputs", "an object")
+    if value.get("structural_tag") is not None:
+        raise invalid(
+            "structured_outputs.structural_tag is not supported; a grammar says the same",
+            "structured_outputs.structural_tag",
             "not_supported",
         )
-    for field in ("functions", "function_call"):
-        if body.get(field):
-            raise invalid(f"{field} is not supported; use tools", field, "not_supported")
-    form = body.get("response_format")
-    if form is not None and not isinstance(form, dict):
-        raise wrong_type("response_format", "an object")
-    constrained = form is not None and form.get("type") != "text"
-    for field in ("response_format",) if constrained else _CONSTRAINTS:
-        if body.get(field) is not None:
-            raise invalid(
-                f"{field} is not supported yet; the output cannot be constrained",
-                field,
-                "not_supported",
-            )
-
-
-def tool_names(tools: Any) -> set[str]:
-    """The names of the functions. Raises ApiError 400 for what is no list of functions."""
-    if tools is None:
-        return set()
-    if not isinstance(tools, list):
-        raise wrong_type("tools", "a list")
-    if len(tools) > MAX_TOOLS:
-        raise invalid(f"tools takes at most {MAX_TOOLS} items", "tools")
-    names: set[str] = set()
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise wrong_type(f"tools[{i}]", "an object with a function that has a name")
-        names.add(name)
-    return names
-
-
-def _chosen(choice: Any) -> str:
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
+    found = [_checked(f"structured_outputs.{kind}", kind, value.get(kind)) for kind in kinds]
+    if value.get("json_object"):
+        found.append(RequestedGrammar("structured_outputs.json_object", "json", {"type": "object"}))
+    given = [one for one in found if one is not None]
+    if len(given) != 1:
         raise invalid(
-            'tool_choice must be "none", "auto", "required" or name a function', "tool_choice"
+            "structured_outputs takes one of json, json_object, regex, choice and grammar",
+            "structured_outputs",
+            "missing_field" if not given else "conflicting_fields",
         )
-    return name
+    given[0].ignored = _others(value, "structured_outputs", *kinds, "json_object")
+    return given[0]
+
+
+def _checked(where: str, kind: Kind, value: Any) -> RequestedGrammar | None:
+    """Types and sizes alone."""
+    if value is None:
+        return None
+    if kind == "json":
+        if not isinstance(value, (dict, bool, str)):
+            raise wrong_type(where, "a JSON schema")
+    elif kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise wrong_type(where, "a list of strings")
+        if not 1 <= len(value) <= MAX_CHOICES:
+            raise invalid(f"{where} takes 1 to {MAX_CHOICES} strings", where)
+    elif not isinstance(value, str):
+        raise wrong_type(where, "a string")
+    elif not value.strip():
+        raise invalid(f"{where} must not be empty", where)
+    if isinstance(value, str) and len(value) > MAX_BYTES:
+        raise invalid(f"{where} has more than {MAX_BYTES} bytes", where, "grammar_too_large")
+    return RequestedGrammar(where, kind, value)
+
+
+def _others(value: dict[str, Any], path: str, *known: str) -> list[str]:
+    return name_fields(
+        (name for name, one in value.items() if name not in known and one is not None), f"{path}."
+    )
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parse_json(text.encode("utf-8", "replace"))
+    except ApiError as error:
+        raise invalid(f"{where}: {error.message}", where, error.code) from None

@@ -43,7 +43,7 @@ _COMMON = SAMPLING | {
     "deadline_seconds",
     "return_token_ids",
     "best_of",
-    # Constraints on the output, refused as not supported (constraints.py).
+    # What the output may be (constraints.py).
     "response_format",
     "structured_outputs",
     "guided_json",
@@ -105,7 +105,7 @@ _NOT_ALLOWED = frozenset(
     }
 )
 _MAX_NAMED = 16  # ignored fields in the header
-_HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
+_HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
 
 def take_object(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
-from deployments.api.generation.constraints import refuse_constraints
+from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
     CHAT,
     COMPLETION,
@@ -26,6 +26,7 @@ from deployments.api.generation.fields import (
 )
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import sampling_params
+from deployments.api.generation.tools import refuse_tools
 from deployments.api.options import ApiOptions
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
@@ -58,6 +59,7 @@ class OpenAIRequest:
     timing: usage tells how the request fared (the header x-return-timing).
     adapter: of the card, if it is one's.
     streams, emitted, weights: for each prompt, or none; see GenerationRequest.
+    constraint: what the output may be; params have it as a grammar once it is compiled.
     ignored: request fields without effect.
     """
 
@@ -83,6 +85,7 @@ class OpenAIRequest:
     streams: list[str] = field(default_factory=list)
     emitted: list[list[list[int] | None]] = field(default_factory=list)
     weights: str = ""
+    constraint: RequestedGrammar | None = None
     ignored: list[str] = field(default_factory=list)
 
     def _seed_for(self, prompt: list[int]) -> int:
@@ -328,7 +331,7 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
 def _common(
     body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
 ) -> OpenAIRequest:
-    refuse_constraints(body)
+    refuse_tools(body)
     params = sampling_params(body, max_tokens=max_tokens, chat=chat)
     try:
         params.check_vocabulary(card.vocab_size)
@@ -357,6 +360,7 @@ def _common(
         include_usage=include_usage,
         return_token_ids=take_bool(body, "return_token_ids"),
         prompt_logprobs=params.prompt_logprobs is not None,
+        constraint=take_constraint(body),
         ignored=ignored,
     )
 

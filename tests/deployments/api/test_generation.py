@@ -195,6 +195,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "logit_bias": {5: -100, 6: 1.5},
         "logprobs": 3,
         "max_tokens": 32,
+        "structured": None,
     }
     assert given == expected
     assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)

@@ -1,0 +1,180 @@
+"""Structured output at the API: which fields say it, what reaches the engine, what is refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from deployments.api.app import build_asgi
+from deployments.api.generation import grammars
+from deployments.api.options import ApiOptions
+from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.fake_backend import FakeBackend
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+PATH = "response_format.json_schema"
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(work)
+
+
+def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    inner = {"name": "s", "schema": schema, **more}
+    return {"response_format": {"type": "json_schema", "json_schema": inner}}
+
+
+def code_of(reply: Reply) -> tuple[int, str, str | None]:
+    error = reply.json()["error"]
+    return reply.status, error["code"], error["param"]
+
+
+@pytest.mark.parametrize(
+    "fields, kind, text",
+    [
+        (json_schema(SCHEMA), "json_schema", SCHEMA),
+        (json_schema(SCHEMA, strict=True), "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "regex", "[a-z]+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "gbnf", 'root ::= "a"'),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_regex": "a|b"}, "regex", "a|b"),
+        ({"guided_choice": ["a"]}, "choice", ["a"]),
+        ({"guided_grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+        ({"regex": "a"}, "regex", "a"),
+        ({"ebnf": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_forms(
+    backend: FakeBackend, client: Client, fields: dict[str, Any], kind: str, text: Any, chat: bool
+) -> None:
+    """A form that one route takes and the other drops: an answer that is not limited at all."""
+    reply = run(client.chat(**fields) if chat else client.completion(**fields))
+    assert reply.status == 200, reply.body
+    grammar = backend.requests[-1].params.structured
+    assert grammar is not None and grammar.kind == kind
+    found = grammar.text if isinstance(text, str) else json.loads(grammar.text)
+    assert found == text
+    assert reply.header("x-ignored-fields") is None
+
+
+def test_text_is_not_limited(backend: FakeBackend, client: Client) -> None:
+    """A plain chat that pays for a grammar."""
+    for fields in ({}, {"response_format": {"type": "text"}}, {"guided_json": None}):
+        assert run(client.chat(**fields)).status == 200
+        assert backend.requests[-1].params.structured is None
+
+
+@pytest.mark.parametrize(
+    "fields, code, param",
+    [
+        (json_schema({"not": {}}, strict=True), "unsupported_schema", f"{PATH}.schema#/not"),
+        (
+            json_schema({"properties": {"a": {"items": {"uniqueItems": True}}}}, strict=True),
+            "unsupported_schema",
+            f"{PATH}.schema#/properties/a/items/uniqueItems",
+        ),
+        (
+            json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}, strict=True),
+            "unsupported_schema",
+            f"{PATH}.schema#/oneOf",
+        ),
+        (json_schema({"pattern": "a(?=b)"}), "unsupported_schema", f"{PATH}.schema#/pattern"),
+        (json_schema({"enum": []}), "unsatisfiable_schema", f"{PATH}.schema"),
+        (json_schema(False), "unsatisfiable_schema", f"{PATH}.schema"),
+        (json_schema({"$ref": "#/$defs/none"}), "unsupported_schema", f"{PATH}.schema#/$ref"),
+        (json_schema([1]), "invalid_type", f"{PATH}.schema"),
+        (json_schema(SCHEMA, name="a b"), "invalid_value", f"{PATH}.name"),
+        (json_schema(SCHEMA, name=None), "missing_field", f"{PATH}.name"),
+        (json_schema(SCHEMA, strict="yes"), "invalid_type", f"{PATH}.strict"),
+        (json_schema(None), "missing_field", f"{PATH}.schema"),
+        ({"response_format": {"type": "xml"}}, "not_supported", "response_format.type"),
+        ({"response_format": "json"}, "invalid_type", "response_format"),
+        ({"structured_outputs": {}}, "missing_field", "structured_outputs"),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "conflicting_fields",
+            "structured_outputs",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "not_supported",
+            "structured_outputs.structural_tag",
+        ),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "conflicting_fields", "guided_choice"),
+        ({"guided_regex": "(("}, "invalid_grammar", "guided_regex"),
+        ({"guided_regex": "  "}, "invalid_value", "guided_regex"),
+        ({"guided_regex": "a" * 300_000}, "grammar_too_large", "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "invalid_grammar", "guided_grammar"),
+        ({"guided_grammar": "root ::= ("}, "invalid_grammar", "guided_grammar"),
+        ({"guided_choice": []}, "invalid_value", "guided_choice"),
+        ({"guided_choice": [1]}, "invalid_type", "guided_choice"),
+        ({"guided_json": "{"}, "invalid_json", "guided_json"),
+        ({"structured_outputs": {"json": 1}}, "invalid_type", "structured_outputs.json"),
+    ],
+)
+def test_refused_before_anything_is_sent(
+    backend: FakeBackend, client: Client, fields: dict[str, Any], code: str, param: str
+) -> None:
+    """An error of the engine's after the stream has begun, or one that names no field."""
+    assert code_of(run(client.chat(**fields))) == (400, code, param)
+    assert not backend.requests
+
+
+def test_what_is_not_enforced_is_named(backend: FakeBackend, client: Client) -> None:
+    """A schema that is not strict and is followed in part, without a word."""
+    schema = {
+        "properties": {"a": {"not": {"type": "null"}}, "b": {"format": "int32"}},
+        "oneOf": [{"minProperties": 1}, {"required": ["a"]}],
+    }
+    reply = run(client.chat(**json_schema(schema, description="d")))
+    assert reply.status == 200, reply.body
+    named = (reply.header("x-ignored-fields") or "").split(",")
+    names = {name.strip() for name in named}
+    assert f"{PATH}.description" in names
+    assert f"{PATH}.schema#/properties/a/not" in names
+    assert f"{PATH}.schema#/properties/b/format" in names
+    assert f"{PATH}.schema#/oneOf" in names
+    assert any(name.endswith("/0/minProperties") for name in names)
+    grammar = backend.requests[-1].params.structured
+    assert grammar is not None and "not" not in json.loads(grammar.text)["properties"]["a"]
+
+
+def test_a_grammar_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, client: Client) -> None:
+    """A request that waits for a compiler for ever; others that are refused for its sake."""
+    import time
+
+    monkeypatch.setattr(grammars, "SECONDS", 0.2)
+    real = grammars._compiled
+
+    def slow(constraint: Any, compiler: Any) -> Any:
+        if constraint.value == "slow":
+            time.sleep(0.6)
+        return real(constraint, compiler)
+
+    monkeypatch.setattr(grammars, "_compiled", slow)
+
+    async def many() -> list[Reply]:
+        slow_ones = [asyncio.create_task(client.chat(guided_regex="slow")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        return [await client.chat(guided_regex="a"), *[await one for one in slow_ones]]
+
+    waiting, *slow_ones = run(many())
+    assert code_of(waiting)[:2] == (503, "overloaded")
+    assert {code_of(one) for one in slow_ones} == {(400, "grammar_too_complex", "guided_regex")}
+
+
+def test_strict_http_takes_the_fields(backend: FakeBackend) -> None:
+    """Fields that are taken, but not known."""
+    client = Client(build_asgi(backend, ApiOptions(strict=True)))
+    others = {"structured_outputs": {"regex": "a"}}, {"ebnf": 'start: "a"'}
+    for fields in (json_schema(SCHEMA), *others):
+        assert run(client.chat(**fields)).status == 200
