@@ -1,7 +1,6 @@
 """RequestHandle: one request in flight, read from threads or from asyncio.
 
-The engine's frames push to it on one thread; any thread or event loop reads. Text is made when it
-is read, in bulk, except where a stop string must be seen at once.
+The engine's frames push to it on one thread; any thread or event loop reads.
 """
 
 import asyncio
@@ -10,93 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.batch import TokenLogprobs
 from engine.errors import MantaError, RequestReleased
-from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
+from engine.library.outputs import RequestOutput, RequestStatus
+from engine.library.progress import RequestProgress
 from engine.messages import Delta
 
-if TYPE_CHECKING:
-    from engine.text.detokenizer import ChoiceDecoder
-
 Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: it is not there yet
-
-
-class _ChoiceState:
-    """One choice: what came, how much of it is text already, how much was read."""
-
-    __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
-
-    def __init__(self, index: int, decoder: "ChoiceDecoder | None", eager: bool) -> None:
-        self.whole = CompletionOutput(index)  # all so far; its text only after `all`
-        self._decoder = decoder
-        self._eager = eager
-        self._texts: list[str] = []
-        self._decoded = 0  # of whole.token_ids, in _texts
-        self._read = (0, 0)  # of whole.token_ids and of _texts; (-1, -1) once the end was read
-        self._stop_token: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.whole.finish_reason is not None
-
-    @property
-    def has_news(self) -> bool:
-        read = self._read[0]
-        return read >= 0 and (self.ended or read < len(self.whole.token_ids))
-
-    def push(self, delta: Delta) -> bool:
-        """Take a delta; whether the choice has ended with it."""
-        whole, tokens, logprobs = self.whole, delta.token_ids, delta.logprobs
-        finish = delta.finish or None
-        self._stop_token = delta.stop_token
-        if self._eager:
-            finish, kept = self._decode(tokens, delta.finish)
-            tokens = tokens[:kept]
-            logprobs = None if logprobs is None else logprobs[:kept]
-        whole.token_ids += tokens
-        if logprobs is not None:
-            whole.logprobs = [*(whole.logprobs or ()), *logprobs]
-        if finish is not None:
-            whole.finish_reason = finish
-            whole.error = delta.error
-        return finish is not None
-
-    def _decode(self, tokens: list[int], finish: str) -> tuple[str | None, int]:
-        assert self._decoder is not None
-        decoded = self._decoder.feed(tokens, finish, self._stop_token)
-        self._texts.append(decoded.text)
-        self.whole.stop_reason = decoded.stop_reason
-        return decoded.finish_reason, decoded.num_tokens
-
-    def _catch_up(self) -> None:
-        """Make text of what has come since the last time."""
-        decoder, tokens = self._decoder, self.whole.token_ids
-        if decoder is None or self._eager or decoder.finished:
-            return
-        self._decode(tokens[self._decoded :], self.whole.finish_reason or "")
-        self._decoded = len(tokens)
-
-    def take(self) -> CompletionOutput:
-        """What is new since the last take. Legal if has_news."""
-        self._catch_up()
-        whole, (tokens, texts) = self.whole, self._read
-        self._read = (-1, -1) if self.ended else (len(whole.token_ids), len(self._texts))
-        return CompletionOutput(
-            whole.index,
-            "".join(self._texts[texts:]),
-            whole.token_ids[tokens:],
-            whole.finish_reason,
-            whole.stop_reason,
-            None if whole.logprobs is None else whole.logprobs[tokens:],
-            whole.error,
-        )
-
-    def all(self) -> CompletionOutput:
-        self._catch_up()
-        self.whole.text = "".join(self._texts)
-        return self.whole
 
 
 class RequestHandle:
@@ -115,26 +35,13 @@ class RequestHandle:
     """
 
     def __init__(
-        self,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        ids: Sequence[int],
-        decoders: "Sequence[ChoiceDecoder | None]",
-        abort: Callable[[list[int]], None],
-        *,
-        eager: bool,
+        self, progress: RequestProgress, ids: Sequence[int], abort: Callable[[list[int]], None]
     ) -> None:
-        """ids: in the engine, by choice. abort(ids): each that is open ends with an "abort" delta.
-        eager: text is made of each delta as it comes."""
+        """ids: in the engine, by choice. abort(ids): each that is open ends with an "abort"
+        delta."""
+        self._progress: RequestProgress | None = progress  # None: released
         self._ids = ids
         self._abort = abort
-        self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
-        self._choices = [_ChoiceState(i, decoder, eager) for i, decoder in enumerate(decoders)]
-        self._running = len(self._choices)
-        self._cached: int | None = None
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._prompt_logprobs_read = 0
         self._error: MantaError | None = None
         self._lock = threading.Lock()
         self._waits: dict[Future[None], Find] = {}  # who waits, and for what
@@ -144,22 +51,16 @@ class RequestHandle:
     def push(self, choice: int, delta: Delta) -> bool:
         """Take a delta. True: a stop string ended this choice, and the engine should hear of it."""
         with self._lock:
-            if not self._choices or self._choices[choice].ended:
+            if self._progress is None:
                 return False
-            ended = self._choices[choice].push(delta)
-            if delta.cached >= 0:
-                self._cached = delta.cached
-            if delta.prompt_logprobs is not None and choice == 0:
-                self._prompt_logprobs = [*(self._prompt_logprobs or ()), *delta.prompt_logprobs]
-            if ended:
-                self._running -= 1
+            cut = self._progress.push(choice, delta)
             self._wake()
-            return ended and not delta.finish
+            return cut
 
     def fail(self, error: MantaError) -> None:
         """Nothing more will come."""
         with self._lock:
-            if self._running and self._error is None:
+            if self._progress is not None and self._progress.running and self._error is None:
                 self._error = error
                 self._wake()
 
@@ -167,16 +68,8 @@ class RequestHandle:
 
     def status(self) -> RequestStatus:
         with self._lock:
-            self._check()
-            if self._error is not None:
-                return RequestStatus.INTERRUPTED
-            reasons = [choice.whole.finish_reason for choice in self._choices]
-            if self._running == 0:
-                stopped = "abort" in reasons or "error" in reasons
-                return RequestStatus.INTERRUPTED if stopped else RequestStatus.FINISHED
-            most = max(len(choice.whole.token_ids) for choice in self._choices)
-            names = (RequestStatus.INIT, RequestStatus.CONTEXT_FINISHED, RequestStatus.GENERATING)
-            return names[min(most, 2)]
+            progress = self._unreleased()
+            return RequestStatus.INTERRUPTED if self._error else progress.status()
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
         """Wait for something new and return only that; None when all has ended and been read.
@@ -205,20 +98,16 @@ class RequestHandle:
         readable.
         """
         with self._lock:
-            self._check()
-            ids = self._open_ids()
-        self._abort(ids)
+            choices = self._unreleased().open()
+        self._abort([self._ids[choice] for choice in choices])
 
     def release(self) -> None:
         """Cancel if it runs, and give the memory back. Idempotent; any later use is an error."""
         with self._lock:
-            ids = self._open_ids()
-            self._choices = []
-            self._prompt_token_ids = []
-            self._prompt_logprobs = None
-            self._error = RequestReleased("the request was released")
+            progress, self._progress = self._progress, None
             self._wake()
-        self._abort(ids)
+        if progress is not None:
+            self._abort([self._ids[choice] for choice in progress.open()])
 
     def __enter__(self) -> "RequestHandle":
         return self
@@ -276,52 +165,27 @@ class RequestHandle:
     # Under the lock.
 
     def _wake(self) -> None:
+        over = self._progress is None or self._progress.running == 0 or self._error is not None
         for future, find in list(self._waits.items()):
-            if self._over or find == self._news:
+            if over or find == self._news:
                 del self._waits[future]
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
 
-    @property
-    def _over(self) -> bool:
-        return self._running == 0 or self._error is not None
-
-    def _open_ids(self) -> list[int]:
-        pairs = zip(self._ids, self._choices, strict=False)  # no choices after release
-        return [engine_id for engine_id, choice in pairs if not choice.ended]
-
-    def _check(self) -> None:
-        if isinstance(self._error, RequestReleased):
-            raise self._error
+    def _unreleased(self) -> RequestProgress:
+        if self._progress is None:
+            raise RequestReleased("the request was released")
+        return self._progress
 
     def _news(self) -> RequestOutput | EllipsisType | None:
-        self._check()
-        outputs = [choice.take() for choice in self._choices if choice.has_news]
-        if outputs:
-            scores = self._prompt_logprobs
-            if scores is not None:
-                read, self._prompt_logprobs_read = self._prompt_logprobs_read, len(scores)
-                scores = scores[read:] or None
-            return self._output(outputs, scores)
-        if self._error is not None:
+        progress = self._unreleased()
+        out = progress.take()
+        if out is None and self._error is not None:
             raise self._error
-        return None if self._running == 0 else ...
+        return ... if out is None and progress.running else out
 
     def _whole(self) -> RequestOutput | EllipsisType:
+        progress = self._unreleased()
         if self._error is not None:
             raise self._error
-        if self._running:
-            return ...
-        return self._output([choice.all() for choice in self._choices], self._prompt_logprobs)
-
-    def _output(
-        self, outputs: list[CompletionOutput], scores: list[TokenLogprobs | None] | None
-    ) -> RequestOutput:
-        return RequestOutput(
-            self._prompt,
-            self._prompt_token_ids,
-            outputs,
-            self._running == 0,
-            self._cached,
-            scores,
-        )
+        return ... if progress.running else progress.all()

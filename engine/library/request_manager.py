@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest, MantaError
 from engine.library.handle import RequestHandle
+from engine.library.progress import RequestProgress
 from engine.library.prompts import Messages, Prompt, Prompts
 from engine.messages import EngineRequest, EngineStats, Ready, StepFrame
 from engine.process.client import EngineClient, OnProgress
@@ -89,9 +90,8 @@ class RequestManager:
             seed = secrets.randbits(63)
         ids = [next(self._ids) for _ in range(params.n)]
         decoders = [None if tokenizer is None else ChoiceDecoder(tokenizer, params) for _ in ids]
-        handle = RequestHandle(
-            prompt, token_ids, ids, decoders, self._abort, eager=bool(params.stop)
-        )
+        progress = RequestProgress(prompt, token_ids, decoders, eager=bool(params.stop))
+        handle = RequestHandle(progress, ids, self._abort)
         for choice, number in enumerate(ids):
             self._open[number] = (handle, choice)
         try:

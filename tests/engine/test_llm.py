@@ -20,6 +20,7 @@ from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestReleas
 from engine.library.handle import RequestHandle
 from engine.library.llm import make_config
 from engine.library.outputs import RequestOutput, RequestStatus
+from engine.library.progress import RequestProgress
 from engine.messages import Delta, Ready
 from tests.engine import small_tokenizers
 
@@ -226,7 +227,7 @@ def test_get_returns_only_what_is_new(slow: LLM) -> None:
 def test_states_in_order() -> None:
     """context_finished is never seen, or a request goes back to an earlier state."""
 
-    handle = RequestHandle(None, [5], [1], [None], lambda ids: None, eager=False)
+    handle = RequestHandle(RequestProgress(None, [5], [None], eager=False), [1], lambda ids: None)
     seen = [handle.status()]
     for delta in (Delta(1, [], cached=0), Delta(1, [6]), Delta(1, [7]), Delta(1, [8], "length")):
         handle.push(0, delta)

@@ -1,0 +1,166 @@
+"""RequestProgress: what has come of one request, and how much of it was read. Knows no threads.
+
+Text is made when it is read, in bulk, except where a stop string must be seen at once.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.batch import TokenLogprobs
+from engine.library.outputs import CompletionOutput, RequestOutput, RequestStatus
+from engine.messages import Delta
+
+if TYPE_CHECKING:
+    from engine.text.detokenizer import ChoiceDecoder
+
+
+class _ChoiceState:
+    """One choice: what came, how much of it is text already, how much was read."""
+
+    __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
+
+    def __init__(self, index: int, decoder: "ChoiceDecoder | None", eager: bool) -> None:
+        self.whole = CompletionOutput(index)  # all so far; its text only after `all`
+        self._decoder = decoder
+        self._eager = eager
+        self._texts: list[str] = []
+        self._decoded = 0  # of whole.token_ids, in _texts
+        self._read = (0, 0)  # of whole.token_ids and of _texts; (-1, -1) once the end was read
+        self._stop_token: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.whole.finish_reason is not None
+
+    @property
+    def has_news(self) -> bool:
+        read = self._read[0]
+        return read >= 0 and (self.ended or read < len(self.whole.token_ids))
+
+    def push(self, delta: Delta) -> bool:
+        """Take a delta; whether the choice has ended with it."""
+        whole, tokens, logprobs = self.whole, delta.token_ids, delta.logprobs
+        finish = delta.finish or None
+        self._stop_token = delta.stop_token
+        if self._eager:
+            finish, kept = self._decode(tokens, delta.finish)
+            tokens = tokens[:kept]
+            logprobs = None if logprobs is None else logprobs[:kept]
+        whole.token_ids += tokens
+        if logprobs is not None:
+            whole.logprobs = [*(whole.logprobs or ()), *logprobs]
+        if finish is not None:
+            whole.finish_reason = finish
+            whole.error = delta.error
+        return finish is not None
+
+    def _decode(self, tokens: list[int], finish: str) -> tuple[str | None, int]:
+        assert self._decoder is not None
+        decoded = self._decoder.feed(tokens, finish, self._stop_token)
+        self._texts.append(decoded.text)
+        self.whole.stop_reason = decoded.stop_reason
+        return decoded.finish_reason, decoded.num_tokens
+
+    def _catch_up(self) -> None:
+        """Make text of what has come since the last time."""
+        decoder, tokens = self._decoder, self.whole.token_ids
+        if decoder is None or self._eager or decoder.finished:
+            return
+        self._decode(tokens[self._decoded :], self.whole.finish_reason or "")
+        self._decoded = len(tokens)
+
+    def take(self) -> CompletionOutput:
+        """What is new since the last take. Legal if has_news."""
+        self._catch_up()
+        whole, (tokens, texts) = self.whole, self._read
+        self._read = (-1, -1) if self.ended else (len(whole.token_ids), len(self._texts))
+        return CompletionOutput(
+            whole.index,
+            "".join(self._texts[texts:]),
+            whole.token_ids[tokens:],
+            whole.finish_reason,
+            whole.stop_reason,
+            None if whole.logprobs is None else whole.logprobs[tokens:],
+            whole.error,
+        )
+
+    def all(self) -> CompletionOutput:
+        self._catch_up()
+        self.whole.text = "".join(self._texts)
+        return self.whole
+
+
+class RequestProgress:
+    """All choices of a request. running: how many have not ended.
+
+    decoders: of each choice; None: its text stays "". eager: make text of each delta as it comes.
+    """
+
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        decoders: "Sequence[ChoiceDecoder | None]",
+        *,
+        eager: bool,
+    ) -> None:
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._choices = [_ChoiceState(i, decoder, eager) for i, decoder in enumerate(decoders)]
+        self.running = len(self._choices)
+        self._cached: int | None = None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_logprobs_read = 0
+
+    def push(self, index: int, delta: Delta) -> bool:
+        """Take a delta of a choice. True: a stop string has ended it, of which the engine does not
+        know."""
+        choice = self._choices[index]
+        if choice.ended:
+            return False
+        ended = choice.push(delta)
+        if delta.cached >= 0:
+            self._cached = delta.cached
+        if delta.prompt_logprobs is not None and index == 0:
+            self._prompt_logprobs = [*(self._prompt_logprobs or ()), *delta.prompt_logprobs]
+        self.running -= ended
+        return ended and not delta.finish
+
+    def open(self) -> list[int]:
+        """The choices that run."""
+        return [choice.whole.index for choice in self._choices if not choice.ended]
+
+    def status(self) -> RequestStatus:
+        if self.running == 0:
+            reasons = [choice.whole.finish_reason for choice in self._choices]
+            stopped = "abort" in reasons or "error" in reasons
+            return RequestStatus.INTERRUPTED if stopped else RequestStatus.FINISHED
+        most = max(len(choice.whole.token_ids) for choice in self._choices)
+        names = (RequestStatus.INIT, RequestStatus.CONTEXT_FINISHED, RequestStatus.GENERATING)
+        return names[min(most, 2)]
+
+    def take(self) -> RequestOutput | None:
+        """What is new since the last take, if anything is."""
+        outputs = [choice.take() for choice in self._choices if choice.has_news]
+        if not outputs:
+            return None
+        scores = self._prompt_logprobs
+        if scores is not None:
+            read, self._prompt_logprobs_read = self._prompt_logprobs_read, len(scores)
+            scores = scores[read:] or None
+        return self._output(outputs, scores)
+
+    def all(self) -> RequestOutput:
+        return self._output([choice.all() for choice in self._choices], self._prompt_logprobs)
+
+    def _output(
+        self, outputs: list[CompletionOutput], scores: list[TokenLogprobs | None] | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            self._prompt,
+            self._prompt_token_ids,
+            outputs,
+            self.running == 0,
+            self._cached,
+            scores,
+        )
