@@ -2,12 +2,16 @@
 against known traps.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.deployments.serve_cluster import Cluster
 
 # Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
 # handlers are for children that go on with gRPC; these only exec, and one that hung before that was
@@ -26,7 +30,44 @@ def default_model() -> Path:
     return resolve_model(spec, progress=lambda what, done, total: None)
 
 
+_shared_cluster = contextlib.ExitStack()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator["Cluster"]:
+    """A Ray with Serve behind Serve's own proxy, set up as `manta serve` does. Files share it that
+    bring applications of their own, and delete them: a start takes as long as many a test."""
+    from deployments.app import cluster_environment
+    from deployments.config.load import parse_config
+    from tests.deployments.serve_cluster import ray_and_serve
+
+    config = parse_config({"model": "default", "http": {"proxy": "serve"}}, {})
+    # The cluster's processes get these variables, its drivers do not.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster_environment(config, "").items():
+            patch.setenv(name, value)
+        cluster = _shared_cluster.enter_context(ray_and_serve(4))
+    yield cluster
+    _shared_cluster.close()  # after Ctrl-C; else it has been
+
+
+def _shares(item: pytest.Item) -> bool:
+    return "shared_cluster" in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """The shared cluster ends with the last test that uses it: others start a Ray of their own in
+    this process, or look at clocks."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or not _shares(nextitem):
+            _shared_cluster.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_shares, reverse=True)  # one after the other; else in their order
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

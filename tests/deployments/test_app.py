@@ -12,7 +12,7 @@ import pytest
 from deployments.app import NodeCapacity, as_config, assemble, build, pools, serve_config
 from deployments.config.load import MantaConfig, parse_config
 from engine.errors import ConfigError
-from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
+from tests.deployments.serve_cluster import Cluster, fake_engine, tiny_model
 
 
 def wait(condition, seconds: float = 30.0):
@@ -135,9 +135,12 @@ def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, mo
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with ray_and_serve() as found:
-        yield found
+def cluster(shared_cluster: Cluster):
+    from ray import serve
+
+    yield shared_cluster
+    for name in list(serve.status().applications):
+        serve.delete(name)
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,21 @@
 """From another Ray job: typed with Manta installed, plain dicts without. Each in its own driver."""
 
-import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from deployments.app import assemble, cluster_environment
+from deployments.app import assemble
 from deployments.config.load import parse_config
-from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
+from tests.deployments.serve_cluster import Cluster, fake_engine, tiny_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(shared_cluster: Cluster, tmp_path_factory):
     from ray import serve
 
     model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
@@ -31,16 +28,9 @@ def cluster(tmp_path_factory):
         },
         {},
     )
-    folder = tempfile.mkdtemp(prefix="h")  # short: haproxy puts sockets in it
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        # As `manta serve`: the cluster's tasks and actors get these variables, its drivers do not.
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in cluster_environment(config, folder).items():
-                patch.setenv(name, value)
-            found = stack.enter_context(ray_and_serve())
-        serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
-        yield found
+    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
+    yield shared_cluster
+    serve.delete("manta")
 
 
 def driver(cluster: Cluster, code: str, folder: Path) -> str:

@@ -16,7 +16,7 @@ from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
 from tests.deployments.live import parse_metrics
-from tests.deployments.serve_cluster import FAKE, Cluster, ray_and_serve, tiny_model
+from tests.deployments.serve_cluster import FAKE, Cluster, tiny_model
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -36,7 +36,7 @@ def talkative(settings: ReplicaSettings) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two routers and two fake engines, lines for every request, as JSON."""
     from ray import serve
 
@@ -50,16 +50,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         },
         {},
     )
-    with ray_and_serve() as found:
-        serve.run(assemble(config, talkative), name=APP, route_prefix="/")
-        handle = serve.get_app_handle(APP)
+    serve.run(assemble(config, talkative), name=APP, route_prefix="/")
+    handle = serve.get_app_handle(APP)
 
-        def settled() -> bool:
-            routers = handle.broadcast("state").results(timeout_s=10)
-            return len(routers) == 2 and all(len(one["replicas"]) == 2 for one in routers)
+    def settled() -> bool:
+        routers = handle.broadcast("state").results(timeout_s=10)
+        return len(routers) == 2 and all(len(one["replicas"]) == 2 for one in routers)
 
-        wait(settled)
-        yield found
+    wait(settled)
+    yield shared_cluster
+    serve.delete(APP)
 
 
 def ask(cluster: Cluster, id: str) -> dict[str, Any]:

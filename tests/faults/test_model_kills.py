@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.deployments.serve_cluster import ray_and_serve
+from tests.deployments.serve_cluster import Cluster
 from tests.engine.lora.adapters import save_adapter
 from tests.faults.cluster import Broken, deployed
 from tests.faults.soak import ENGINE
@@ -36,22 +36,19 @@ def adapter(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def broken(default_model: Path, adapter: Path) -> Iterator[Broken]:
+def broken(shared_cluster: Cluster, default_model: Path, adapter: Path) -> Iterator[Broken]:
     engine = {**ENGINE, "max_loras": 2, "max_lora_rank": 8}
     adapters = {"paths": {TUNED: str(adapter)}}
-    with (
-        ray_and_serve(4) as cluster,
-        deployed(
-            cluster,
-            default_model,
-            None,
-            replicas=2,
-            routers=1,
-            num_cpus=0.5,
-            engine=engine,
-            adapters=adapters,
-        ) as found,
-    ):
+    with deployed(
+        shared_cluster,
+        default_model,
+        None,
+        replicas=2,
+        routers=1,
+        num_cpus=0.5,
+        engine=engine,
+        adapters=adapters,
+    ) as found:
         yield found
 
 
@@ -67,7 +64,13 @@ def bodies(stop: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("after", "number"), [(0.3, signal.SIGKILL), (2.5, signal.SIGKILL), (2.5, signal.SIGSEGV)]
+    ("after", "number"),
+    [
+        (0.3, signal.SIGKILL),
+        (2.5, signal.SIGKILL),
+        # With engines that count: test_kills.py.
+        pytest.param(2.5, signal.SIGSEGV, marks=pytest.mark.long),
+    ],
 )
 def test_same_text_from_another_replica(
     broken: Broken, after: float, number: signal.Signals

@@ -1,9 +1,6 @@
 """Client processes on Ray's nodes."""
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,34 +10,13 @@ from loadtest.http import clock
 from loadtest.measure.figures import percentiles
 from loadtest.runner import RunOptions, Task, run
 from loadtest.scenario.parse import parse
+from tests.deployments.serve_cluster import Cluster
 from tests.loadtest.fake_server import FakeServer
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    """Of a Ray cluster with two CPUs."""
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="r")  # short: Ray puts sockets in it
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=80 * 2**20,
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
-        yield context.address_info["gcs_address"]
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.serve
 @pytest.mark.slow
-def test_actors_share_a_run(address: str, tmp_path: Path) -> None:
+def test_actors_share_a_run(shared_cluster: Cluster, tmp_path: Path) -> None:
     """Shares that overlap or leave requests out; percentiles merged from percentiles; key files and
     traces that only one machine has."""
     (tmp_path / "gold.key").write_text("secret\n")
@@ -53,7 +29,7 @@ def test_actors_share_a_run(address: str, tmp_path: Path) -> None:
     )
     with FakeServer(first=lambda number: 0.02 + number % 10 * 0.01, gap=0.005) as server:
         task = Task(text, folder=tmp_path, overrides={"target.url": server.url})
-        result = run(task, RunOptions(procs=2, ray=address))
+        result = run(task, RunOptions(procs=2, ray=shared_cluster.address))
     s, records = result.summary, result.records
     assert s.reasons == [] or "client" in s.reasons[0]
     assert (s.requests, s.succeeded, s.warmup_requests) == (80, 80, 6)
