@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.deployments.serve_cluster import Cluster
 from tests.engine.lora.adapters import save_adapter
+from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed
 from tests.faults.soak import ENGINE
 
@@ -104,11 +105,8 @@ def test_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
     body = {"messages": QUESTION, "max_tokens": 48, "ignore_eos": True, **kind}
     tuned = {**body, "model": TUNED}
 
-    async def case() -> None:
-        await broken.settled(120)
-        base, right = await asyncio.gather(broken.ask(body), broken.ask(tuned))
-        assert not base.error and not right.error, (base, right)
-        assert all(right.texts[index] != text for index, text in base.texts.items())
+    async def killed() -> Said:
+        """The answer, of which a part came from an engine that is gone."""
         task = asyncio.create_task(broken.ask(tuned))
         victims = []
         while not victims:  # whichever has it
@@ -118,8 +116,19 @@ def test_the_adapter_goes_along(broken: Broken, kind: dict[str, Any]) -> None:
         await asyncio.sleep(0.5)
         (engine,) = (one for one in broken.find("engine") if one.pid == victims[0])
         assert engine.send(signal.SIGKILL)
-        said = await task
-        assert said.outcome == right.outcome
+        return await task
+
+    async def case() -> None:
+        await broken.settled(120)
+        base, right = await asyncio.gather(broken.ask(body), broken.ask(tuned))
+        assert not base.error and not right.error, (base, right)
+        assert all(right.texts[index] != text for index, text in base.texts.items())
+        for _ in range(3):  # on a busy machine all may be said before the signal comes
+            said = await killed()
+            assert said.outcome == right.outcome
+            if said.migrations:
+                break
+            await broken.settled(120)
         assert said.migrations >= 1 and not right.migrations
         print(f"{kind}: {said.migrations} went on elsewhere, longest gap {said.gap:.2f} s")
 
