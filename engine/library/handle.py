@@ -4,10 +4,11 @@ The engine's frames push to it on one thread; any thread or event loop reads.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.library.progress import RequestProgress
 from engine.messages import Delta
 
 Find = Callable[[], RequestOutput | EllipsisType | None]  # `...`: it is not there yet
+Wake = Callable[[], None]
 
 
 class RequestHandle:
@@ -44,7 +46,7 @@ class RequestHandle:
         self._abort = abort
         self._error: MantaError | None = None
         self._lock = threading.Lock()
-        self._waits: dict[Future[None], Find] = {}  # who waits, and for what
+        self._waits: dict[Wake, Find] = {}  # who waits, and for what
 
     # For who started it.
 
@@ -132,45 +134,52 @@ class RequestHandle:
 
     def _block(self, find: Find, timeout: float | None) -> RequestOutput | None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while isinstance(found := self._ask(find), Future):
+        while True:
+            gate = threading.Event()
+            if (found := self._ask(find, gate.set)) is not ...:
+                return found
             try:
-                found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise TimeoutError(f"still waiting after {timeout} s") from None
-            finally:
-                self._forget(found)
-        return found
+                if not gate.wait(None if deadline is None else deadline - time.monotonic()):
+                    raise TimeoutError(f"still waiting after {timeout} s")
+            except BaseException:
+                self._forget(gate.set)
+                raise
 
     async def _wait(self, find: Find) -> RequestOutput | None:
-        while isinstance(found := self._ask(find), Future):
+        loop = asyncio.get_running_loop()
+        while True:
+            future = loop.create_future()
+            wake = partial(_resolve, loop, future)
+            if (found := self._ask(find, wake)) is not ...:
+                return found
             try:
-                await asyncio.wrap_future(found)
-            finally:
-                self._forget(found)
-        return found
+                await future
+            except BaseException:
+                self._forget(wake)
+                raise
 
-    def _ask(self, find: Find) -> "RequestOutput | Future[None] | None":
+    def _ask(self, find: Find, wake: Wake) -> RequestOutput | EllipsisType | None:
+        """What is found; if it is not there yet, wake is called when it may be, once."""
         with self._lock:
-            out = find()
-            if out is not ...:
-                return out
-            future: Future[None] = Future()
-            self._waits[future] = find
-            return future
+            found = find()
+            if found is ...:
+                self._waits[wake] = find
+            return found
 
-    def _forget(self, future: "Future[None]") -> None:
+    def _forget(self, wake: Wake) -> None:
         with self._lock:
-            self._waits.pop(future, None)
+            self._waits.pop(wake, None)
 
     # Under the lock.
 
     def _wake(self) -> None:
+        if not self._waits:
+            return
         over = self._progress is None or self._progress.running == 0 or self._error is not None
-        for future, find in list(self._waits.items()):
+        for wake, find in list(self._waits.items()):
             if over or find == self._news:
-                del self._waits[future]
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
+                del self._waits[wake]
+                wake()
 
     def _unreleased(self) -> RequestProgress:
         if self._progress is None:
@@ -189,3 +198,17 @@ class RequestHandle:
         if self._error is not None:
             raise self._error
         return ... if progress.running else progress.all()
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
+    """From any thread."""
+    if asyncio._get_running_loop() is not loop:
+        with contextlib.suppress(RuntimeError):  # that loop is closed
+            loop.call_soon_threadsafe(_set, future)
+    else:
+        _set(future)
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
