@@ -41,6 +41,7 @@ MADE_BY = {
     "simulate-calibration": "`python -m bench.simulate calibrate`: a real replica's steps, "
     "and the simulator against it",
     "step-profile": "`python -m bench.step_profile`: kernels of a step, floors and gaps",
+    "structured": "`python -m bench.structured`: schemas against two suites of documents",
     "versus-cpu": "`python -m bench.versus_cpu`: Manta's engine against transformers",
     "versus-engine": "`python -m bench.versus_engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m bench.versus_http`: Manta's server against another",

@@ -46,7 +46,8 @@ _UNENFORCED: dict[str, tuple[Any, ...]] = {
 }
 _BESIDE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 
-_INT64 = 2**63
+# The largest float below 2**63: llguidance keeps bounds as floats, and digits in 64 bits.
+_LARGEST = 2**63 - 1024
 
 
 class UnsupportedSchema(InvalidRequest):
@@ -152,10 +153,13 @@ class _Walk:
         if isinstance(branches, list) and "anyOf" not in schema and self._disjoint(branches):
             schema["anyOf"] = schema.pop("oneOf")
         if schema.get("type") == "integer" and not {"enum", "const"} & schema.keys():
-            if not {"minimum", "exclusiveMinimum"} & schema.keys() and _below(schema, _INT64):
-                schema["minimum"] = -_INT64
-            if not {"maximum", "exclusiveMaximum"} & schema.keys() and _above(schema, -_INT64):
-                schema["maximum"] = _INT64 - 1
+            low = [schema.get(name, 0) for name in ("minimum", "exclusiveMinimum")]
+            high = [schema.get(name, 0) for name in ("maximum", "exclusiveMaximum")]
+            if all(isinstance(v, (int, float)) and abs(v) < _LARGEST for v in (*low, *high)):
+                if not {"minimum", "exclusiveMinimum"} & schema.keys():
+                    schema["minimum"] = -_LARGEST
+                if not {"maximum", "exclusiveMaximum"} & schema.keys():
+                    schema["maximum"] = _LARGEST
 
     # ---- oneOf ---------------------------------------------------------------------------------
 
@@ -181,17 +185,6 @@ class _Walk:
 def _is_old(draft: Any) -> bool:
     """`items` may be a list there."""
     return isinstance(draft, str) and "json-schema.org" in draft and "2020-12" not in draft
-
-
-def _below(schema: dict[str, Any], bound: int) -> bool:
-    """No maximum that -2**63 could be above."""
-    given = [schema.get(name) for name in ("maximum", "exclusiveMaximum")]
-    return all(not isinstance(v, (int, float)) or -bound < v for v in given)
-
-
-def _above(schema: dict[str, Any], bound: int) -> bool:
-    given = [schema.get(name) for name in ("minimum", "exclusiveMinimum")]
-    return all(not isinstance(v, (int, float)) or v < -bound - 1 for v in given)
 
 
 def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:

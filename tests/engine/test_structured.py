@@ -295,6 +295,26 @@ def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -
     assert caught.value.code == "grammar_too_complex"
 
 
+@pytest.mark.parametrize(
+    "bounds, fit, not_fit",
+    [
+        ({}, [0, -5, 2**63 - 1024, -(2**63) + 1024], [10**30, -(2**63)]),
+        ({"minimum": 1}, [1, 10**18], [0, 10**30]),
+        ({"exclusiveMaximum": 0}, [-1, -(10**18)], [0, -(10**30)]),
+    ],
+    ids=str,
+)
+def test_integers_have_64_bits(
+    compiler: Compiler, bounds: dict[str, Any], fit: list[int], not_fit: list[int]
+) -> None:
+    """Digits for ever; bounds that do not compile, so that no integer can be asked for."""
+    matcher = compiler.compile(Grammar.json_schema({"type": "integer", **bounds}))
+    for value in [*fit, *not_fit]:
+        one = Constraint(matcher.deep_copy(), compiler.vocabulary)
+        takes = one.resume(TOKENIZER.encode(str(value))) and EOS in allowed(one)
+        assert takes == (value in fit), value
+
+
 # ---- the step loop -----------------------------------------------------------------------------
 
 
