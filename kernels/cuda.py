@@ -1,111 +1,124 @@
-"""The CUDA back end: `kernels.dispatch.Kernels`, in Triton where that beats the library."""
+"""The CUDA back end, in Triton where that beats the library."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.activation import gelu_tanh_mul, silu_mul
+from kernels import activation, kv_write, lora, norm
 from kernels.attention.decode import attention_decode, plan
 from kernels.attention.prefill import attention_prefill
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import fits, gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
-from kernels.kv_write import rope_kv_write
-from kernels.lora import lora_add, lora_gated
-from kernels.metadata import AttentionMeta
-from kernels.norm import rms_norm
-
-__all__ = [
-    "DETERMINISTIC",
-    "GATES",
-    "attention",
-    "gelu_tanh_mul",
-    "linear",
-    "linear_add",
-    "lora_add",
-    "lora_gated",
-    "norm_gated_linear",
-    "norm_linear",
-    "prepare",
-    "rms_norm",
-    "rope_kv_write",
-    "silu_mul",
-    "tune_linear",
-]
-
-DETERMINISTIC = False
-GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+from kernels.reference import Kernels
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if fits(x):
-        return gemv(x, weight, bias)
-    if few_rows_fit(x, weight):
-        return few_rows(x, weight, bias)
-    return cublaslt.linear(x, weight, bias)
+class Cuda(Kernels):
+    """Whatever may sit in a CUDA graph: it launches on the current stream and reads nothing
+    back."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.silu_mul(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_tanh_mul(gate_up)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if fits(x):
+            return gemv(x, weight, bias)
+        if few_rows_fit(x, weight):
+            return few_rows(x, weight, bias)
+        return cublaslt.linear(x, weight, bias)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        if fits(x):
+            return gemv(x, weight, bias, norm=norm, eps=eps)
+        return super().norm_linear(x, norm, eps, weight, bias)
+
+    def norm_gated_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: str,
+    ) -> Tensor:
+        if fits(x):
+            return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
+        return super().norm_gated_linear(x, norm, eps, weight, bias, gate)
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        if fits(x):
+            return gemv(x, weight, bias, residual=residual)
+        if few_rows_fit(x, weight):
+            return few_rows(x, weight, bias, residual)
+        if bias is not None:
+            residual += bias
+        return cublaslt.linear_add_(x, weight, residual)
+
+    def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+        tune(weights, sizes, add)
+
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
+        _count(meta)
+        if meta.num_decodes:
+            assert meta.counts is not None
+            kv_len = meta.kv_len[: meta.num_decodes]
+            meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1])
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        num_heads: int,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        return kv_write.rope_kv_write(
+            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta
+        )
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        """Leading decodes and the rest each have their kernel."""
+        num_tokens, num_heads, head_dim = q.shape
+        out = q.new_empty((num_tokens, num_heads * head_dim))
+        if meta.counts is None:
+            self.prepare(meta, num_heads, k_cache)
+        if meta.num_decodes:
+            attention_decode(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan)
+        if num_tokens > meta.num_decodes:
+            attention_prefill(q, k_cache, v_cache, out, scale, meta)
+        return out
+
+    def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+        return lora.lora_add(y, x, layer, step)
+
+    def lora_gated(
+        self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
+    ) -> Tensor:
+        return lora.lora_gated(gate_up, x, layer, step, gate)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if fits(x):
-        return gemv(x, weight, bias, norm=norm, eps=eps)
-    return linear(rms_norm(x, norm, eps), weight, bias)
-
-
-def norm_gated_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: str
-) -> Tensor:
-    if fits(x):
-        return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
-    return GATES[gate](linear(rms_norm(x, norm, eps), weight, bias))
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    if fits(x):
-        return gemv(x, weight, bias, residual=residual)
-    if few_rows_fit(x, weight):
-        return few_rows(x, weight, bias, residual)
-    if bias is not None:
-        residual += bias
-    return cublaslt.linear_add_(x, weight, residual)
-
-
-def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-    tune(weights, sizes, add)
-
-
-def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-    """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
+def _count(meta: AttentionMeta) -> None:
+    """Where the step's inputs have not said it on the device."""
     if meta.counts is None:
         counts = [meta.num_decodes, len(meta.kv_len)]
         meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)
-    if meta.num_decodes:
-        kv_len = meta.kv_len[: meta.num_decodes]
-        meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1])
-
-
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
-) -> Tensor:
-    """Leading decodes and the rest each have their kernel."""
-    num_tokens, num_heads, head_dim = q.shape
-    out = q.new_empty((num_tokens, num_heads * head_dim))
-    if meta.counts is None:
-        prepare(meta, num_heads, k_cache)
-    assert meta.counts is not None
-    if meta.num_decodes:
-        attention_decode(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan)
-    if num_tokens > meta.num_decodes:
-        attention_prefill(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            meta.block_table,
-            meta.query_start,
-            meta.kv_len,
-            meta.counts,
-            scale,
-        )
-    return out

@@ -9,85 +9,41 @@ and never splits them. Everything else goes row by row anyway.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from kernels.activation import gelu_tanh_mul, silu_mul
 from kernels.attention.prefill import attention_prefill
-from kernels.cuda import GATES
+from kernels.cuda import Cuda, _count
 from kernels.gemm.deterministic import linear_fixed
-from kernels.kv_write import rope_kv_write
-from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
-from kernels.norm import rms_norm
-
-__all__ = [
-    "DETERMINISTIC",
-    "GATES",
-    "attention",
-    "gelu_tanh_mul",
-    "linear",
-    "linear_add",
-    "lora_add",
-    "lora_gated",
-    "norm_gated_linear",
-    "norm_linear",
-    "prepare",
-    "rms_norm",
-    "rope_kv_write",
-    "silu_mul",
-    "tune_linear",
-]
-
-DETERMINISTIC = True
+from kernels.reference import Kernels
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear_fixed(x, weight, bias)
+class CudaDeterministic(Cuda):
+    DETERMINISTIC = True
 
+    # As they are made of the products below, not as Cuda fuses them.
+    norm_linear = Kernels.norm_linear
+    norm_gated_linear = Kernels.norm_gated_linear
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear_fixed(rms_norm(x, norm, eps), weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_fixed(x, weight, bias)
 
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        return linear_fixed(x, weight, bias, residual)
 
-def norm_gated_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: str
-) -> Tensor:
-    return GATES[gate](norm_linear(x, norm, eps, weight, bias))
+    def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+        """Nothing that time may decide."""
 
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        _count(meta)
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return linear_fixed(x, weight, bias, residual)
-
-
-def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-    """Nothing that time may decide."""
-
-
-def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-    if meta.counts is None:
-        counts = [meta.num_decodes, len(meta.kv_len)]
-        meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)
-
-
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
-) -> Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    out = q.new_empty((num_tokens, num_heads * head_dim))
-    if meta.counts is None:
-        prepare(meta, num_heads, k_cache)
-    assert meta.counts is not None
-    attention_prefill(
-        q,
-        k_cache,
-        v_cache,
-        out,
-        meta.block_table,
-        meta.query_start,
-        meta.kv_len,
-        meta.counts,
-        scale,
-        deterministic=True,
-    )
-    return out
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = q.shape
+        out = q.new_empty((num_tokens, num_heads * head_dim))
+        _count(meta)
+        attention_prefill(q, k_cache, v_cache, out, scale, meta, deterministic=True)
+        return out

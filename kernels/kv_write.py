@@ -157,7 +157,7 @@ def rope_kv_write(
     num_heads: int,
     meta: AttentionMeta,
 ) -> Tensor:
-    """See `kernels.dispatch.Kernels.rope_kv_write`. A slot of -1 writes no key or value."""
+    """See `kernels.reference.Kernels.rope_kv_write`. A slot of -1 writes no key or value."""
     num_tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     rotary_dim = cos_sin.shape[-1]

@@ -380,7 +380,7 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
 
 
 def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-    """See `kernels.dispatch.Kernels`. y and x contiguous; at most three parts."""
+    """See `kernels.reference.Kernels`. y and x contiguous; at most three parts."""
     splits = lora_shrink(x, layer, step)
     outs = (*layer.outs, 0, 0)[:MAX_PARTS]
     wide = CLASSES[0][0] < x.shape[0] <= CLASSES[1][0] and step.block_m <= 32
@@ -414,7 +414,7 @@ def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
 
 
 def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
-    """See `kernels.dispatch.Kernels`."""
+    """See `kernels.reference.Kernels`."""
     splits = lora_shrink(x, layer, step)
     size = layer.outs[0]
     assert layer.outs == (size, size)

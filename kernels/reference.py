@@ -1,5 +1,7 @@
-"""Every kernel in plain torch: the oracle that other back ends are tested against, and what the CPU
-back end (kernels/cpu/native.py) falls back to.
+"""Kernels: the operations that a model step is made of, each in plain torch.
+
+It is the base of every back end, which overrides what it has a faster way for, and the oracle that
+they are tested against: a new operation is a method here and, where it matters, one in a back end.
 
 What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
 computed at the first layer and kept in ``meta.plan``.
@@ -9,141 +11,178 @@ entries of like length are padded to one length, so one long request among short
 make all of them long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import (
-    gelu,
-    linear,
-    scaled_dot_product_attention,
-    silu,
-)
-from torch.nn.functional import (
-    rms_norm as _rms_norm,
-)
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm as _rms_norm
 
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
-__all__ = [
-    "DETERMINISTIC",
-    "GATES",
-    "attention",
-    "gelu_tanh_mul",
-    "linear",
-    "linear_add",
-    "lora_add",
-    "lora_gated",
-    "norm_gated_linear",
-    "norm_linear",
-    "prepare",
-    "rms_norm",
-    "rope_kv_write",
-    "silu_mul",
-    "tune_linear",
-]
 
-DETERMINISTIC = False
+class Kernels:
+    """All tensors are contiguous unless said otherwise and live on one device; x is
+    [num_tokens, hidden]."""
 
+    DETERMINISTIC = False  # a token's numbers depend on its request alone, bit by bit
 
-def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-    meta.plan = _make_plan(meta, k_cache)
+    def __init__(self) -> None:
+        # hidden_act of config.json -> gated activation
+        self.GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+            "silu": self.silu_mul,
+            "gelu_pytorch_tanh": self.gelu_tanh_mul,
+        }
 
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """Once a step and group of layers, before the layers: fill meta.plan with what they share.
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != torch.float32:
-        return _rms_norm(x, weight.shape, weight, eps)
-    # Half the operations of the composite above; the sum of squares must not be rounded to 16 bits.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1])
-    return torch.mul(x, mean.rsqrt_()).mul_(weight)
+        It may do nothing. k_cache is any of these layers'; it gives block size, KV heads and head
+        size. On CUDA it launches on the current stream and reads nothing back, so it can sit in a
+        graph.
+        """
+        meta.plan = _make_plan(meta, k_cache)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight, computed in float32, returned in x's dtype."""
+        if x.dtype != torch.float32:
+            return _rms_norm(x, weight.shape, weight, eps)
+        # Half the operations of the composite above; the sum of squares must not be rounded to 16
+        # bits.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1])
+        return torch.mul(x, mean.rsqrt_()).mul_(weight)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
+        size = gate_up.shape[-1] // 2
+        return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[-1] // 2
+        return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias; weight is [out, in]."""
+        return linear(x, weight, bias)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """linear(rms_norm(x)): what stands before attention."""
+        return self.linear(self.rms_norm(x, norm, eps), weight, bias)
+
+    def norm_gated_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,  # [2 * out, in]: the gate's rows, then the up's
+        bias: Tensor | None,
+        gate: str,  # a key of GATES
+    ) -> Tensor:
+        """gate(linear(rms_norm(x))) -> [num_tokens, out]: the first half of an MLP."""
+        return self.GATES[gate](self.norm_linear(x, norm, eps, weight, bias))
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """residual + linear(x), written over residual."""
+        return residual.add_(self.linear(x, weight, bias))
+
+    def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
+        """Look for a faster way to do linear (add: linear_add) with these weights, all of one
+        shape, for these numbers of rows of x. It may do nothing."""
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        # [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)
+        cos_sin: Tensor,
+        # [head_dim]: RMS norm over each head before the rotation (Qwen3), or None
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
+        v_cache: Tensor,
+        num_heads: int,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Split, norm and rotate; write keys and values to the cache.
+
+        Returns q [num_tokens, num_heads, head_dim].
+        """
+        num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+        plan = _plan(meta, k_cache)
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        turning = heads[:, : num_heads + num_kv_heads]
+        if q_norm is not None and k_norm is not None:
+            q, k = turning[:, :num_heads], turning[:, num_heads:]
+            turning = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
+        if plan.cos is None or plan.sin is None:
+            plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
+        turned = _rotate(turning.float(), plan.cos, plan.sin)
+        keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+        for cache, new in ((k_cache, keys), (v_cache, values)):
+            if plan.written is not None:
+                new = new[plan.written]
+            new = new.to(cache.dtype).reshape(-1, head_dim)
+            cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new)
+        return turned[:, :num_heads].to(qkv.dtype)
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        """Causal attention of each entry's queries over its cached keys (this step's included).
+
+        q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
+        token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
+        meaning.
+        """
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = k_cache.shape[1]
+        group = num_heads // num_kv_heads
+        plan = _plan(meta, k_cache)
+        grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
+        if plan.whole is not None:
+            attended = _decode(grouped, k_cache, v_cache, scale, plan.whole)
+            return attended.reshape(num_tokens, num_heads * head_dim)
+        out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
+        for part in plan.decodes:
+            out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, scale, part)
+        for chunk in plan.chunks:
+            out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
+        return out.view(num_tokens, num_heads * head_dim)
+
+    def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+        """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each
+        token's adapter; written over y. Tokens without an adapter are not touched.
+        """
+        for slot, tokens in step.segments:
+            mine = x.index_select(0, tokens)
+            at = 0
+            for index, size in enumerate(layer.outs, start=layer.first_part):
+                found = step.parts[slot].get(index)
+                if found is not None:
+                    a, b = found
+                    delta = linear(linear(mine.to(a.dtype), a), b).to(y.dtype)
+                    y[:, at : at + size].index_add_(0, tokens, delta)
+                at += size
+        return y
+
+    def lora_gated(
+        self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
+    ) -> Tensor:
+        """gate(lora_add(gate_up, x)) -> [num_tokens, out / 2] of all tokens; gate: a key of
+        GATES."""
+        return self.GATES[gate](self.lora_add(gate_up, x, layer, step))
 
 
 @lru_cache(maxsize=8)
 def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    size = gate_up.shape[-1] // 2
-    return silu(gate_up[:, :size]).mul_(gate_up[:, size:])
-
-
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    size = gate_up.shape[-1] // 2
-    return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
-
-
-GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
-
-
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(rms_norm(x, norm, eps), weight, bias)
-
-
-def norm_gated_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: str
-) -> Tensor:
-    return GATES[gate](linear(rms_norm(x, norm, eps), weight, bias))
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return residual.add_(linear(x, weight, bias))
-
-
-def tune_linear(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
-    """Nothing to choose from."""
-
-
-def rope_kv_write(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    meta: AttentionMeta,
-) -> Tensor:
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    plan = _plan(meta, k_cache)
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    turning = heads[:, : num_heads + num_kv_heads]
-    if q_norm is not None and k_norm is not None:
-        q, k = turning[:, :num_heads], turning[:, num_heads:]
-        turning = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
-    if plan.cos is None or plan.sin is None:
-        plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
-    turned = _rotate(turning.float(), plan.cos, plan.sin)
-    keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
-    for cache, new in ((k_cache, keys), (v_cache, values)):
-        if plan.written is not None:
-            new = new[plan.written]
-        new = new.to(cache.dtype).reshape(-1, head_dim)
-        cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new)
-    return turned[:, :num_heads].to(qkv.dtype)
-
-
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
-) -> Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    group = num_heads // num_kv_heads
-    plan = _plan(meta, k_cache)
-    grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
-    if plan.whole is not None:
-        attended = _decode(grouped, k_cache, v_cache, scale, plan.whole)
-        return attended.reshape(num_tokens, num_heads * head_dim)
-    out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
-    for part in plan.decodes:
-        out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, scale, part)
-    for chunk in plan.chunks:
-        out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
-    return out.view(num_tokens, num_heads * head_dim)
 
 
 def attend_chunk(
@@ -339,21 +378,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotary_dim == x.shape[-1]:
         return turned
     return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
-
-
-def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-    for slot, tokens in step.segments:
-        mine = x.index_select(0, tokens)
-        at = 0
-        for index, size in enumerate(layer.outs, start=layer.first_part):
-            found = step.parts[slot].get(index)
-            if found is not None:
-                a, b = found
-                delta = linear(linear(mine.to(a.dtype), a), b).to(y.dtype)
-                y[:, at : at + size].index_add_(0, tokens, delta)
-            at += size
-    return y
-
-
-def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
-    return GATES[gate](lora_add(gate_up, x, layer, step))

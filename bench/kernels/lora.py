@@ -10,7 +10,8 @@ import sys
 import torch
 
 from bench.kernels.measure import copies_for, time_us
-from kernels import cuda, lora
+from kernels import lora
+from kernels.activation import silu_mul
 from kernels.metadata import LoraLinear, LoraStep
 
 HIDDEN, INNER, KV = 4096, 14336, 1024
@@ -82,7 +83,7 @@ def layer_us(tokens: int, adapters: int, rank: int) -> dict[str, float]:
         "gate_up": time_us(
             [lambda s=s: lora.lora_gated(both, x, LAYER[2], s, "silu") for s in steps]
         )
-        - time_us([lambda: cuda.silu_mul(both)] * len(steps)),
+        - time_us([lambda: silu_mul(both)] * len(steps)),
         "down": time_us([lambda s=s: lora.lora_add(out, inner, LAYER[3], s) for s in steps]),
     }
 

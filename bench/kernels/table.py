@@ -95,7 +95,7 @@ def main() -> int:
 
     from bench.kernels import measure
     from bench.kernels.cases import all_cases
-    from kernels import cuda
+    from kernels.dispatch import kernels_for
 
     began = time.perf_counter()
     libraries = {}
@@ -113,7 +113,7 @@ def main() -> int:
         parser.error(f"--only: no case begins with {' or '.join(args.only)}")
     if args.compile_share:
         share, count = args.compile_share
-        cuda.tune_linear = lambda weights, sizes, add: None  # the others would disturb its times
+        kernels_for("cuda").tune_linear = lambda weights, sizes, add: None  # the others would disturb its times
         measure.compile_only({name: cases[name] for name in [*cases][share::count]})
         return 0
     compile_all(args.only)

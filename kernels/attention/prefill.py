@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.metadata import AttentionMeta
+
 
 @triton.jit
 def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
@@ -202,21 +204,18 @@ def attention_prefill(
     k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
     v_cache: Tensor,
     out: Tensor,  # like q
-    block_table: Tensor,  # [num_entries, max_blocks] int32
-    query_start: Tensor,  # [num_entries + 1] int32
-    kv_len: Tensor,  # [num_entries] int32
-    counts: Tensor,  # [2] int32: leading entries that are left alone, entries in all
     scale: float,
+    meta: AttentionMeta,
     deterministic: bool = False,
 ) -> None:
-    """Attention of the entries counts[0] .. counts[1] - 1; tokens after the last get zeros.
+    """Attention of the entries counts[0] .. counts[1] - 1 of meta; tokens after the last get zeros.
 
     deterministic: of the entries 0 .. counts[1] - 1, and a query's result is the same bit by bit
     whatever else is computed with it, chunks of its own request included.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    num_entries = kv_len.shape[0]
+    num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     shape = _prefill_launch(dims, q.element_size(), deterministic)
@@ -228,12 +227,12 @@ def attention_prefill(
         k_cache,
         v_cache,
         out,
-        block_table,
-        query_start,
-        kv_len,
-        counts,
+        meta.block_table,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
         scale * 1.4426950408889634,
-        block_table.stride(0),
+        meta.block_table.stride(0),
         num_tokens,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,

@@ -13,44 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
-from kernels.reference import *  # noqa: F403
+from kernels.reference import Kernels
 
-DETERMINISTIC = True
 _FIRST = torch.zeros(1, dtype=torch.int64)
 
 
-def _by_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
     """function(x [n, ...], *rest), which is to be the same for each row of x alone."""
-
-    def rows(x: Tensor, *rest: object) -> Tensor:
-        # Copies, because vector loops begin differently where a row is not aligned.
-        return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
-
-    return rows
-
-
-rms_norm = _by_row(reference.rms_norm)
-linear = _by_row(reference.linear)
-silu_mul = _by_row(reference.silu_mul)
-gelu_tanh_mul = _by_row(reference.gelu_tanh_mul)
-GATES = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
-
-
-def lora_add(y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
-    for slot, tokens in step.segments:
-        for token in tokens.tolist():
-            alone = replace(step, segments=[(slot, _FIRST)])
-            y[token] = reference.lora_add(
-                y[token : token + 1].clone(), x[token : token + 1].clone(), layer, alone
-            )[0]
-    return y
-
-
-def lora_gated(gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str) -> Tensor:
-    return GATES[gate](lora_add(gate_up, x, layer, step))
+    # Copies, because vector loops begin differently where a row is not aligned.
+    return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
 
 
 @dataclass(slots=True)
@@ -62,61 +35,84 @@ class _DeterministicPlan:
     parts: list[AttentionMeta]
 
 
-def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-    """The first layer does it."""
+class Deterministic(Kernels):
+    DETERMINISTIC = True
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _by_row(super().rms_norm, x, weight, eps)
 
-def rope_kv_write(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    meta: AttentionMeta,
-) -> Tensor:
-    if meta.plan is None:
-        _, num_kv_heads, block_size, head_dim = k_cache.shape
-        kernels = attention_for(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            cos_sin.shape[1],
-            q_norm is not None,
-            k_cache.dtype,
-        )
-        every = _as_decodes(meta)
-        meta.plan = _DeterministicPlan(kernels, [every] if kernels is not None else _apart(every))
-    if meta.plan.kernels is not None:
-        return meta.plan.kernels.rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
-        )
-    queries = [
-        reference.rope_kv_write(
-            row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part
-        )
-        for row, part in zip(qkv.split(1), meta.plan.parts, strict=True)
-    ]
-    return torch.cat(queries)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _by_row(super().linear, x, weight, bias)
 
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return _by_row(super().silu_mul, gate_up)
 
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
-) -> Tensor:
-    plan = meta.plan
-    if plan.kernels is not None:
-        num_tokens, num_heads, head_dim = q.shape
-        out = q.new_empty(num_tokens, num_heads * head_dim)
-        plan.kernels.decode(q, k_cache, v_cache, scale, plan.parts[0], out)
-        return out
-    rows = [
-        reference.attention(row.clone(), k_cache, v_cache, scale, part)
-        for row, part in zip(q.split(1), plan.parts, strict=True)
-    ]
-    return torch.cat(rows)
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return _by_row(super().gelu_tanh_mul, gate_up)
+
+    def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
+        for slot, tokens in step.segments:
+            for token in tokens.tolist():
+                alone = replace(step, segments=[(slot, _FIRST)])
+                y[token] = super().lora_add(
+                    y[token : token + 1].clone(), x[token : token + 1].clone(), layer, alone
+                )[0]
+        return y
+
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """The first layer does it."""
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        num_heads: int,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        if meta.plan is None:
+            _, num_kv_heads, block_size, head_dim = k_cache.shape
+            kernels = attention_for(
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                block_size,
+                cos_sin.shape[1],
+                q_norm is not None,
+                k_cache.dtype,
+            )
+            every = _as_decodes(meta)
+            meta.plan = _DeterministicPlan(kernels, [every] if kernels is not None else _apart(every))
+        if meta.plan.kernels is not None:
+            return meta.plan.kernels.rope_kv_write(
+                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
+            )
+        write = super().rope_kv_write
+        queries = [
+            write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
+            for row, part in zip(qkv.split(1), meta.plan.parts, strict=True)
+        ]
+        return torch.cat(queries)
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        plan = meta.plan
+        if plan.kernels is not None:
+            num_tokens, num_heads, head_dim = q.shape
+            out = q.new_empty(num_tokens, num_heads * head_dim)
+            plan.kernels.decode(q, k_cache, v_cache, scale, plan.parts[0], out)
+            return out
+        attend = super().attention
+        rows = [
+            attend(row.clone(), k_cache, v_cache, scale, part)
+            for row, part in zip(q.split(1), plan.parts, strict=True)
+        ]
+        return torch.cat(rows)
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:

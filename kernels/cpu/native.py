@@ -1,12 +1,11 @@
-"""The CPU back end: `reference`, with rotation and decode attention by generated kernels where the
+"""The CPU back end: the reference, with rotation and decode attention by generated kernels where the
 machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
 
 from torch import Tensor
 
-from kernels import reference
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta
-from kernels.reference import *  # noqa: F403
+from kernels.reference import PrefillChunk, Kernels, attend_chunk, plan_chunks
 
 
 class _NativePlan:
@@ -14,64 +13,64 @@ class _NativePlan:
 
     def __init__(self, kernels: CpuAttention) -> None:
         self.kernels = kernels
-        self.chunks: list[reference.PrefillChunk] | None = None
+        self.chunks: list[PrefillChunk] | None = None
 
 
-def prepare(meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-    """The first layer does it."""
+class Native(Kernels):
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """The first layer does it."""
 
-
-def rope_kv_write(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    meta: AttentionMeta,
-) -> Tensor:
-    if meta.plan is None:
-        _, num_kv_heads, block_size, head_dim = k_cache.shape
-        kernels = attention_for(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            cos_sin.shape[1],
-            q_norm is not None,
-            k_cache.dtype,
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        num_heads: int,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        if meta.plan is None:
+            _, num_kv_heads, block_size, head_dim = k_cache.shape
+            kernels = attention_for(
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                block_size,
+                cos_sin.shape[1],
+                q_norm is not None,
+                k_cache.dtype,
+            )
+            if kernels is not None:
+                meta.plan = _NativePlan(kernels)
+        if isinstance(meta.plan, _NativePlan):
+            return meta.plan.kernels.rope_kv_write(
+                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
+            )
+        return super().rope_kv_write(
+            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta
         )
-        if kernels is not None:
-            meta.plan = _NativePlan(kernels)
-    if isinstance(meta.plan, _NativePlan):
-        return meta.plan.kernels.rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
-        )
-    return reference.rope_kv_write(
-        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta
-    )
 
-
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
-) -> Tensor:
-    plan = meta.plan
-    if not isinstance(plan, _NativePlan):
-        return reference.attention(q, k_cache, v_cache, scale, meta)
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    decodes = meta.num_decodes
-    out = q.new_empty(num_tokens, num_heads * head_dim)
-    if decodes:
-        plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
-    if decodes < num_tokens:
-        if plan.chunks is None:
-            plan.chunks = reference.plan_chunks(meta, k_cache)
-        grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out[plan.chunks[-1].end if plan.chunks else decodes :].zero_()  # padding
-        for chunk in plan.chunks:
-            attended = reference.attend_chunk(grouped, k_cache, v_cache, scale, chunk)
-            out[chunk.begin : chunk.end].view_as(attended).copy_(attended)
-    return out
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        plan = meta.plan
+        if not isinstance(plan, _NativePlan):
+            return super().attention(q, k_cache, v_cache, scale, meta)
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = k_cache.shape[1]
+        decodes = meta.num_decodes
+        out = q.new_empty(num_tokens, num_heads * head_dim)
+        if decodes:
+            plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
+        if decodes < num_tokens:
+            if plan.chunks is None:
+                plan.chunks = plan_chunks(meta, k_cache)
+            grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+            out[plan.chunks[-1].end if plan.chunks else decodes :].zero_()  # padding
+            for chunk in plan.chunks:
+                attended = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
+                out[chunk.begin : chunk.end].view_as(attended).copy_(attended)
+        return out

@@ -16,7 +16,9 @@ from bench.kernels import cases as bench_cases
 from bench.kernels import measure
 from bench.kernels import table as kernel_bench
 from bench.kernels.measure import KernelWork
-from kernels import cuda
+from kernels.dispatch import kernels_for
+
+cuda = kernels_for("cuda")
 
 
 @pytest.fixture

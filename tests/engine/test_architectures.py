@@ -19,9 +19,9 @@ from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import Dense, LinearSpec, Part
 from engine.weights import load_weights, stream
-from kernels import reference
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraLinear, LoraStep
+from kernels.reference import Kernels
 from tests.engine.checkpoints import Paged, load_model, save_checkpoint
 
 LLAMA = ARCHITECTURES["LlamaForCausalLM"]
@@ -235,7 +235,7 @@ def test_row_parallel_takes_adapters_everywhere(size: int, onto_residual: bool) 
     torch.manual_seed(0)
     part = Part("out", 8, 6, (0, 8), (0, 6))
     spec = LinearSpec("out", (part,), False, torch.float32, torch.device("cpu"))
-    linear = RowParallelLinear(spec, Dense(reference), _Doubled(0, size))
+    linear = RowParallelLinear(spec, Dense(Kernels()), _Doubled(0, size))
     linear.state.weight.normal_()
     linear.lora = LoraLinear(0, 6, (8,))
     a, b, x, residual = (torch.randn(*shape) for shape in ((RANK, 6), (8, RANK), (3, 6), (3, 8)))
@@ -263,8 +263,8 @@ def test_other_norms_are_launched_apart() -> None:
     torch.manual_seed(0)
     parts = tuple(Part(name, 4, 6, (0, 4), (0, 6)) for name in ("gate", "up"))
     spec = LinearSpec("gate_up", parts, False, torch.float32, torch.device("cpu"))
-    linear = Linear(spec, Dense(reference))
+    linear = Linear(spec, Dense(Kernels()))
     linear.state.weight.normal_()
     x = torch.randn(3, 6)
-    want = reference.silu_mul((x - x.mean(1, keepdim=True)) @ linear.state.weight.t())
+    want = Kernels().silu_mul((x - x.mean(1, keepdim=True)) @ linear.state.weight.t())
     torch.testing.assert_close(linear.forward(x, norm=_Centred(), gate="silu"), want)

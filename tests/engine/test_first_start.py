@@ -205,15 +205,14 @@ def test_what_a_start_launches_has_been_collected(
     """Bug: a size, or a kernel of one, that capture needs and the collection leaves out; or what a
     skipped kernel should have written is looked up, there or afterwards. On the CPU, torch would
     say so."""
-    import kernels.cuda
-
     monkeypatch.setattr(inputs, "_Staging", _Unpinned)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
     config = ModelConfig.from_folder(model)
-    method = DenseCuda(kernels.cuda)
+    cuda = kernels_for("cuda")
+    method = DenseCuda(cuda)
     build = Builder(
-        config, kernels.cuda, method, TensorParallelGroup(),
+        config, cuda, method, TensorParallelGroup(),
         torch.bfloat16, torch.bfloat16, torch.device("cpu"),
     )  # fmt: skip
     whole = Decoder(build, method, virtual_tokens=0)

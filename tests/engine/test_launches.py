@@ -15,11 +15,11 @@ from engine.models.registry import Model, build_model
 from engine.quantization.method import DenseCuda
 from engine.quantization.registry import METHODS
 from engine.weights import load_weights
-from kernels import reference
-from kernels.cpu import deterministic, native
 from kernels.cpu.compiler import has_int8
 from kernels.cpu.gemm import PackedLinear
+from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
+from kernels.reference import Kernels
 from tests.engine.checkpoints import Paged, save_checkpoint
 
 SIZES = {
@@ -119,7 +119,7 @@ def test_products_of_cuda(
     """Bug: a norm, a gate or a residual is launched apart from its product, and each layer of each
     step is slower; or a step with adapters drops one of them."""
     monkeypatch.setitem(METHODS, "none", {"cpu": DenseCuda})
-    kernels = Recorder(reference)
+    kernels = Recorder(Kernels())
     model = build_model(checkpoint, torch.float32, "cpu", kernels)  # type: ignore[arg-type]
     load_weights(model, tmp_path)
     fused = [
@@ -157,7 +157,9 @@ def rest_with_adapters(model: Model, product: str, add: str) -> list[str]:
 
 @pytest.mark.parametrize("checkpoint", MODELS, indirect=True)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("back_end", [native, deterministic], ids=["native", "deterministic"])
+@pytest.mark.parametrize(
+    "back_end", [kernels_for("cpu"), kernels_for("cpu", True)], ids=["native", "deterministic"]
+)
 def test_products_of_the_cpu(
     checkpoint: ModelConfig,
     quantization: str,

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cuda, cuda_deterministic
 from kernels.attention.decode import attention_decode, plan
+from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
 
 pytestmark = pytest.mark.triton
-
+cuda, cuda_deterministic = kernels_for("cuda"), kernels_for("cuda", True)
 gpu = pytest.mark.gpu
 # Of blocks and heads: models have heads of 128, for which kernels take other tiles than for 64.
 PAGES = [(1, 64), (16, 64), (64, 64), (1, 128), (128, 128)]

@@ -150,6 +150,7 @@ def attention(d: Dims) -> None:
             num_decodes=0,
             max_query_len=num_tokens,
             max_kv_len=600,
+            counts=int32(2),
         )
         qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
         q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
@@ -159,11 +160,8 @@ def attention(d: Dims) -> None:
             k_cache,
             v_cache,
             torch.empty_like(q),
-            meta.block_table,
-            meta.query_start,
-            meta.kv_len,
-            int32(2),
             dim**-0.5,
+            meta,
             deterministic,
         )
     for entries in (1, 20, 64, 512):

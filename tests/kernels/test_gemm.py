@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cuda, cuda_deterministic
+from kernels.dispatch import kernels_for
 from kernels.gemm import cublaslt, cublaslt_tune, deterministic
 from kernels.gemm.small_m import few_rows
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
+cuda, cuda_deterministic = kernels_for("cuda"), kernels_for("cuda", True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

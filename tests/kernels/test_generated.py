@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.cpu import compiler, native
+from kernels.cpu import compiler
 from kernels.cpu.attention import attention_for
 from kernels.cpu.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
 from kernels.cpu.gemm import PackedInt8, PackedLinear
+from kernels.dispatch import kernels_for
+from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
 from tests.kernels.test_reference import dirty_caches, error, normed
 
 BLOCK = 4
+reference, native = Kernels(), kernels_for("cpu")
 
 
 def able() -> bool:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.lora.device import make_tiles
 from engine.lora.weights import padded
-from kernels import reference
 from kernels.metadata import LoraLinear, LoraStep
+from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, row_error
 
 pytestmark = pytest.mark.triton
@@ -17,6 +17,7 @@ lora = pytest.importorskip("kernels.lora")
 activation = pytest.importorskip("kernels.activation")
 
 MATRICES = dict[int, tuple[Tensor, Tensor]]
+reference = Kernels()
 GATES = {"silu": activation.silu_mul, "gelu_pytorch_tanh": activation.gelu_tanh_mul}
 
 

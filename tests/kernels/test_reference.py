@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.cpu.huge_pages import collapse
 from kernels.cpu.linear import pack
-from kernels.dispatch import Kernels, kernels_for
+from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
+from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
 
 BLOCK = 4
+reference = Kernels()
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -59,11 +60,33 @@ def attended(q: Tensor, caches: Tensor, scale: float, meta: AttentionMeta) -> Te
     return torch.cat(rows)
 
 
-def test_is_a_complete_back_end() -> None:
-    """A kernel added to the protocol and forgotten here would fail on the CPU only, at run time."""
-    names = {name for name in vars(Kernels) if not name.startswith("_")}
-    assert names <= set(reference.__all__)
-    assert all(hasattr(kernels_for("cpu"), name) for name in ("GATES", *names))
+def test_a_back_end_says_only_what_it_does_better() -> None:
+    """A name that the base does not have is an operation nobody calls, or one misspelt."""
+    own = {name for name in vars(Kernels) if not name.startswith("_")}
+    for device, deterministic in (("cpu", False), ("cpu", True)):
+        back_end = type(kernels_for(device, deterministic))
+        assert {name for name in vars(back_end) if not name.startswith("_")} <= own
+
+
+def test_a_new_operation_is_a_method_of_the_base_and_of_one_back_end() -> None:
+    """A back end without the operation takes the reference's, and what is made of others takes its
+    own of these: nothing else has to be told."""
+
+    class Base(Kernels):
+        def doubled(self, x: Tensor) -> Tensor:
+            return self.linear(x, 2 * torch.eye(x.shape[-1]), None)
+
+    class Other(Base):
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super().linear(x, weight, bias) + 1
+
+    class Own(Base):
+        def doubled(self, x: Tensor) -> Tensor:
+            return x + x
+
+    x = torch.ones(2, 3)
+    assert torch.equal(Base().doubled(x), 2 * x) and torch.equal(Own().doubled(x), 2 * x)
+    assert torch.equal(Other().doubled(x), 2 * x + 1)
 
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
