@@ -5,7 +5,7 @@ the checkpoint keeps what they need, checkpoints/gguf.py the names in GGUF files
 else asks which architecture a model is of.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import ModelConfig
+    from engine.model_config import LayerAttention, ModelConfig
 
 # The stored row of each of our rows, in our order: int64.
 Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]
 Read = Callable[[Reader], Any]
+# From config.json, a layer that sees the whole context, and how many layers there are.
+Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Architecture:
     switches: field of ModelConfig -> what reads it, where not as in `model_config`.
     keys: names of config.json that stand for others, ours -> theirs (see Reader).
     windows: keys that ask for sliding windows -> what their absence means. True values are refused.
+    attention: how each layer attends.
     ignored: patterns of tensors that nobody needs.
     network: the class that computes it, a key of `registry.MODELS`.
     """
@@ -75,6 +78,7 @@ class Architecture:
     switches: Mapping[str, Read] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     windows: Mapping[str, Any] = field(default_factory=dict)
+    attention: Attend = lambda config, plain, layers: [plain] * layers
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     gguf: Gguf | None = None
     network: str = "decoder"

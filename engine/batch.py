@@ -64,7 +64,7 @@ class Batch:
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # leading entries with length 1 and samples True
     new_rows: list[NewRow] = field(default_factory=list)  # to apply before anything else
-    # (row, index in its table, block id)
+    # (row, index in its table, block id); a table is as block_manager.py says
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
     # Samples (counted among the entries that sample) that a grammar limits. If there are any, no

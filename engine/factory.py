@@ -13,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
+from engine.kv_groups import kv_groups
 from engine.lora.build import DeviceAdapters
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
@@ -138,6 +139,7 @@ def build(
             max_model_len=resolved.max_model_len,
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
+            kinds=kv_groups(resolved.model).kinds,
             prefix_caching=config.prefix_caching,
             async_scheduling=resolved.async_scheduling,
             admission=config.admission,
@@ -160,7 +162,7 @@ def build(
         max_model_len=core.config.max_model_len,
         vocab_size=resolved.model.vocab_size,
         block_size=config.block_size,
-        num_blocks=plan.num_blocks,
+        num_blocks=plan.positions,
         eos_token_ids=list(resolved.model.eos_token_ids),
         start_seconds=phases.seconds,
         memory_table=plan.table(),
@@ -237,20 +239,22 @@ def _build_runner(
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
+    groups = kv_groups(resolved.model)
     what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
-        rows = RequestRows.allocate(max_num_seqs, max_model_len, config.block_size, device)
+        rows = RequestRows.allocate(
+            max_num_seqs, max_model_len, config.block_size, device, len(groups.groups)
+        )
         sampler = Sampler(max_num_seqs + 1, resolved.model.vocab_size, device)
 
     def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
-        kv = KVCache.allocate(resolved.model, num_blocks, config.block_size, resolved.dtype, device)
+        kv = KVCache.allocate(groups, num_blocks, config.block_size, resolved.dtype, device)
         return ModelRunner(
             model,
             kernels,
             sampler,
             rows,
             kv,
-            num_heads=resolved.model.num_heads,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             device=device,
             lora=None if device_adapters is None else device_adapters.lora,
@@ -291,7 +295,6 @@ def _hand_over(
     a model of one layer. What fails here fails again where it is needed, or is not."""
     try:
         runner = make_runner()
-        del runner.kv.layers[1:]
         with compilers.collecting():
             runner.launch_everything(_graph_sizes(resolved) if resolved.config.cuda_graphs else ())
     except Exception as error:

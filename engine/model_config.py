@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.architectures import ARCHITECTURES, Architecture, Read
@@ -32,8 +32,34 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one decoder layer attends. The token at position t sees the keys at s <= t, and of these:
+
+    window: > 0: those with t - s < window. chunk: > 0: those with s // chunk == t // chunk.
+    scale: scores are q k^T times it. softcap: > 0: then softcap * tanh(score / softcap).
+    sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
+        record's tensors).
+    head_dim: of keys and of values. rope: None where nothing is rotated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The network's sizes (in elements) and switches; nothing here depends on the device."""
+    """The network's sizes (in elements) and switches; nothing here depends on the device.
+
+    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of the plain
+        layer that `Architecture.attention` starts from.
+    """
 
     architecture: str
     hidden_size: int
@@ -56,6 +82,19 @@ class ModelConfig:
     max_positions: int
     dtype: str  # of the checkpoint
     quantized: Quantized | None  # what it keeps in fewer bits
+    attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
+
+    def __post_init__(self) -> None:
+        if not self.attention:
+            alike = (self.plain_attention,) * self.num_layers
+            object.__setattr__(self, "attention", alike)
+
+    @property
+    def plain_attention(self) -> LayerAttention:
+        """Of a layer that sees the whole context and has nothing special."""
+        return LayerAttention(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.rope, self.head_dim**-0.5
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
@@ -90,15 +129,17 @@ class ModelConfig:
             )
         if model.head_dim % 2:
             raise config.error("head_dim", f"{model.head_dim} is odd, rotary embeddings need pairs")
-        return model
+        layers = architecture.attention(config, model.plain_attention, model.num_layers)
+        return replace(model, attention=tuple(layers))
 
     @property
     def record(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that the keys and values of one token take over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Bytes that the keys and values of one token take over all layers, while all keep them."""
+        elements = sum(layer.num_kv_heads * layer.head_dim for layer in self.attention)
+        return 2 * elements * dtype_bytes
 
 
 def no_folder(folder: Path) -> ConfigError:

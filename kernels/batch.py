@@ -3,7 +3,7 @@
 Two kernels and no host synchronisation, so that both can sit in front of, or inside, a CUDA graph:
 
     apply_updates   tokens of requests that take a row, and block ids that extend a row's table
-    assemble        per token: id, position, KV slot; per entry: kv_len and its block table
+    assemble        per token: id, position, KV slots; per entry: kv_len and its block tables
 
 One upload a step feeds both: a packed int32 buffer, laid out as engine/runner/inputs.py says.
 """
@@ -79,11 +79,14 @@ def _assemble_kernel(
     token_ids,
     positions,
     slots,
+    slots_stride,
     kv_len,
     out_table,
+    out_group_stride,
     out_table_stride,
     pad_row,
     BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -96,20 +99,24 @@ def _assemble_kernel(
         mask = i < length
         position = start + i
         ids = tl.load(tokens + row * tokens_stride + position, mask=mask, other=0)
-        block = tl.load(table + row * table_stride + position // BLOCK_SIZE, mask=mask, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        slot = tl.where(row == pad_row, -1, slot)
         tl.store(token_ids + first + i, ids, mask=mask)
         tl.store(positions + first + i, position, mask=mask)
-        tl.store(slots + first + i, slot, mask=mask)
+        for group in tl.static_range(GROUPS):
+            at_block = position // BLOCK_SIZE * GROUPS + group
+            block = tl.load(table + row * table_stride + at_block, mask=mask, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            slot = tl.where(row == pad_row, -1, slot)
+            tl.store(slots + group * slots_stride + first + i, slot, mask=mask)
     total = start + length
     tl.store(kv_len + entry, total)
     num_blocks = (total + BLOCK_SIZE - 1) // BLOCK_SIZE
     for at in range(0, num_blocks, BLOCK):
         i = at + tl.arange(0, BLOCK)
         mask = i < num_blocks
-        ids = tl.load(table + row * table_stride + i, mask=mask, other=0)
-        tl.store(out_table + entry.to(tl.int64) * out_table_stride + i, ids, mask=mask)
+        for group in tl.static_range(GROUPS):
+            ids = tl.load(table + row * table_stride + i * GROUPS + group, mask=mask, other=0)
+            own = out_table + group * out_group_stride + entry.to(tl.int64) * out_table_stride
+            tl.store(own + i, ids, mask=mask)
 
 
 def assemble(
@@ -117,12 +124,13 @@ def assemble(
     starts: Tensor,  # [num_entries] int32
     query_start: Tensor,  # [num_entries + 1] int32
     tokens: Tensor,  # [num_rows, row_tokens] int32
-    block_table: Tensor,  # [num_rows, max_blocks] int32
+    block_table: Tensor,  # [num_rows, max_blocks * groups] int32
     token_ids: Tensor,  # out [num_tokens] int32
     positions: Tensor,  # out [num_tokens] int32
-    slots: Tensor,  # out [num_tokens] int64
+    slots: Tensor,  # out [groups, num_tokens] int64
     kv_len: Tensor,  # out [num_entries] int32
-    out_table: Tensor,  # out [num_entries, max_blocks] int32, valid up to each entry's last block
+    # out [groups, num_entries, max_blocks] int32, valid up to each entry's last block
+    out_table: Tensor,
     block_size: int,
     pad_row: int,
 ) -> None:
@@ -138,10 +146,13 @@ def assemble(
         token_ids,
         positions,
         slots,
+        slots.stride(0),
         kv_len,
         out_table,
         out_table.stride(0),
+        out_table.stride(1),
         pad_row,
         BLOCK_SIZE=block_size,
+        GROUPS=slots.shape[0],
         BLOCK=128,
     )

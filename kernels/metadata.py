@@ -4,7 +4,7 @@ Built once a step, shared by all layers, passed along.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +14,10 @@ from torch import Tensor
 class AttentionMeta:
     """Layout of one step's tokens: entries back to back, decodes (one token each) first.
 
-    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair
-    a layer. Within one layer all of the step's keys are written before any attention reads, so an
-    entry may read blocks that another entry of the same step writes (requests that share a prefix).
+    Layers that keep different things of a request (engine/kv_groups.py) have one each. KV caches
+    are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a layer.
+    Within one layer all of the step's keys are written before any attention reads, so an entry may
+    read blocks that another entry of the same step writes (requests that share a prefix).
     """
 
     positions: Tensor  # [num_tokens] int32: index of each token in its request
@@ -37,6 +38,10 @@ class AttentionMeta:
     # [2] int32 on the device: decodes, entries. What follows them pads. None: num_decodes, all.
     counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
+
+    def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
+        """The same step for layers whose keys are in other blocks. Not planned yet."""
+        return replace(self, slots=slots, block_table=block_table, plan=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,9 @@ class Kernels:
         turning = heads[:, : num_heads + num_kv_heads]
         if q_norm is not None and k_norm is not None:
             q, k = turning[:, :num_heads], turning[:, num_heads:]
-            turning = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
+            turning = torch.cat(
+                (self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1
+            )
         if plan.cos is None or plan.sin is None:
             plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
         turned = _rotate(turning.float(), plan.cos, plan.sin)

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
 from engine.errors import AdapterError
+from engine.kv_groups import KVKind
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest
@@ -28,15 +29,29 @@ def key_of(before: int, token: int) -> int:
     return (before * 6364136223846793005 + token + 1442695040888963407) % 2**62
 
 
-def next_token(keys: Sequence[int], new: NewRow, vocab: int = VOCAB) -> int:
-    """What the fake model says after tokens with these keys, for this seed and choice."""
+def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB) -> int:
+    """What the fake model says after `count` tokens, of which it sees these keys, for this seed and
+    choice."""
     data = np.asarray(keys, dtype=np.int64).tobytes()
     salt = f"{new.seed} {new.choice}".encode()
     token = int.from_bytes(blake2b(data, key=salt, digest_size=4).digest(), "little") % vocab
-    if len(keys) - new.num_prompt_tokens < new.params.min_tokens:
+    if count - new.num_prompt_tokens < new.params.min_tokens:
         while token in new.stop_ids:
             token = (token + 1) % vocab
     return token
+
+
+def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
+    """Of the keys of all tokens, those that the groups of layers read to say the next one."""
+    found: list[int] = []
+    for kind in config.kinds:
+        found += keys[first_read(kind, len(keys) - 1) :] if kind.by_position else keys[-1:]
+    return found
+
+
+def first_read(kind: KVKind, position: int) -> int:
+    """The first token whose key the token at `position` reads."""
+    return kind.behind(position, 1)
 
 
 # Adapters with virtual tokens: neither fills blocks of 4.
@@ -61,7 +76,7 @@ def expected(request: EngineRequest, config: CoreConfig) -> tuple[list[int], str
     if p.max_tokens is not None:
         limit = min(limit, new.num_prompt_tokens + p.max_tokens)
     while len(tokens) < limit:
-        tokens.append(next_token(keys[1:], new))
+        tokens.append(next_token(seen(keys[1:], config), new, len(tokens)))
         keys.append(key_of(keys[-1], tokens[-1]))
         if tokens[-1] in stops and len(tokens) - new.num_prompt_tokens > p.min_tokens:
             return tokens[virtual + len(request.token_ids) :], "stop"
@@ -108,7 +123,8 @@ class FakeRunner:
         self.fail = set(fail)
         width = config.max_model_len + 1
         self.tokens = np.full((config.max_num_seqs, width), -1, dtype=np.int64)
-        per_row = -(-width // config.block_size)
+        self.groups = len(config.kinds)
+        per_row = -(-width // config.block_size) * self.groups
         self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
         self.kv = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
         self.news: dict[int, NewRow] = {}
@@ -166,17 +182,23 @@ class FakeRunner:
             for index in range(
                 start // config.block_size, (start + length - 1) // config.block_size + 1
             ):
-                block = self.launch_table[row][index]
-                assert written.setdefault(block, row) == row, "two requests write one block"
+                for group, kind in enumerate(config.kinds):
+                    at = (index if kind.by_position else 0) * self.groups + group
+                    block = self.launch_table[row][at]
+                    assert written.setdefault(block, row) == row, "two requests write one block"
         copied = {block for prefix in batch.prefixes for block in prefix.blocks}
         for step in self.in_flight:
             for row, start, length, _ in step.entries:
                 if row in batch.rows:
                     continue
                 for index in range(-(-(start + length) // config.block_size)):
-                    block = self.launch_table.get(row, {}).get(index)
-                    taken = block in written or block in copied
-                    assert not taken, "a block was given away while a step uses it"
+                    for group, kind in enumerate(config.kinds):
+                        # What falls behind a window goes at once (BlockManager.drop_behind).
+                        if not kind.whole:
+                            continue
+                        block = self.launch_table.get(row, {}).get(index * self.groups + group)
+                        taken = block in written or block in copied
+                        assert not taken, "a block was given away while a step uses it"
 
     def execute(self, step: _Step) -> StepResult:
         """What the device does: apply updates, write all keys, then read them and sample."""
@@ -199,21 +221,37 @@ class FakeRunner:
         # By position, because an entry may share blocks that another entry of this step writes. (A
         # model takes no order: each layer writes all keys before it reads any.)
         for row, start, length, _ in sorted(step.entries, key=lambda entry: entry[1]):
-            for at in range(start, start + length):
+            key = 0
+            for at in range(start + length):
                 token = self.tokens[row, at]
                 assert token >= 0, "computed a token that the row does not have"
-                block = self.table[row, at // size]
-                assert block >= 0, "computed a token that has no block"
-                before = self.table[row, (at - 1) // size]
-                previous = int(self.kv[before, (at - 1) % size]) if at else 0
-                self.kv[block, at % size] = key_of(previous, int(token))
+                key = key_of(key, int(token))
+                if at < start:
+                    continue
+                for group, kind in enumerate(self.config.kinds):
+                    if not kind.by_position:  # a state: it goes on from the token before only
+                        block = self.table[row, group]
+                        assert not at or self.kv[block, 1] == at - 1, "a state was lost"
+                        self.kv[block, :2] = key, at
+                        continue
+                    block = self.table[row, at // size * self.groups + group]
+                    assert block >= 0, "computed a token that has no block"
+                    self.kv[block, at % size] = key
         result = StepResult(step.step, [])
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         for entry, (row, start, length, samples) in enumerate(step.entries):
             new, end = self.news[row], start + length
-            read = self.kv[self.table[row, : -(-end // size)]].ravel()[:end]
+            read: list[int] = []
+            for group, kind in enumerate(self.config.kinds):
+                if not kind.by_position:
+                    read.append(int(self.kv[self.table[row, group], 0]))
+                    continue
+                begin = first_read(kind, end - 1)
+                table = self.table[row, group :: self.groups][begin // size : -(-end // size)]
+                first = begin // size * size
+                read += self.kv[table].ravel()[begin - first : end - first].tolist()
             if new.params.prompt_logprobs is not None:
                 upper = min(end, new.num_prompt_tokens - 1)
                 lower = max(start, new.num_virtual) + 1
@@ -222,7 +260,7 @@ class FakeRunner:
                     prompt_logprobs[entry] = items
             if not samples:
                 continue
-            token = next_token(read.tolist(), new)
+            token = next_token(read, new, end)
             sample = len(result.tokens)
             if sample in step.masked:
                 bits = step.masks[step.masked.index(sample)].view(np.uint32)

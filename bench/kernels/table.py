@@ -113,7 +113,8 @@ def main() -> int:
         parser.error(f"--only: no case begins with {' or '.join(args.only)}")
     if args.compile_share:
         share, count = args.compile_share
-        kernels_for("cuda").tune_linear = lambda weights, sizes, add: None  # the others would disturb its times
+        # The others would disturb its times.
+        kernels_for("cuda").tune_linear = lambda weights, sizes, add: None
         measure.compile_only({name: cases[name] for name in [*cases][share::count]})
         return 0
     compile_all(args.only)

@@ -85,12 +85,17 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        return self.num_blocks * self.memory.block_size
+        """Of typical requests."""
+        return self.memory.positions * self.memory.block_size
 
     @property
     def full_length_requests(self) -> float:
         """How many requests of max_model_len tokens fit at once."""
-        return self.kv_tokens / self.max_model_len
+        groups, size = self.memory.groups, self.memory.block_size
+        assert groups is not None
+        if groups.num_whole == len(groups.groups):
+            return self.kv_tokens / self.max_model_len
+        return self.num_blocks / groups.blocks(self.max_model_len, size)
 
     @property
     def used(self) -> int:

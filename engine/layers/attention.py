@@ -14,12 +14,14 @@ class Attention:
     def __init__(self, build: Builder, cos_sin: Tensor) -> None:
         """cos_sin: see `rotary.cos_sin_table`."""
         config = build.config
-        hidden, dim = config.hidden_size, config.head_dim
-        q, kv = config.num_heads * dim, config.num_kv_heads * dim
-        begin, end = build.group.part(config.num_heads, "num_attention_heads")
+        assert build.layer is not None
+        how = config.attention[build.layer]
+        hidden, dim = config.hidden_size, how.head_dim
+        q, kv = how.num_heads * dim, how.num_kv_heads * dim
+        begin, end = build.group.part(how.num_heads, "num_attention_heads")
         self.kernels = build.kernels
         self.num_heads = end - begin
-        self.scale = dim**-0.5
+        self.scale = how.scale
         self.eps = config.rms_eps
         self.cos_sin = cos_sin
         self.qkv = build.column("qkv", (q, kv, kv), hidden, bias=config.qkv_bias, unit=dim)

@@ -8,10 +8,17 @@ from torch import Tensor
 from engine.model_config import Rope
 
 
-def cos_sin_table(rope: Rope, rotary_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form)."""
+def cos_sin_table(
+    rope: Rope | None, rotary_dim: int, max_positions: int, device: torch.device
+) -> Tensor:
+    """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form). rope: None:
+    nothing turns."""
     if device.type == "meta":
         return torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
+    if rope is None:
+        table = torch.zeros(max_positions, rotary_dim, dtype=torch.float32, device=device)
+        table[:, : rotary_dim // 2] = 1.0
+        return table
     frequencies = _FREQUENCIES[rope.type](rope, rotary_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor

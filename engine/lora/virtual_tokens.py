@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.batch import NewRow, PrefixCopy
 from engine.errors import AdapterError
+from engine.kv_groups import kv_groups
 from engine.lora.files import check_finite, list_tensors, read_tensors
 from engine.lora.peft_config import (
     CONFIG_FILE,
@@ -61,6 +62,12 @@ class VirtualTokensReader:
         if count > self._max_tokens:
             raise AdapterError(
                 f"{folder}: {count} virtual tokens are over max_virtual_tokens {self._max_tokens}",
+                code="adapter_incompatible",
+            )
+        groups = kv_groups(model).groups
+        if config.kind == PREFIX and (len(groups) > 1 or not groups[0].kind.whole):
+            raise AdapterError(
+                f"{folder}: prefix tuning is not supported where layers see a part of the context",
                 code="adapter_incompatible",
             )
         layers, heads = config.layers, config.heads

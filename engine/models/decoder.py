@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.kv_groups import kv_groups
 from engine.layers.attention import Attention
 from engine.layers.build import Builder
 from engine.layers.linear import Linear, RowParallelLinear
@@ -73,6 +74,9 @@ class DecoderLayer:
     """Attention, then the MLP."""
 
     def __init__(self, build: Builder, cos_sin: Tensor) -> None:
+        assert build.layer is not None
+        self.number = build.layer
+
         def norm(ours: str) -> RMSNorm | None:
             return build.norm(ours, build.config.hidden_size) if build.has(ours) else None
 
@@ -113,8 +117,21 @@ class Decoder:
         self.table = build.method.table(spec, virtual_tokens)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
         self.norm = build.norm("norm", hidden)
-        cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_positions, build.device)
-        self.layers = [DecoderLayer(build.at(index), cos_sin) for index in range(config.num_layers)]
+        tables = {
+            (layer.rope, layer.head_dim): cos_sin_table(
+                layer.rope, layer.head_dim, config.max_positions, build.device
+            )
+            for layer in dict.fromkeys(config.attention)
+        }
+        self.layers = [
+            DecoderLayer(build.at(number), tables[layer.rope, layer.head_dim])
+            for number, layer in enumerate(config.attention)
+        ]
+        self._group_of = {
+            number: index
+            for index, group in enumerate(kv_groups(config).groups)
+            for number in group.layers
+        }
         self._tied = tied
         self._tied_head: Any = DenseState(self.embedding, None)
         self.head: Linear | None = None
@@ -123,7 +140,8 @@ class Decoder:
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
-        self.loading_bytes = self.table.loading_bytes + filled + cos_sin.nbytes
+        self.loading_bytes = self.table.loading_bytes + filled
+        self.loading_bytes += sum(table.nbytes for table in tables.values())
         self.num_bytes = self.loading_bytes + self._tied_bytes(spec)
         self.num_bytes += self.table.num_bytes - self.table.loading_bytes
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
@@ -153,10 +171,13 @@ class Decoder:
         logits = samples * config.vocab_size * (width + 4)
         return tokens * width * (2 * config.hidden_size + inside) + logits
 
-    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[KV]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]
+    ) -> Tensor:
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            residual = layer.forward(residual, layer_kv, meta)
+        for layer in self.layers:
+            number = layer.number
+            residual = layer.forward(residual, kv[number], metas[self._group_of[number]])
         return self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -191,7 +212,8 @@ class Decoder:
 
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)
-        short.layers = self.layers[:1]
+        kinds = {self.config.attention[layer.number]: layer for layer in reversed(self.layers)}
+        short.layers = sorted(kinds.values(), key=lambda layer: layer.number)
         return short
 
     def ignores(self, name: str) -> bool:

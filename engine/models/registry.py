@@ -31,12 +31,16 @@ class Model(Protocol):
     lookup: Tensor
 
     def forward(
-        self, token_ids: Tensor, meta: AttentionMeta, kv: Sequence[tuple[Tensor, Tensor]]
+        self,
+        token_ids: Tensor,
+        metas: Sequence[AttentionMeta],
+        kv: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
         final norm.
 
-        kv: (keys, values) of each layer, as AttentionMeta describes; written in place.
+        metas: of each group of layers, in the order of `kv_groups`, planned. kv: (keys, values) of
+        each layer, as AttentionMeta describes; written in place.
         """
         ...
 

@@ -230,14 +230,14 @@ class StepGraphs:
         entries, num_tokens = size
         mixed = num_tokens > entries
         max_kv_len = runner.rows.tokens.shape[1] - 1
-        token_ids, meta = runner.inputs.lay_out(
+        token_ids, metas = runner.inputs.lay_out(
             entries, num_tokens, entries, num_tokens if mixed else 1, max_kv_len
         )
         if adapters:
             assert runner.lora is not None
-            meta.lora = runner.lora.graph_step(num_tokens)
-        runner.kernels.prepare(meta, runner._num_heads, runner.kv.layers[0][0])
-        hidden = runner.model.forward(token_ids, meta, runner.kv.layers)
+            for meta in metas:
+                meta.lora = runner.lora.graph_step(num_tokens)
+        hidden = runner.run(token_ids, metas)
         if mixed:
             torch.index_select(hidden, 0, runner.inputs.last[:entries], out=self._hidden[:entries])
         else:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.runner.rows import RequestRows
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, LoraStep
 
 UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger step allocates its own
 
@@ -33,10 +33,15 @@ class DeviceStep:
     """A step, laid out. The last three are of the sampling entries, in batch order."""
 
     token_ids: Tensor  # [num_tokens] int32
-    meta: AttentionMeta
+    metas: list[AttentionMeta]  # of each group of layers; they differ in where keys are
     last: Tensor | None  # [num_samples] int64 indices into the tokens; None = every token samples
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
+
+    def adapt(self, lora: LoraStep | None) -> None:
+        """Which adapter each token has."""
+        for meta in self.metas:
+            meta.lora = lora
 
 
 class CpuInputs:
@@ -46,6 +51,8 @@ class CpuInputs:
         self._rows = rows
         self._tokens = rows.tokens.numpy()
         self._table = rows.block_table.numpy()
+        groups = rows.num_groups
+        self._tables = [self._table[:, group::groups] for group in range(groups)]
         self._block_size = block_size
 
     def assemble(self, batch: Batch) -> DeviceStep:
@@ -66,29 +73,33 @@ class CpuInputs:
         positions = starts[entry] + np.arange(num_tokens) - query_start[entry]
         token_rows = rows[entry]
         size = self._block_size
-        slots = (
-            self._table[token_rows, positions // size].astype(np.int64) * size + positions % size
-        )
         kv_len = (starts + lengths).astype(np.int32)
         max_kv_len = int(kv_len.max())
-        table = self._table[rows, : -(-max_kv_len // size)]
-
-        meta = AttentionMeta(
-            positions=torch.from_numpy(positions.astype(np.int32)),
-            slots=torch.from_numpy(slots),
-            query_start=torch.from_numpy(query_start),
-            kv_len=torch.from_numpy(kv_len),
-            block_table=torch.from_numpy(table),
-            num_decodes=batch.num_decodes,
-            max_query_len=int(lengths.max()),
-            max_kv_len=max_kv_len,
-            query_start_host=query_start.tolist(),
-            kv_len_host=kv_len.tolist(),
-        )
+        metas: list[AttentionMeta] = []
+        for tables in self._tables:
+            slots = tables[token_rows, positions // size].astype(np.int64) * size
+            slots += positions % size
+            table = torch.from_numpy(tables[rows, : -(-max_kv_len // size)])
+            if metas:
+                metas.append(metas[0].elsewhere(torch.from_numpy(slots), table))
+                continue
+            meta = AttentionMeta(
+                positions=torch.from_numpy(positions.astype(np.int32)),
+                slots=torch.from_numpy(slots),
+                query_start=torch.from_numpy(query_start),
+                kv_len=torch.from_numpy(kv_len),
+                block_table=table,
+                num_decodes=batch.num_decodes,
+                max_query_len=int(lengths.max()),
+                max_kv_len=max_kv_len,
+                query_start_host=query_start.tolist(),
+                kv_len_host=kv_len.tolist(),
+            )
+            metas.append(meta)
         all_sample = num_tokens == len(rows) and bool(samples.all())
         return DeviceStep(
             token_ids=torch.from_numpy(self._tokens[token_rows, positions]),
-            meta=meta,
+            metas=metas,
             last=None
             if all_sample
             else torch.from_numpy((query_start[1:] - 1)[samples].astype(np.int64)),
@@ -136,10 +147,12 @@ class CudaInputs:
         num_tokens = max(max_num_tokens, entries)
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        groups = rows.num_groups
+        self.slots = torch.zeros(groups, num_tokens, dtype=torch.int64, device=device)
         self.kv_len = torch.zeros(entries, dtype=torch.int32, device=device)
+        max_blocks = rows.block_table.shape[1] // groups
         self.block_table = torch.zeros(
-            entries, rows.block_table.shape[1], dtype=torch.int32, device=device
+            groups, entries, max_blocks, dtype=torch.int32, device=device
         )
         self._turn = 0
 
@@ -235,8 +248,9 @@ class CudaInputs:
         num_decodes: int,
         max_query_len: int,
         max_kv_len: int,
-    ) -> tuple[Tensor, AttentionMeta]:
-        """Launch the assembly of what `upload` brought.
+    ) -> tuple[Tensor, list[AttentionMeta]]:
+        """Launch the assembly of what `upload` brought: token ids, and where each group of layers
+        finds its keys.
 
         Graph-safe: fixed addresses, sizes from the arguments.
         """
@@ -258,16 +272,20 @@ class CudaInputs:
         )
         meta = AttentionMeta(
             positions=self.positions[:num_tokens],
-            slots=self.slots[:num_tokens],
+            slots=self.slots[0, :num_tokens],
             query_start=self.query_start[: num_entries + 1],
             kv_len=self.kv_len[:num_entries],
-            block_table=self.block_table[:num_entries],
+            block_table=self.block_table[0, :num_entries],
             num_decodes=num_decodes,
             max_query_len=max_query_len,
             max_kv_len=max_kv_len,
             counts=self.counts,
         )
-        return self.token_ids[:num_tokens], meta
+        others = [
+            meta.elsewhere(slots[:num_tokens], table[:num_entries])
+            for slots, table in zip(self.slots[1:], self.block_table[1:], strict=True)
+        ]
+        return self.token_ids[:num_tokens], [meta, *others]
 
     def assemble(self, batch: Batch) -> DeviceStep:
         """Upload and lay out one eager step."""
@@ -278,12 +296,14 @@ class CudaInputs:
         max_kv_len = max(
             start + length for start, length in zip(batch.starts, lengths, strict=True)
         )
-        token_ids, meta = self.lay_out(
+        token_ids, metas = self.lay_out(
             count, batch.num_tokens, batch.num_decodes, max(lengths), max_kv_len
         )
         if decodes_only:
-            return DeviceStep(token_ids, meta, None, self.rows[:count].long(), meta.kv_len.long())
+            positions = metas[0].kv_len.long()
+            return DeviceStep(token_ids, metas, None, self.rows[:count].long(), positions)
         num_samples = sum(batch.samples)
         last = self.last[:num_samples].long()
         which = self.which[:num_samples]
-        return DeviceStep(token_ids, meta, last, self.rows[which].long(), meta.kv_len[which].long())
+        positions = metas[0].kv_len[which].long()
+        return DeviceStep(token_ids, metas, last, self.rows[which].long(), positions)

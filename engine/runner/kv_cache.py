@@ -8,18 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model_config import ModelConfig
+from engine.kv_groups import KVGroups
 
 
 @dataclass(slots=True)
 class KVCache:
     """One (keys, values) pair a layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 
-    A head's keys of one block are contiguous: block_size * head_dim elements in one read.
+    A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
+    several groups lie in the same memory, of which a block belongs to one group at a time; so do
+    several layers whose heads are smaller than those of others, and then blocks are further apart.
     """
 
+    groups: KVGroups
     layers: list[tuple[Tensor, Tensor]]
-    # All of them: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+    # All of them: [slots, 2, num_blocks, block_size * elements of a token]
     storage: Tensor
     num_blocks: int
     block_size: int
@@ -27,22 +30,35 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        model: ModelConfig,
+        groups: KVGroups,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
-        shape = (
-            model.num_layers,
-            2,
-            num_blocks,
-            model.num_kv_heads,
-            block_size,
-            model.head_dim,
-        )
+        shape = (groups.slots, 2, num_blocks, block_size * groups.elements)
         storage = _allocate(shape, dtype, device)
-        return cls([(layer[0], layer[1]) for layer in storage], storage, num_blocks, block_size)
+        kv = cls(groups, [], storage, num_blocks, block_size)
+        kv.layers += kv._views()
+        return kv
+
+    def _views(self) -> list[tuple[Tensor, Tensor]]:
+        found = {}
+        for group in self.groups.groups:
+            heads, dim = group.attention.num_kv_heads, group.attention.head_dim
+            shape = (self.num_blocks, heads, self.block_size, dim)
+            own = self.block_size * group.elements
+            fit = self.storage.shape[3] // own
+            for index, layer in enumerate(group.layers):
+                begin = index % fit * own
+                keys, values = self.storage[index // fit, :, :, begin : begin + own]
+                found[layer] = (keys.view(shape), values.view(shape))
+        return [found[layer] for layer in sorted(found)]
+
+    def whole(self) -> Tensor:
+        """Of a model of one group: [num_layers, 2, num_blocks, num_kv_heads, block_size,
+        head_dim]."""
+        return self.storage.view(*self.storage.shape[:2], *self.layers[0][0].shape)
 
     def shrink(self, num_blocks: int) -> None:
         """So few blocks, all empty; the memory of the others is free before that of these is
@@ -55,8 +71,8 @@ class KVCache:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         self.storage = _allocate(shape, dtype, device)
-        self.layers += [(layer[0], layer[1]) for layer in self.storage]
         self.num_blocks = num_blocks
+        self.layers += self._views()
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,8 +82,3 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
         raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(dtype).view(*shape)
     return torch.zeros(*shape, dtype=dtype, device=device)
-
-
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for one block."""
-    return model.kv_bytes_per_token(dtype.itemsize) * block_size

@@ -13,10 +13,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.lora.build import adapter_bytes
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved
-from engine.runner.kv_cache import bytes_per_block
 from engine.runner.rows import RequestRows
 from kernels.dispatch import kernels_for
 
@@ -94,7 +94,8 @@ def plan_memory(
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
-    rows = RequestRows.allocate(seqs, longest, config.block_size, torch.device("meta"))
+    groups, size = kv_groups(resolved.model), config.block_size
+    rows = RequestRows.allocate(seqs, longest, size, torch.device("meta"), len(groups.groups))
     used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
     used += adapters
@@ -104,8 +105,8 @@ def plan_memory(
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
-    plan.block_size = config.block_size
-    plan.block_bytes = bytes_per_block(resolved.model, config.block_size, resolved.dtype)
+    plan.groups, plan.block_size = groups, size
+    plan.block_bytes = groups.bytes_per_block(size, resolved.dtype.itemsize)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
     if config.num_blocks:
@@ -133,7 +134,7 @@ def plan_memory(
         size = sum(size for _, size in adapters) / GIB
         given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
     plan.num_blocks = count_blocks(
-        budget, plan.block_bytes, config.block_size, longest, given=given
+        budget, plan.block_bytes, size, longest, groups.blocks(longest, size), given=given
     )
     return plan
 
@@ -148,6 +149,13 @@ class MemoryPlan:
     num_blocks: int = 0
     block_bytes: int = 0
     block_size: int = 0
+    groups: KVGroups | None = None
+
+    @property
+    def positions(self) -> int:
+        """For how many block_size tokens of a typical request its blocks last."""
+        kinds = (Full(),) if self.groups is None else self.groups.kinds
+        return positions(kinds, self.num_blocks, self.block_size)
 
     def table(self) -> str:
         """One line a purpose, aligned, in GiB."""
@@ -186,15 +194,15 @@ def available_host_memory() -> int:
 
 
 def count_blocks(
-    budget: int, block_bytes: int, block_size: int, max_model_len: int, *, given: str
+    budget: int, block_bytes: int, block_size: int, max_model_len: int, needed: int, *, given: str
 ) -> int:
     """Blocks that fit into budget bytes.
 
-    given: where the budget comes from, for the message.
+    needed: of a request of max_model_len tokens. given: where the budget comes from, for the
+        message.
     Raises ConfigError when not even one full-length request fits.
     """
     num_blocks = budget // block_bytes
-    needed = -(-max_model_len // block_size)
     if num_blocks < needed:
         raise ConfigError(
             f"KV cache too small: one request of max_model_len {max_model_len} needs "

@@ -30,6 +30,7 @@ from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
+from kernels.metadata import AttentionMeta
 
 
 @dataclass(slots=True)
@@ -132,7 +133,6 @@ class ModelRunner:
         rows: RequestRows,
         kv: KVCache,
         *,
-        num_heads: int,
         max_num_batched_tokens: int,
         device: torch.device,
         lora: LoraDevice | None = None,
@@ -146,7 +146,6 @@ class ModelRunner:
         self.device = device
         self.lora = lora
         self._prompts = prompts
-        self._num_heads = num_heads
         self._max_num_batched_tokens = max_num_batched_tokens
         # Logits that are there at once: as many rows as sample in the largest step, which memory is
         # planned for. Fewer than 64 would gain no memory worth mentioning (16 MiB) and lose time.
@@ -199,7 +198,7 @@ class ModelRunner:
                 self._prompts.name(new)
         if batch.prefixes:
             assert self._prompts is not None
-            self._prompts.copy(batch.prefixes, self.kv.storage)
+            self._prompts.copy(batch.prefixes, self.kv.whole())
 
         count = len(batch.rows)
         decodes_only = batch.num_decodes == count
@@ -225,7 +224,7 @@ class ModelRunner:
         else:
             step = self.inputs.assemble(batch)
             if self.lora is not None:
-                step.meta.lora = self.lora.step(batch)
+                step.adapt(self.lora.step(batch))
             hidden = self.forward(step)
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
@@ -305,8 +304,14 @@ class ModelRunner:
 
     def forward(self, step: DeviceStep) -> Tensor:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
-        self.kernels.prepare(step.meta, self._num_heads, self.kv.layers[0][0])
-        return self.model.forward(step.token_ids, step.meta, self.kv.layers)
+        return self.run(step.token_ids, step.metas)
+
+    def run(self, token_ids: Tensor, metas: Sequence[AttentionMeta]) -> Tensor:
+        """The same. metas: of each group of layers; they are planned here."""
+        layers = self.kv.layers
+        for group, meta in zip(self.kv.groups.groups, metas, strict=True):
+            self.kernels.prepare(meta, group.attention.num_heads, layers[group.layers[0]][0])
+        return self.model.forward(token_ids, metas, layers)
 
     def sample(
         self,
@@ -408,7 +413,7 @@ class ModelRunner:
         if self.lora is not None and self._cuda:
             self._warm_up_adapters(batch)
             step = self.inputs.assemble(batch)
-            step.meta.lora = self.lora.pretend(batch.num_tokens)
+            step.adapt(self.lora.pretend(batch.num_tokens))
         hidden = self.forward(step)
         if self.lora is not None:
             self.lora.forget()
@@ -457,5 +462,5 @@ class ModelRunner:
         for size in warm_up_sizes(largest.num_tokens, self.lora.num_slots):
             lengths = [min(size, largest.lengths[0])]
             step = self.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
-            step.meta.lora = self.lora.pretend(lengths[0])
+            step.adapt(self.lora.pretend(lengths[0]))
             self.forward(step)

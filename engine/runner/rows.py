@@ -15,21 +15,29 @@ class RequestRows:
 
     # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
     tokens: Tensor
-    # [max_num_seqs + 1, max_blocks] int32: [row, j] is the block of the tokens from j * block_size
+    # [max_num_seqs + 1, max_blocks * groups] int32: [row, j * groups + g] is the block of the
+    # tokens from j * block_size, in the layers of group g (engine/kv_groups.py)
     block_table: Tensor
     pad_row: int
+    num_groups: int = 1
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        cls,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> "RequestRows":
-        max_blocks = -(-max_model_len // block_size)
+        max_blocks = -(-max_model_len // block_size) * num_groups
         return cls(
             tokens=torch.zeros(
                 max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=device
             ),
             block_table=torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device),
             pad_row=max_num_seqs,
+            num_groups=num_groups,
         )
 
     @property

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from engine.kv_groups import Full, KVKind, blocks_for
 from engine.scheduling.chunking import steps_until_computed
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class KVMemory:
     block_size: int
     free: int
     footprints: Callable[[], list[Footprint]]  # of all running; costs time, so only when asked
+    kinds: Sequence[KVKind] = (Full(),)
     promised: int = 0  # blocks that running requests' known tokens still need
     num_running: int = 0
     uncomputed: int = 0
@@ -77,7 +79,8 @@ class KVMemory:
             self._running.append(admitted)
 
     def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        """The most that a request of so many tokens needs at once."""
+        return blocks_for(self.kinds, tokens, self.block_size)
 
 
 class Fits(Protocol):
@@ -108,14 +111,13 @@ def optimistic(memory: KVMemory, new: Footprint) -> bool:
 
 
 def reserved(memory: KVMemory, new: Footprint) -> bool:
-    owed = sum(memory.blocks(r.final) - r.held for r in memory.running())
+    owed = sum(max(0, memory.blocks(r.final) - r.held) for r in memory.running())
     return memory.blocks(new.final) - new.shared <= memory.free - owed
 
 
 def sum_of_lengths(memory: KVMemory, new: Footprint) -> bool:
-    size = memory.block_size
     total = sum(max(memory.blocks(r.final), r.held) for r in memory.running())
-    return (total + memory.blocks(new.final)) * size <= memory.num_blocks * size
+    return total + memory.blocks(new.final) <= memory.num_blocks
 
 
 def peak(memory: KVMemory, new: Footprint) -> bool:
@@ -125,24 +127,34 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
     uncomputed = memory.uncomputed + new.now
     delay = steps_until_computed(uncomputed, memory.budget)
     # A table ends inside a block: each request may hold block_size - 1 tokens more than it has.
-    now = [max(r.now + memory.block_size - 1, r.held * memory.block_size) for r in requests]
+    # What is kept whole grows with each token; the rest counts as at the end from the start.
+    size = memory.block_size
+    grow = [kind for kind in memory.kinds if kind.whole and kind.by_position]
+    rest = [kind for kind in memory.kinds if kind not in grow]
+    now = [
+        max(
+            len(grow) * (r.now + size - 1) + blocks_for(rest, r.final, size) * size,
+            r.held * size,
+        )
+        for r in requests
+    ]
     left = [r.final - r.now + delay + memory.lag for r in requests]
-    return future_peak(now, left) <= memory.num_blocks * memory.block_size
+    return future_peak(now, left, len(grow)) <= memory.num_blocks * size
 
 
-def future_peak(now: Sequence[int], left: Sequence[int]) -> int:
-    """The most tokens in use at any future time, if request i holds now[i], gains one a step for
+def future_peak(now: Sequence[int], left: Sequence[int], gain: int = 1) -> int:
+    """The most tokens in use at any future time, if request i holds now[i], gains `gain` a step for
     left[i] steps, and then frees all.
 
     The peak is at one of the ends. Sorted by left, descending, at the end of request i there run
-    requests 0 .. i, and each has gained left[i] (LightLLM, "efficient router").
+    requests 0 .. i, and each has gained left[i] steps' (LightLLM, "efficient router").
     """
     if not now:
         return 0
     order = np.argsort(-np.asarray(left, dtype=np.int64), kind="stable")
     left_sorted = np.asarray(left, dtype=np.int64)[order]
     held = np.cumsum(np.asarray(now, dtype=np.int64)[order])
-    return int((left_sorted * np.arange(1, len(now) + 1) + held).max())
+    return int((gain * left_sorted * np.arange(1, len(now) + 1) + held).max())
 
 
 def mixed(request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue") -> bool:

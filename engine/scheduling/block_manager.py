@@ -7,12 +7,17 @@ A block is in exactly one of three states:
     free        refs == 0       holds nothing (no hash)
 
 free + evictable blocks can be allocated. Everything is O(1) a block.
+
+Where layers keep different things (`engine.kv_groups`), a request has a block for each position,
+block_size tokens, and each group of layers. Its table lists them position by position, and -1 where
+a group has none: given back, because no later token reads it, or never needed.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from engine.kv_groups import Full, KVKind, blocks_for, positions
 from engine.scheduling.prefix_hash import extend_hashes
 from engine.scheduling.request import Request
 
@@ -58,12 +63,21 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
+        kinds: Sequence[KVKind] = (Full(),),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.kinds = kinds
+        self.num_groups = len(kinds)
+        self.whole = all(kind.whole for kind in kinds)  # running requests give back nothing
+        self._by_position = [kind.by_position for kind in kinds]
+        self._growing = sum(self._by_position)
+        self._fixed = len(kinds) - self._growing  # groups with one block a request
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of registered blocks
-        self._resident: dict[bytes, int] = {}  # hash -> its block
+        self._group_of = [0] * num_blocks  # of registered blocks
+        # of each group: hash -> its block
+        self._resident: list[dict[bytes, int]] = [{} for _ in kinds]
         self._free = free_blocks(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
 
@@ -87,16 +101,113 @@ class BlockManager:
         self._forget(block)
         self._free.append(block)
 
+    def blocks_for(self, tokens: int) -> int:
+        """The most that a request of so many tokens needs at once."""
+        return blocks_for(self.kinds, tokens, self.block_size)
+
+    def positions(self, blocks: int) -> int:
+        """For how many positions of a typical request so many blocks last."""
+        return positions(self.kinds, blocks, self.block_size)
+
+    def next_cost(self, request: Request) -> int:
+        """Blocks that its next position takes."""
+        return self._growing if request.blocks else self._growing + self._fixed
+
+    def num_extensions(self, request: Request) -> int:
+        """For how many more positions of it there are blocks."""
+        free = self.num_free if request.blocks else self.num_free - self._fixed
+        return max(0, free) // max(1, self._growing)
+
+    def extend(self, requests: Sequence[Request], count: int = 1) -> list[tuple[int, int, int]]:
+        """Blocks for `count` more positions of each, of which there are enough: (row, index in its
+        table, block) of each block."""
+        needed = len(requests) * count * self._growing
+        if self._fixed:
+            needed += self._fixed * sum(not request.blocks for request in requests)
+        taken = iter(self.allocate(needed))
+        new = []
+        for request in requests:
+            row, table = request.row, request.blocks
+            for _ in range(count):
+                first = not table
+                for by_position in self._by_position:
+                    if by_position or first:
+                        block = next(taken)
+                        new.append((row, len(table), block))
+                        table.append(block)
+                    else:
+                        table.append(-1)
+        return new
+
+    def drop_behind(self, request: Request, position: int) -> None:
+        """Give back what no token of it from `position` on reads.
+
+        Legal when a launched step still reads it: whoever takes the block writes it in a later
+        step, and the device runs steps in order.
+        """
+        table, groups = request.blocks, self.num_groups
+        dropped = []
+        for group, kind in enumerate(self.kinds):
+            at = (kind.behind(position, self.block_size) - 1) * groups + group
+            while at >= 0 and table[at] >= 0:
+                dropped.append(table[at])
+                table[at] = -1
+                at -= groups
+        self.free(dropped)
+
+    def num_behind(self, request: Request, position: int) -> int:
+        """How many blocks `drop_behind` would add to num_free."""
+        table, groups, count = request.blocks, self.num_groups, 0
+        for group, kind in enumerate(self.kinds):
+            at = (kind.behind(position, self.block_size) - 1) * groups + group
+            while at >= 0 and table[at] >= 0:
+                count += self._refs[table[at]] == 1
+                at -= groups
+        return count
+
+    def held(self, request: Request) -> list[int]:
+        """The blocks of its table."""
+        if self.whole and not self._fixed:
+            return request.blocks
+        return [block for block in request.blocks if block >= 0]
+
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """The resident blocks of the longest prefix. Changes nothing: follow with `share`."""
-        resident = self._resident
-        blocks = []
-        for digest in hashes:
-            block = resident.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        """The table of the longest prefix from whose end a request can go on with what is resident.
+        Changes nothing: follow with `share`."""
+        count = len(hashes)
+        found: list[list[int]] = []  # of each group
+        for kind, resident in zip(self.kinds, self._resident, strict=True):
+            blocks = []
+            for digest in hashes[:count]:
+                block = resident.get(digest, -1)
+                if block < 0 and kind.whole:
+                    break
+                blocks.append(block)
+            count = len(blocks)
+            found.append(blocks)
+        if not self.whole:
+            count = self._resumable(found, count)
+        return [block for position in zip(*found, strict=False) for block in position][
+            : count * self.num_groups
+        ]
+
+    def _resumable(self, found: list[list[int]], count: int) -> int:
+        """The most positions, up to count, after which each group finds what it reads; what it does
+        not read becomes -1."""
+        size, best = self.block_size, 0
+        runs = [0] * self.num_groups  # resident blocks in a row
+        for end in range(1, count + 1):
+            for group, blocks in enumerate(found):
+                runs[group] = runs[group] + 1 if blocks[end - 1] >= 0 else 0
+            if all(
+                run >= end - kind.behind(end * size, size)
+                for run, kind in zip(runs, self.kinds, strict=True)
+            ):
+                best = end
+        for kind, blocks in zip(self.kinds, found, strict=True):
+            behind = min(kind.behind(best * size, size), len(blocks))
+            blocks[:behind] = [-1] * behind
+        return best
 
     def num_unused(self, blocks: Iterable[int]) -> int:
         """How many of them no request uses, so that sharing them takes from num_free."""
@@ -131,13 +242,14 @@ class BlockManager:
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Remove the blocks of these hashes from the prefix cache, used or not."""
         for digest in hashes:
-            block = self._resident.get(digest)
-            if block is None:
-                continue
-            self._forget(block)
-            if block in self._evictable:
-                del self._evictable[block]
-                self._free.append(block)
+            for resident in self._resident:
+                block = resident.get(digest)
+                if block is None:
+                    continue
+                self._forget(block)
+                if block in self._evictable:
+                    del self._evictable[block]
+                    self._free.append(block)
 
     def hash_prefix(self, request: Request, count: int) -> list[bytes]:
         """The hashes of its first `count` blocks, whose tokens must be known."""
@@ -153,34 +265,39 @@ class BlockManager:
         count = min(num_computed, len(request.token_ids)) // self.block_size
         if count <= request.num_registered or not request.cacheable:
             return
-        hashes, blocks = request.hashes, request.blocks
+        hashes, blocks, groups = request.hashes, request.blocks, self.num_groups
         extend_hashes(hashes, request.root, request.token_ids, self.block_size, count)
-        for index in range(request.num_registered, count):
-            self._register(hashes[index], blocks[index])
+        for group, kind in enumerate(self.kinds):
+            if kind.by_position:
+                for index in range(request.num_registered, count):
+                    self._register(hashes[index], blocks[index * groups + group], group)
         request.num_registered = count
 
     def reset(self) -> None:
         """Empty the prefix cache. Used blocks stay in use, but no request matches them any more."""
-        for block in list(self._resident.values()):
-            self._forget(block)
+        for resident in self._resident:
+            for block in list(resident.values()):
+                self._forget(block)
         self._free.extend(self._evictable)
         self._evictable.clear()
 
-    def _register(self, digest: bytes, block: int) -> None:
+    def _register(self, digest: bytes, block: int, group: int) -> None:
         # Two requests may compute the same block at the same time: the first one keeps the hash.
-        if digest not in self._resident and self._hashes[block] is None:
-            self._resident[digest] = block
+        resident = self._resident[group]
+        if digest not in resident and self._hashes[block] is None and block >= 0:
+            resident[digest] = block
             self._hashes[block] = digest
+            self._group_of[block] = group
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]
         if digest is not None:
-            del self._resident[digest]
+            del self._resident[self._group_of[block]][digest]
             self._hashes[block] = None
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariants. tables: the block tables of all requests that use blocks."""
-        users = Counter(block for table in tables for block in table)
+        users = Counter(block for table in tables for block in table if block >= 0)
         for block, refs in enumerate(self._refs):
             assert refs == users[block], f"block {block}: {refs} refs, {users[block]} users"
         free, evictable = set(self._free), set(self._evictable)
@@ -190,5 +307,8 @@ class BlockManager:
         assert len(free) + len(evictable) + len(users) == self.num_blocks, "a block is lost"
         assert all(self._hashes[block] is None for block in free)
         assert all(self._hashes[block] is not None for block in evictable)
-        named = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
+        named: list[dict[bytes, int]] = [{} for _ in self.kinds]
+        for block, digest in enumerate(self._hashes):
+            if digest is not None:
+                named[self._group_of[block]][digest] = block
         assert named == self._resident, "the hash table and the blocks disagree"

@@ -22,6 +22,7 @@ has no memory for a step, no request fails: the tokens are computed again in sma
 import contextlib
 import logging
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from typing import Protocol
 
 from engine.batch import Batch, OutOfMemory, StepResult
 from engine.errors import InvalidRequest, MantaError, Overloaded
+from engine.kv_groups import blocks_for
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,
@@ -111,8 +113,7 @@ class EngineCore:
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         grammars: Grammars | None = None,
     ) -> None:
-        capacity = config.num_blocks * config.block_size
-        self.config = replace(config, max_model_len=min(config.max_model_len, capacity))
+        self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
@@ -291,7 +292,7 @@ class EngineCore:
         scheduler = self.scheduler
         scheduler.counters.out_of_memory += 1
         fewer = scheduler.blocks.num_blocks * 7 // 8
-        can_shrink = fewer * self.config.block_size >= self.config.max_model_len
+        can_shrink = fewer >= scheduler.blocks.blocks_for(self.config.max_model_len)
         smaller = batch.num_tokens // 2
         if not smaller and not can_shrink:
             self._begin_bisection(failure, -1)
@@ -382,16 +383,17 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
+        blocks = scheduler.blocks
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(self._preparing),
             waiting_tokens=scheduler.num_waiting_tokens
             + sum(len(request.token_ids) for request in self._preparing.values()),
-            free_blocks=scheduler.blocks.num_free,
-            total_blocks=scheduler.blocks.num_blocks,
-            reserved_blocks=scheduler.reserved_blocks,
-            block_size=scheduler.blocks.block_size,
+            free_blocks=blocks.positions(blocks.num_free),
+            total_blocks=blocks.positions(blocks.num_blocks),
+            reserved_blocks=blocks.positions(scheduler.reserved_blocks),
+            block_size=blocks.block_size,
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
@@ -416,3 +418,15 @@ def _constraints(launched: LaunchedStep) -> list[Constraint]:
     """Of its constrained entries, in order."""
     found = [launched.requests[entry].constraint for entry in launched.constrained]
     return [one for one in found if one is not None]
+
+
+def _longest(config: CoreConfig) -> int:
+    """Tokens of the longest request that the blocks can hold, up to max_model_len."""
+    return (
+        bisect_right(
+            range(config.max_model_len + 1),
+            config.num_blocks,
+            key=lambda tokens: blocks_for(config.kinds, tokens, config.block_size),
+        )
+        - 1
+    )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from engine.kv_groups import Full, KVKind
+
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
@@ -12,6 +14,7 @@ class CoreConfig:
     num_blocks, block_size: the KV cache, and tokens a block.
     async_scheduling: launch step n + 1 before the tokens of n are known.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
+    kinds: what each group of layers keeps, the order of a request's tables.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     """
 
@@ -20,6 +23,7 @@ class CoreConfig:
     max_model_len: int
     num_blocks: int
     block_size: int
+    kinds: tuple[KVKind, ...] = (Full(),)
     prefix_caching: bool = True
     async_scheduling: bool = True
     admission: str = "optimistic"

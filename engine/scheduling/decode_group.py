@@ -5,7 +5,7 @@ per request and step. The group is five parallel lists that batches are copied f
 constant plus the step number, and what happens rarely is looked up by the step in which it happens:
 
     start of a request at step s      base + s
-    it needs a new block at           s = len(blocks) * block_size - base      -> _block_due[s]
+    it needs a new block at           s = positions * block_size - base        -> _block_due[s]
     it samples its last token at      s = limit - 2 - base                     -> _last_sample[s]
 
 A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
@@ -19,8 +19,9 @@ from engine.scheduling.request import Request, RequestPhase
 class DecodeGroup:
     """Membership changes by `join` and `leave`, O(1) each; the order of members means nothing."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups  # entries of a table for each position
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.bases: list[int] = []
@@ -69,12 +70,14 @@ class DecodeGroup:
         due = self._block_due.pop(step, None)
         if due is None:
             return []
-        size = self._block_size
-        members = [r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) * size]
+        size, groups = self._block_size, self._num_groups
+        members = [
+            r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) // groups * size
+        ]
         return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
 
-    def add_block(self, request: Request, block: int) -> None:
-        request.blocks.append(block)
+    def extended(self, request: Request) -> None:
+        """Its table has the next position."""
         self._expect_block(request)
 
     def last_samples(self, step: int) -> list[Request]:
@@ -82,7 +85,7 @@ class DecodeGroup:
         return list(self._last_sample.pop(step, ()))
 
     def _expect_block(self, request: Request) -> None:
-        step = len(request.blocks) * self._block_size - request.base
+        step = len(request.blocks) // self._num_groups * self._block_size - request.base
         self._block_due.setdefault(step, []).append(request)
 
 

@@ -116,7 +116,7 @@ class Request:
         self.phase = RequestPhase.WAITING
         self.num_computed = 0
         self.row = -1
-        self.blocks: list[int] = []  # block of tokens i * block_size ..
+        self.blocks: list[int] = []  # its table, as block_manager.py says
         self.hashes: list[bytes] = []  # prefix hashes of its leading full blocks, made as needed
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
@@ -150,13 +150,14 @@ class Request:
         """Tokens to compute before the next one is sampled. Not while decoding."""
         return self.num_tokens - self.num_computed
 
-    def footprint(self, step: int) -> Footprint:
-        """Its memory when `step` is launched, and at its end. Legal while it has a row."""
+    def footprint(self, step: int, held: int) -> Footprint:
+        """Its memory when `step` is launched, and at its end. held: blocks in its table. Legal
+        while it has a row."""
         if self.phase is RequestPhase.DECODING:
             now = self.base + step + 1
         else:
             now = max(self.num_computed, len(self.token_ids))
-        return Footprint(now, max(now, self.limit - 1), len(self.blocks))
+        return Footprint(now, max(now, self.limit - 1), held)
 
     def new_row(self) -> NewRow:
         """The request as the device needs it. Legal while it has a row."""

@@ -56,7 +56,7 @@ class Scheduler:
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
         self._free_blocks = free_blocks
-        self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks)
+        self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks, config.kinds)
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last step scheduled
@@ -67,7 +67,7 @@ class Scheduler:
         self.num_constrained = 0  # requests with a grammar
         self.reserved_blocks = 0  # blocks of all running requests at their maximum lengths
         self.computing: list[Request] = []  # phase COMPUTING
-        self.decoding = DecodeGroup(config.block_size)
+        self.decoding = DecodeGroup(config.block_size, len(config.kinds))
         self.in_flight: deque[LaunchedStep] = deque()
         self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
@@ -163,7 +163,9 @@ class Scheduler:
         """Go on with num_blocks blocks, all empty. Legal when no request runs."""
         assert not self.running and not self.deferred_releases
         self.config = replace(self.config, num_blocks=num_blocks)
-        self.blocks = BlockManager(num_blocks, self.config.block_size, self._free_blocks)
+        self.blocks = BlockManager(
+            num_blocks, self.config.block_size, self._free_blocks, self.config.kinds
+        )
 
     def reset_prefix_cache(self) -> None:
         """From now on no request matches a block that was computed before this call."""
@@ -198,17 +200,20 @@ class Scheduler:
         if not due:
             return
         stalled = any(r.remaining == 1 for r in self.computing)
-        if stalled or len(due) > self.blocks.num_free:
+        manager = self.blocks
+        for request in due:
+            manager.hash_blocks(request, request.base + step)
+            if not manager.whole:
+                manager.drop_behind(request, request.base + step)
+        if stalled or len(due) * manager.next_cost(due[0]) > manager.num_free:
             for request in due:
                 self.decoding.leave(request, step)
                 request.phase = RequestPhase.COMPUTING
                 self.computing.append(request)
             return
-        new_blocks = builder.batch.new_blocks
-        for request, block in zip(due, self.blocks.allocate(len(due)), strict=True):
-            new_blocks.append((request.row, len(request.blocks), block))
-            self.decoding.add_block(request, block)
-            self.blocks.hash_blocks(request, request.base + step)
+        builder.batch.new_blocks += manager.extend(due)
+        for request in due:
+            self.decoding.extended(request)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, those that lack one token first."""
@@ -245,31 +250,37 @@ class Scheduler:
         """Allocate blocks for up to `budget` tokens. Returns how many tokens have a block now."""
         size, manager = self.config.block_size, self.blocks
         length = min(request.remaining, budget)
-        room = len(request.blocks) * size - request.num_computed
+        room = len(request.blocks) // manager.num_groups * size - request.num_computed
         if length > room:
-            if room <= 0 and manager.num_free == 0:
+            if room <= 0 and manager.num_free < manager.next_cost(request):
                 self._make_room(request, builder)
-            count = min(-(-(length - room) // size), manager.num_free)
+            count = min(-(-(length - room) // size), manager.num_extensions(request))
             length = min(length, room + count * size)
-            for block in manager.allocate(count):
-                builder.batch.new_blocks.append((request.row, len(request.blocks), block))
-                request.blocks.append(block)
+            builder.batch.new_blocks += manager.extend((request,), count)
         return length
 
     def _make_room(self, request: Request, builder: StepBuilder) -> None:
-        """Preempt the last request in the order of service until a block is free or will be.
+        """Preempt the last request in the order of service until the blocks of this one's next
+        position are free or will be.
 
         No request is preempted for a later one: the last request waits for its block.
         A chunk scheduled in this step is never a victim: chunks are scheduled in order.
         """
-        while self.blocks.num_free == 0:
-            coming = sum(self.blocks.num_exclusive(r.blocks) for r in self.deferred_releases) + sum(
-                self.blocks.num_exclusive(r.blocks)
+        manager = self.blocks
+        needed = manager.next_cost(request)
+        while manager.num_free < needed:
+            coming = sum(manager.num_exclusive(r.blocks) for r in self.deferred_releases) + sum(
+                manager.num_exclusive(manager.held(r))
                 for r in self.running.values()
                 if r.phase is RequestPhase.FINISHING
             )
-            if coming > builder.owed:
-                builder.owed += 1
+            if not manager.whole:
+                coming += sum(
+                    manager.num_behind(r, r.num_computed + length)
+                    for r, length in builder.sampling + builder.prefill_only
+                )
+            if manager.num_free + coming >= builder.owed + needed:
+                builder.owed += needed
                 return
             victims = [r for r in self.running.values() if r.phase is not RequestPhase.FINISHING]
             victim = max(victims, key=lambda r: r.order)
@@ -325,11 +336,13 @@ class Scheduler:
             # The last token is computed again even if it is cached: sampling needs its logits.
             hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
             cached = self.blocks.match_prefix(hashes)
+        num_cached = len(cached) // self.blocks.num_groups
+        resident = [block for block in cached if block >= 0]
         footprint = Footprint(
             now=num_tokens,
             final=max(num_tokens, request.limit - 1),
-            held=len(cached),
-            shared=len(cached) - self.blocks.num_unused(cached),
+            held=len(resident),
+            shared=len(resident) - self.blocks.num_unused(resident),
         )
         if not fits_now(memory, footprint):
             return False
@@ -337,10 +350,10 @@ class Scheduler:
         if not self._fits(memory, footprint) and self.running:
             return False
         self.queue.take(request)
-        self.blocks.share(cached)
+        self.blocks.share(resident)
         request.blocks = cached
-        request.num_computed = len(cached) * size
-        request.num_registered = len(cached)
+        request.num_computed = num_cached * size
+        request.num_registered = num_cached
         request.cacheable = self.config.prefix_caching
         request.row = self._free_rows.pop()
         if request.adapter is not None:
@@ -361,12 +374,12 @@ class Scheduler:
         if request.num_computed < request.num_prefix:
             self._copy_prefix(request, builder)
         memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
-        memory.promised += memory.blocks(num_tokens) - len(request.blocks)
+        memory.promised += max(0, memory.blocks(num_tokens) - len(self.blocks.held(request)))
         memory.uncomputed += num_tokens - request.num_computed
-        memory.add(request.footprint(self.step))
+        memory.add(self._footprint(request))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
-            (request.row, index, block) for index, block in enumerate(request.blocks)
+            (request.row, index, block) for index, block in enumerate(request.blocks) if block >= 0
         )
         return True
 
@@ -374,9 +387,9 @@ class Scheduler:
         """Give it blocks for prefix keys that are not cached. They are copied, not computed."""
         start, stop = request.num_computed, request.num_prefix
         count = -(-stop // self.config.block_size) - len(request.blocks)
-        blocks = self.blocks.allocate(count)
+        assert self.blocks.num_groups == 1 and self.blocks.whole, "such adapters are refused"
+        blocks = [block for _, _, block in self.blocks.extend((request,), count)]
         builder.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
-        request.blocks += blocks
         request.num_computed = stop
         # A request that starts in this same step may share them.
         self.blocks.hash_blocks(request, stop)
@@ -388,6 +401,7 @@ class Scheduler:
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             free=self.blocks.num_free,
+            kinds=config.kinds,
             footprints=self._footprints,
             num_running=len(self.running),
             uncomputed=sum(r.remaining for r in self.computing),
@@ -395,21 +409,24 @@ class Scheduler:
             lag=self._lag,
         )
         memory.promised = sum(
-            max(0, memory.blocks(r.num_tokens) - len(r.blocks)) for r in self.computing
+            max(0, memory.blocks(r.num_tokens) - len(self.blocks.held(r))) for r in self.computing
         )
         return memory
 
     def _footprints(self) -> list[Footprint]:
-        size = self.config.block_size
-        leaving = [
-            Footprint(now=len(r.blocks) * size, final=len(r.blocks) * size, held=len(r.blocks))
-            for r in self.deferred_releases
-        ]
-        return leaving + [r.footprint(self.step) for r in self.running.values()]
+        leaving = []
+        for release in self.deferred_releases:
+            held = len(release.blocks)
+            tokens = held // self.blocks.num_groups * self.config.block_size
+            leaving.append(Footprint(now=tokens, final=tokens, held=held))
+        return leaving + [self._footprint(r) for r in self.running.values()]
+
+    def _footprint(self, request: Request) -> Footprint:
+        return request.footprint(self.step, len(self.blocks.held(request)))
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks at its maximum length. The key of the last token is never computed."""
-        return -(-max(request.num_prompt, request.limit - 1) // self.config.block_size)
+        return self.blocks.blocks_for(max(request.num_prompt, request.limit - 1))
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Add `length` tokens of the request to the step. Their blocks must be allocated."""
@@ -438,6 +455,8 @@ class Scheduler:
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
+            if not self.blocks.whole:
+                self.blocks.drop_behind(request, request.num_computed)
             request.last_step = step
             if samples and not request.delivered:
                 launched.firsts.append(entry)
@@ -532,7 +551,9 @@ class Scheduler:
         del self.running[request.id]
         self.reserved_blocks -= self._most_blocks(request)
         self.deferred_releases.append(
-            DeferredRelease(request.last_step, request.row, request.blocks, request.adapter_slot)
+            DeferredRelease(
+                request.last_step, request.row, self.blocks.held(request), request.adapter_slot
+            )
         )
         request.row = request.adapter_slot = -1
         request.blocks = []

@@ -86,7 +86,9 @@ class Deterministic(Kernels):
                 k_cache.dtype,
             )
             every = _as_decodes(meta)
-            meta.plan = _DeterministicPlan(kernels, [every] if kernels is not None else _apart(every))
+            meta.plan = _DeterministicPlan(
+                kernels, [every] if kernels is not None else _apart(every)
+            )
         if meta.plan.kernels is not None:
             return meta.plan.kernels.rope_kv_write(
                 qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta

@@ -1,11 +1,11 @@
-"""The CPU back end: the reference, with rotation and decode attention by generated kernels where the
-machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
+"""The CPU back end: the reference, with rotation and decode attention by generated kernels where
+the machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
 
 from torch import Tensor
 
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta
-from kernels.reference import PrefillChunk, Kernels, attend_chunk, plan_chunks
+from kernels.reference import Kernels, PrefillChunk, attend_chunk, plan_chunks
 
 
 class _NativePlan:

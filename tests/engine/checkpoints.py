@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.kv_groups import kv_groups
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
+from engine.runner.kv_cache import KVCache
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
@@ -55,13 +57,8 @@ class Paged:
         self.device = model.device
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
-        config = model.config
-        shape = (2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        stores = [
-            torch.zeros(shape, dtype=model.dtype, device=self.device)
-            for _ in range(config.num_layers)
-        ]
-        self.kv = [(keys, values) for keys, values in stores]
+        groups = kv_groups(model.config)
+        self.kv = KVCache.allocate(groups, num_blocks, block_size, model.dtype, self.device)
 
     @torch.inference_mode()
     def run(
@@ -74,7 +71,11 @@ class Paged:
         for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
             setattr(meta, name, getattr(meta, name).to(self.device))
         meta.lora = lora
-        self.kernels.prepare(meta, self.model.config.num_heads, self.kv[0][0])
+        metas = []
+        for group in self.kv.groups.groups:
+            metas.append(meta.elsewhere(meta.slots, meta.block_table))
+            keys = self.kv.layers[group.layers[0]][0]
+            self.kernels.prepare(metas[-1], group.attention.num_heads, keys)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
-        logits = self.model.logits(self.model.forward(token_ids, meta, self.kv))
+        logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -37,6 +37,7 @@ class Driver:
         self._next_id = 0
         self._owner: dict[int, tuple[str, str]] = {}  # block -> adapter and salt of its contents
         self._scopes: dict[int, tuple[str, str]] = {}  # request id -> its adapter and salt
+        self._tables: dict[int, dict[int, int]] = {}  # row -> index -> block, as told
         self._head: Request | None = None
         self._blockers: set[int] = set()
         self._patience = 0
@@ -114,9 +115,14 @@ class Driver:
         size = self.core.config.block_size
         by_row = {r.row: r for r in self.scheduler.running.values()}
         fresh = {new.row for new in batch.new_rows}
+        for row in fresh:
+            self._tables[row] = {}
+        for row, index, block in batch.new_blocks:
+            self._tables[row][index] = block
+        groups = self.scheduler.blocks.num_groups
         users: dict[int, list[Request]] = {}
         for request in by_row.values():
-            for block in request.blocks:
+            for block in self.scheduler.blocks.held(request):
                 users.setdefault(block, []).append(request)
         for prefix in batch.prefixes:
             for block in prefix.blocks:
@@ -125,15 +131,19 @@ class Driver:
         for row, start, length, samples in entries:
             request = by_row[row]
             assert start + length + samples <= request.limit, "beyond max_tokens or the context"
-            for index in range(start // size, (start + length - 1) // size + 1):
-                block = request.blocks[index]
-                for other in users[block]:
+            for index in range(start // size * groups, -(-(start + length) // size) * groups):
+                block = self._tables[row].get(index)
+                if block is None:  # of a kind that has no block here
+                    continue
+                for other in users.get(block, ()):
                     assert other is request or other.row in fresh, "a shared block is written"
                 self._owner[block] = self._scopes[request.id]
         for row, start, length, _ in entries:
             request = by_row[row]
-            for block in request.blocks[: -(-(start + length) // size)]:
-                assert self._owner[block] == self._scopes[request.id], "blocks leak across tenants"
+            for index, block in enumerate(request.blocks[: -(-(start + length) // size) * groups]):
+                if block >= 0:
+                    assert block == self._tables[row][index], "the device has another table"
+                    assert self._owner[block] == self._scopes[request.id], "a tenant's block leaks"
         if fresh and self.scheduler.queue.waiting and not self._searching:
             started = max(by_row[row].order for row in fresh)
             assert started < self.scheduler.queue.waiting[0].order, "somebody was passed over"
@@ -162,6 +172,9 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
     stems = [[2 + rng.randrange(48) for _ in range(40)] for _ in range(2)]
     stems.append([5, 6, 7, 8, 9] * 8)  # equal blocks, but not after equal tokens
     stems.append([4] * 40)
+    adapters = ["", "", "lora", "lora2", *VIRTUAL]
+    if "kinds" in changes:
+        adapters.remove("keys")  # only for models that keep everything
     for _ in range(steps):
         action = rng.random()
         if action < 0.35:
@@ -171,7 +184,7 @@ def random_run(seed: int, steps: int = 120, **changes: Any) -> Driver:
                 "max_tokens": rng.choice([1, 2, 5, 20, 60, None]),
                 "seed": rng.choice([1, 2, 3, 13]),
                 "cache_salt": rng.choice(["", "", "tenant"]),
-                "adapter": rng.choice(["", "", "lora", "lora2", *VIRTUAL]),
+                "adapter": rng.choice(adapters),
                 "priority": rng.choice([0, 0, 1]),
                 "ignore_eos": rng.random() < 0.3,
             }

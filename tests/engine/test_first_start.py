@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.kv_groups import kv_groups
 from engine.layers.build import Builder
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
@@ -160,10 +160,10 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
     sampler = Sampler(SEQS + 1, config.vocab_size, device)
     sampler._scratch = torch.zeros(64, config.vocab_size, dtype=torch.int32)
     sampler._rows.device_words = torch.from_numpy(sampler._rows.words)
-    kv = KVCache.allocate(config, 4, 16, torch.bfloat16, device)
+    kv = KVCache.allocate(kv_groups(config), 4, 16, torch.bfloat16, device)
     runner = ModelRunner(
-        model, model.kernels, sampler, rows, replace(kv, layers=kv.layers[:layers]),
-        num_heads=config.num_heads, max_num_batched_tokens=TOKENS, device=device,
+        model, model.kernels, sampler, rows, kv,
+        max_num_batched_tokens=TOKENS, device=device,
     )  # fmt: skip
     runner._cuda = True
     runner.inputs = CudaInputs(rows, 16, TOKENS, device)

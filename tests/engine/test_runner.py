@@ -15,13 +15,14 @@ from engine import factory
 from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv_groups import kv_groups
 from engine.messages import EngineRequest
 from engine.model_config import ModelConfig, Rope
 from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.runner.graphs import StepGraphs, default_sizes
 from engine.runner.inputs import CpuInputs, max_entries
-from engine.runner.kv_cache import KVCache, bytes_per_block
+from engine.runner.kv_cache import KVCache
 from engine.runner.memory import (
     GIB,
     WEIGHTS_TOO_LARGE,
@@ -78,8 +79,7 @@ def runner() -> ModelRunner:
         kernels,
         Sampler(NUM_ROWS + 1, CONFIG.vocab_size, CPU),
         RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU),
-        KVCache.allocate(CONFIG, NUM_ROWS * 16, BLOCK_SIZE, torch.float32, CPU),
-        num_heads=CONFIG.num_heads,
+        KVCache.allocate(kv_groups(CONFIG), NUM_ROWS * 16, BLOCK_SIZE, torch.float32, CPU),
         max_num_batched_tokens=64,
         device=CPU,
     )
@@ -114,7 +114,7 @@ def test_layout_equals_a_plain_loop(seed: int) -> None:
     for _ in range(40):
         batch, want = steps.next()
         found = inputs.assemble(batch)
-        meta = found.meta
+        (meta,) = found.metas
         assert found.token_ids.tolist() == want.token_ids
         assert meta.positions.tolist() == want.positions
         assert meta.slots.tolist() == want.slots
@@ -432,7 +432,7 @@ def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     """Too small a cache, or more than the machine has, is found when the first prompt comes."""
     path = folder(tmp_path)
     model = ModelConfig.from_folder(path)
-    assert bytes_per_block(model, 16, torch.bfloat16) == 2 * 2 * 2 * 8 * 16 * 2
+    assert kv_groups(model).bytes_per_block(16, 2) == 2 * 2 * 2 * 8 * 16 * 2
     with pytest.raises(ConfigError, match="graph_sizes: 64 is more than can run at once"):
         resolve(config_of(path, max_num_seqs=32, graph_sizes=(8, 64)))
     with pytest.raises(ConfigError, match="Ways out"):

@@ -1,0 +1,175 @@
+"""KVGroups: what of each request's tokens the layers of a model keep. No torch here.
+
+Layers that keep the same (all keys, those of a window) and whose heads have one shape form a class.
+Classes are cut into groups of about equally many layers, so that one block, which holds block_size
+tokens for the layers of one group, is of the same size whatever group it serves: there is one pool
+of blocks, and a request has a table for each group. A model whose layers are all alike is one
+group.
+
+    request's tokens        |  block 0  |  block 1  |  block 2  |  block 3 ..
+    group 0 (all keys)         17          4           9           21
+    group 1 (window)           -           -           30          2        the rest went back
+    its table               17 - 4 - 9 30 21 2       entry = block * number of groups + group
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.model_config import LayerAttention, ModelConfig
+
+TYPICAL = 4096  # tokens of the request that room is told in
+MOST_GROUPS = 8  # tables a request may have; more layers a block rather than more
+
+
+class KVKind(Protocol):
+    """What one group keeps of a request. Pure arithmetic over tokens and blocks of `size` tokens.
+
+    A new kind is a class with these four; scheduler, block manager and admission ask nothing else.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """A running request gives back nothing, so that `behind` is always 0."""
+        ...
+
+    @property
+    def by_position(self) -> bool:
+        """Block i is of the tokens i * size and following, and may be found again by what these
+        are. Else the first block holds a state of the whole request: no prefix starts from it, and
+        preemption loses it."""
+        ...
+
+    def behind(self, position: int, size: int) -> int:
+        """Leading blocks that no token from `position` on reads."""
+        ...
+
+    def most(self, tokens: int, size: int) -> int:
+        """The most blocks that a request of so many tokens needs at once to compute its next
+        token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """All keys and values; latents likewise."""
+
+    whole: bool = True
+    by_position: bool = True
+
+    def behind(self, position: int, size: int) -> int:
+        return 0
+
+    def most(self, tokens: int, size: int) -> int:
+        return -(-tokens // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Of the last `window` tokens: the token at t reads t - window + 1 .. t."""
+
+    window: int
+    whole: bool = False
+    by_position: bool = True
+
+    def behind(self, position: int, size: int) -> int:
+        return max(0, position - self.window + 1) // size
+
+    def most(self, tokens: int, size: int) -> int:
+        # `window` tokens in a row lie in so many blocks, wherever they begin.
+        return min(-(-tokens // size), (self.window - 2) // size + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Of the current one of the pieces of `chunk` tokens that the context is cut into."""
+
+    chunk: int
+    whole: bool = False
+    by_position: bool = True
+
+    def behind(self, position: int, size: int) -> int:
+        return position // self.chunk * self.chunk // size
+
+    def most(self, tokens: int, size: int) -> int:
+        return min(-(-tokens // size), (self.chunk - 2) // size + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a table. layers: their numbers; each is as `attention` says."""
+
+    kind: KVKind
+    layers: tuple[int, ...]
+    attention: LayerAttention
+
+    @property
+    def elements(self) -> int:
+        """Of one token's keys, or values, in one layer."""
+        return self.attention.num_kv_heads * self.attention.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """groups: never empty. slots: places for layers of the largest shape in a block; a group has at
+    most as many layers, or several in a place where they are smaller."""
+
+    groups: tuple[KVGroup, ...]
+    slots: int
+
+    @property
+    def kinds(self) -> tuple[KVKind, ...]:
+        return tuple(group.kind for group in self.groups)
+
+    @property
+    def num_whole(self) -> int:
+        """Groups of which a running request gives back nothing."""
+        return sum(group.kind.whole for group in self.groups)
+
+    @property
+    def elements(self) -> int:
+        """Of one token's keys, or values, in one place."""
+        return max(group.elements for group in self.groups)
+
+    def bytes_per_block(self, size: int, element_bytes: int) -> int:
+        return 2 * self.slots * self.elements * size * element_bytes
+
+    def blocks(self, tokens: int, size: int) -> int:
+        """The most that a request of so many tokens needs at once."""
+        return blocks_for(self.kinds, tokens, size)
+
+
+def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
+    """The most blocks that a request of so many tokens needs at once."""
+    return sum(kind.most(tokens, size) for kind in kinds)
+
+
+def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
+    """How many positions of requests of TYPICAL tokens so many blocks last for: what people and
+    routers count, who know nothing of kinds."""
+    return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
+
+
+def kv_groups(model: ModelConfig) -> KVGroups:
+    """The groups of a model's layers; those of one class follow each other."""
+    classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
+    for number, layer in enumerate(model.attention):
+        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        classes.setdefault((_kind(layer), *shape), []).append(number)
+    largest = max(kv_heads * dim for _, _, kv_heads, dim in classes)
+    # How many layers of each class find room in one place.
+    fit = {key: largest // (key[2] * key[3]) for key in classes}
+    needed = {key: -(-len(layers) // fit[key]) for key, layers in classes.items()}
+    slots = max(min(needed.values()), -(-sum(needed.values()) // MOST_GROUPS))
+    groups = []
+    for key, layers in classes.items():
+        for first in range(0, len(layers), slots * fit[key]):
+            own = tuple(layers[first : first + slots * fit[key]])
+            groups.append(KVGroup(key[0], own, model.attention[own[0]]))
+    return KVGroups(tuple(groups), slots)
+
+
+def _kind(layer: LayerAttention) -> KVKind:
+    if layer.window:
+        return Window(layer.window)
+    return Chunked(layer.chunk) if layer.chunk else Full()
