@@ -94,8 +94,8 @@ def plan_memory(
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
-    groups, size = kv_groups(resolved.model), config.block_size
-    rows = RequestRows.allocate(seqs, longest, size, torch.device("meta"), len(groups.groups))
+    groups, block_size = kv_groups(resolved.model), config.block_size
+    rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
     used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
     used += adapters
@@ -105,8 +105,8 @@ def plan_memory(
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
-    plan.groups, plan.block_size = groups, size
-    plan.block_bytes = groups.bytes_per_block(size, resolved.dtype.itemsize)
+    plan.groups, plan.block_size = groups, block_size
+    plan.block_bytes = groups.bytes_per_block(block_size, resolved.dtype.itemsize)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
     if config.num_blocks:
@@ -134,7 +134,7 @@ def plan_memory(
         size = sum(size for _, size in adapters) / GIB
         given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
     plan.num_blocks = count_blocks(
-        budget, plan.block_bytes, size, longest, groups.blocks(longest, size), given=given
+        budget, plan.block_bytes, longest, groups.blocks(longest, block_size), given=given
     )
     return plan
 
@@ -194,7 +194,7 @@ def available_host_memory() -> int:
 
 
 def count_blocks(
-    budget: int, block_bytes: int, block_size: int, max_model_len: int, needed: int, *, given: str
+    budget: int, block_bytes: int, max_model_len: int, needed: int, *, given: str
 ) -> int:
     """Blocks that fit into budget bytes.
 
@@ -206,7 +206,7 @@ def count_blocks(
     if num_blocks < needed:
         raise ConfigError(
             f"KV cache too small: one request of max_model_len {max_model_len} needs "
-            f"{needed * block_bytes / GIB:.2f} GiB ({needed} blocks of {block_size} tokens) and "
+            f"{needed * block_bytes / GIB:.2f} GiB ({needed} blocks) and "
             f"{max(0, budget) / GIB:.2f} GiB are left ({given}). {KV_WAYS_OUT}",
             param="kv_cache_bytes",
         )

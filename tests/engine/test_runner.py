@@ -296,10 +296,10 @@ def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
 
 def test_too_few_blocks_name_the_ways_out() -> None:
     """A user who gave too little memory learns that the engine is out of blocks, at request 1."""
-    assert count_blocks(1000, 100, 16, 160, given="kv_cache_bytes") == 10
+    assert count_blocks(1000, 100, 160, 10, given="kv_cache_bytes") == 10
     for budget in (999, 0, -5):
         with pytest.raises(ConfigError) as raised:
-            count_blocks(budget, 100, 16, 160, given="a share of 0.9")
+            count_blocks(budget, 100, 160, 10, given="a share of 0.9")
         text = raised.value.message
         for word in ("160", "10 blocks", "a share of 0.9", "max_model_len", "memory_fraction"):
             assert word in text
