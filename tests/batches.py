@@ -24,10 +24,11 @@ class Layout:
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)  # of each group of layers
     query_start: list[int] = field(default_factory=lambda: [0])
     kv_len: list[int] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)  # each entry's own blocks
+    # of each group of layers: each entry's own blocks
+    tables: list[list[list[int]]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # of the sampling entries: index of its token
     sample_rows: list[int] = field(default_factory=list)
     sample_positions: list[int] = field(default_factory=list)
@@ -36,7 +37,8 @@ class Layout:
 class RandomSteps:
     """Requests that come, compute chunks, decode and leave, in rows and blocks taken at random."""
 
-    def __init__(self, num_rows: int, seed: int) -> None:
+    def __init__(self, num_rows: int, seed: int, groups: int = 1) -> None:
+        self._groups = groups
         self._random = random.Random(seed)
         self._num_rows = num_rows
         self._tokens: dict[int, list[int]] = {}  # by row
@@ -60,6 +62,9 @@ class RandomSteps:
             decodes = [(row, 1, True) for row, _, _ in decodes + chunks]
             chunks = []
         layout = Layout()
+        for _ in range(self._groups):
+            layout.slots.append([])
+            layout.tables.append([])
         for row, length, samples in decodes + chunks:
             self._enter(row, length, samples, batch, layout)
         batch.num_decodes = len(decodes)
@@ -82,7 +87,7 @@ class RandomSteps:
     def _enter(self, row: int, length: int, samples: bool, batch: Batch, layout: Layout) -> None:
         start, blocks = self._computed[row], self._blocks[row]
         end = self._computed[row] = start + length
-        while len(blocks) * BLOCK_SIZE < end:
+        while len(blocks) // self._groups * BLOCK_SIZE < end or len(blocks) % self._groups:
             block = self._random.randrange(10**6)
             batch.new_blocks.append((row, len(blocks), block))
             blocks.append(block)
@@ -93,11 +98,13 @@ class RandomSteps:
         for position in range(start, end):
             layout.token_ids.append(self._tokens[row][position])
             layout.positions.append(position)
-            slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            layout.slots.append(slot)
+            for group, slots in enumerate(layout.slots):
+                block = blocks[position // BLOCK_SIZE * self._groups + group]
+                slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
         layout.query_start.append(len(layout.token_ids))
         layout.kv_len.append(end)
-        layout.tables.append(list(blocks))
+        for group, tables in enumerate(layout.tables):
+            tables.append(blocks[group :: self._groups])
         if samples:
             layout.last.append(len(layout.token_ids) - 1)
             layout.sample_rows.append(row)

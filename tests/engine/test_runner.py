@@ -106,24 +106,26 @@ def prompt(length: int) -> list[int]:
     return [10 + 13 * i % 90 for i in range(length)]
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_layout_equals_a_plain_loop(seed: int) -> None:
-    """A token reads another's row, or its key lands in another request's block."""
-    rows = RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU)
-    inputs, steps = CpuInputs(rows, BLOCK_SIZE), RandomSteps(NUM_ROWS, seed)
+def test_layout_equals_a_plain_loop(seed: int, groups: int) -> None:
+    """A token reads another's row, or its key lands in another request's block or group's."""
+    rows = RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU, groups)
+    inputs, steps = CpuInputs(rows, BLOCK_SIZE), RandomSteps(NUM_ROWS, seed, groups)
     for _ in range(40):
         batch, want = steps.next()
         found = inputs.assemble(batch)
-        (meta,) = found.metas
+        meta = found.metas[0]
         assert found.token_ids.tolist() == want.token_ids
         assert meta.positions.tolist() == want.positions
-        assert meta.slots.tolist() == want.slots
+        assert [each.slots.tolist() for each in found.metas] == want.slots
         assert meta.query_start.tolist() == meta.query_start_host == want.query_start
         assert meta.kv_len.tolist() == meta.kv_len_host == want.kv_len
         assert meta.max_kv_len == max(want.kv_len)
         assert meta.max_query_len == max(batch.lengths)
-        for own, blocks in zip(meta.block_table.tolist(), want.tables, strict=True):
-            assert own[: len(blocks)] == blocks
+        for each, tables in zip(found.metas, want.tables, strict=True):
+            for own, blocks in zip(each.block_table.tolist(), tables, strict=True):
+                assert own[: len(blocks)] == blocks
         every = list(range(len(want.token_ids)))
         assert (every if found.last is None else found.last.tolist()) == want.last
         assert found.sample_rows.tolist() == want.sample_rows

@@ -6,6 +6,7 @@ import torch
 from engine.runner import inputs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.rows import RequestRows
+from kernels.metadata import AttentionMeta
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps
 from tests.kernels.oracle import DEVICE
 
@@ -25,12 +26,12 @@ class _Unpinned:
 class Pair:
     """The two ways of laying out a step, over rows of their own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 1) -> None:
         if DEVICE == "cpu":
             monkeypatch.setattr(inputs, "_Staging", _Unpinned)
         device = torch.device(DEVICE)
         self.rows = [
-            RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where)
+            RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where, groups)
             for where in (torch.device("cpu"), device)
         ]
         self.cpu = CpuInputs(self.rows[0], BLOCK_SIZE)
@@ -54,25 +55,29 @@ def same(step: DeviceStep, want: DeviceStep) -> None:
         if ours is not None:
             assert ours.tolist() == theirs.tolist(), name
             assert ours.dtype == theirs.dtype
-    for name in ("positions", "slots", "query_start", "kv_len"):
-        assert getattr(step.meta, name).tolist() == getattr(want.meta, name).tolist(), name
-    for name in ("num_decodes", "max_query_len", "max_kv_len"):
-        assert getattr(step.meta, name) == getattr(want.meta, name), name
-    same_tables(step, want)
+    for found, meta in zip(step.metas, want.metas, strict=True):
+        for name in ("positions", "slots", "query_start", "kv_len"):
+            assert getattr(found, name).tolist() == getattr(meta, name).tolist(), name
+        for name in ("num_decodes", "max_query_len", "max_kv_len"):
+            assert getattr(found, name) == getattr(meta, name), name
+    same_tables(step.metas, want)
 
 
-def same_tables(step: DeviceStep, want: DeviceStep) -> None:
+def same_tables(metas: list[AttentionMeta], want: DeviceStep) -> None:
     """Equal up to each entry's last block; what follows is never read."""
-    for entry, kv_len in enumerate(want.meta.kv_len.tolist()):
-        used = -(-kv_len // BLOCK_SIZE)
-        ours, theirs = step.meta.block_table[entry, :used], want.meta.block_table[entry, :used]
-        assert ours.tolist() == theirs.tolist()
+    for found, meta in zip(metas, want.metas, strict=True):
+        for entry, kv_len in enumerate(meta.kv_len.tolist()):
+            used = -(-kv_len // BLOCK_SIZE)
+            ours, theirs = found.block_table[entry, :used], meta.block_table[entry, :used]
+            assert ours.tolist() == theirs.tolist()
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_to_the_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA a token is read from another row, or a key written into another request's block."""
-    pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, seed)
+def test_equal_to_the_cpu(seed: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a token is read from another row, or a key written into another request's block, or
+    another group's."""
+    pair, steps = Pair(monkeypatch, groups), RandomSteps(NUM_ROWS, seed, groups)
     for _ in range(8):
         batch, _ = steps.next()
         want = pair.cpu.assemble(batch)
@@ -90,14 +95,15 @@ def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         want = pair.cpu.assemble(batch)
         count = len(batch.rows)
         pair.cuda.upload(batch, NUM_ROWS, NUM_ROWS)
-        token_ids, meta = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, 1, MAX_LEN)
+        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, 1, MAX_LEN)
+        (meta,) = metas
         assert token_ids.tolist()[:count] == layout.token_ids
         assert meta.positions.tolist() == layout.positions + [0] * (NUM_ROWS - count)
-        assert meta.slots.tolist() == layout.slots + [-1] * (NUM_ROWS - count)
+        assert meta.slots.tolist() == layout.slots[0] + [-1] * (NUM_ROWS - count)
         assert meta.query_start.tolist() == list(range(NUM_ROWS + 1))
         assert meta.kv_len.tolist() == layout.kv_len + [1] * (NUM_ROWS - count)
         assert pair.cuda.rows.tolist()[count:NUM_ROWS] == [NUM_ROWS] * (NUM_ROWS - count)
-        same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
+        same_tables(metas, want)
         pair.sampled(steps, want)
 
 
@@ -117,9 +123,10 @@ def test_mixed_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         mixed += 1
         size = batch.num_tokens + MAX_LEN // 2
         pair.cuda.upload(batch, NUM_ROWS, size)
-        token_ids, meta = pair.cuda.lay_out(NUM_ROWS, size, NUM_ROWS, size, MAX_LEN)
+        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, size, NUM_ROWS, size, MAX_LEN)
+        (meta,) = metas
         assert token_ids.tolist()[: batch.num_tokens] == layout.token_ids
-        assert meta.slots.tolist() == layout.slots + [-1] * (size - batch.num_tokens)
+        assert meta.slots.tolist() == layout.slots[0] + [-1] * (size - batch.num_tokens)
         assert meta.counts is not None and meta.counts.tolist() == [batch.num_decodes, count]
         num_samples = sum(batch.samples)
         which = pair.cuda.which[:NUM_ROWS]
@@ -128,7 +135,7 @@ def test_mixed_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
             NUM_ROWS - num_samples
         )
         assert meta.kv_len[which].tolist()[:num_samples] == want.sample_positions.tolist()
-        same_tables(DeviceStep(token_ids, meta, None, token_ids, token_ids), want)
+        same_tables(metas, want)
         pair.sampled(steps, want)
     assert mixed >= 3
 

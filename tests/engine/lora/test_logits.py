@@ -282,7 +282,7 @@ def test_the_largest_step_is_warmed_up_with_adapters(
     forward = runner.forward
 
     def watched(step: Any) -> Any:
-        seen.append(("forward", len(step.meta.positions)))
+        seen.append(("forward", len(step.metas[0].positions)))
         return forward(step)
 
     monkeypatch.setattr(runner, "forward", watched)
