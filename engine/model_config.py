@@ -81,7 +81,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_positions: int
     dtype: str  # of the checkpoint
-    quantized: Quantized | None  # what it keeps in fewer bits
+    quantized: Quantized | None = None  # what it keeps in fewer bits
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
 
     def __post_init__(self) -> None:
