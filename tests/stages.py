@@ -3,6 +3,7 @@
     python -m tests.stages test          what a newcomer runs
     python -m tests.stages rest          what that leaves out and needs no GPU
     python -m tests.stages test rest     both, which is what CI runs
+    python -m tests.stages smoke         one stage
 
 A stage's failed tests are run once more, alone and in one process, and both outcomes are told: some
 tests look at clocks, on cores that they share with the load that they make. A test that fails twice
@@ -241,7 +242,8 @@ def told(outcomes: list[Outcome]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="+", choices=STAGES)
+    stages = {stage.name: (stage,) for part in STAGES.values() for stage in part} | STAGES
+    parser.add_argument("parts", nargs="+", choices=stages)
     parser.add_argument("--long", action="store_true", help="with the tests marked long, too")
     args = parser.parse_args()
     fetch = [sys.executable, "-m", "deployments.cli.fetch", "default"]
@@ -254,7 +256,7 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     outcomes = []
-    for stage in (stage for part in args.parts for stage in STAGES[part]):
+    for stage in (stage for part in args.parts for stage in stages[part]):
         outcomes.append(run(stage, long=args.long))
         if _interrupted:
             break
