@@ -131,7 +131,7 @@ def side(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
 def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison that nobody could repeat: what made its load was not in the repository. And
     another load than that of the engine alone, whose figure it is compared with."""
-    with FakeServer(first=0.01, gap=0.001, per_chunk=64) as server:
+    with FakeServer(first=0.01, gap=0.02, per_chunk=64) as server:
         started, *lines = side(server, monkeypatch)
     assert started == {"label": "manta", "ready_s": 1.5, "versions": {}}
     assert [(line["concurrency"], line["ok"]) for line in lines] == [(1, 2), (4, 8)]
@@ -139,7 +139,8 @@ def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.Mo
         assert line["label"] == "manta" and line["workload"] == "dialogue"
         assert line["failed"] == 0 and line["error"] is None and line["out_tok_s"] > 0
         assert line["ttft_ms_p99"] >= line["ttft_ms_p50"] >= 10
-        assert line["itl_ms_p99"] >= line["itl_ms_p50"] >= 1 and line["chunks"] > 8
+        assert line["itl_ms_p99"] >= line["itl_ms_p50"] and line["itl_ms_p99"] > 0
+        assert line["chunks"] > 8
     warm, *asked = [server.seen[:2], server.seen[2:4], server.seen[4:]]
     for bodies, name in ((warm, "uniform"), *((some, "dialogue") for some in asked)):
         wanted = workloads.build(name)[: len(bodies)]
