@@ -1,7 +1,6 @@
 """The documentation says what the code does, and its examples run."""
 
 import ast
-import contextlib
 import fnmatch
 import importlib.util
 import itertools
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.deployments.serve_cluster import end_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -223,10 +224,7 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
             output += line
         yield port, dict(re.findall(r"(\w+)=(\S+)", found[1]))
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
+        end_server(process)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import contextlib
 import json
 import shutil
 import socket
+import subprocess
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -61,6 +63,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def end_server(process: "subprocess.Popen[str]") -> None:
+    """Ends a `manta serve` that its test has not ended, and all that it has started: a second
+    SIGTERM does not wait for streams. SIGKILL would leave some of Ray's processes."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.terminate()
+            time.sleep(0.5)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @dataclass

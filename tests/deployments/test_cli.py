@@ -28,6 +28,7 @@ from deployments.plan.memory import GIB, GPUS, Hardware, plan
 from engine.config import EngineConfig
 from engine.errors import ConfigError, MantaError
 from engine.model_config import ModelConfig
+from tests.deployments.serve_cluster import end_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -591,5 +592,4 @@ def test_a_stop_leaves_nothing_behind(
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         assert ports.why_not_bindable("127.0.0.1", port) is None
     finally:
-        process.kill()
-        process.wait()
+        end_server(process)

@@ -17,7 +17,7 @@ import pytest
 
 from loadtest.chaos.server_processes import instance_at
 from tests.deployments.live import ROOT
-from tests.deployments.serve_cluster import free_port, tiny_model
+from tests.deployments.serve_cluster import end_server, free_port, tiny_model
 from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -70,8 +70,7 @@ def served(
             output += line
         yield process, port
     finally:
-        process.kill()
-        process.wait()
+        end_server(process)
         process.stdout.close()
 
 

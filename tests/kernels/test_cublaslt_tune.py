@@ -120,7 +120,8 @@ class Machine:
             def fitted(self, algorithm: Algorithm) -> Algorithm | None:
                 return None if self.rows in machine.refused else algorithm
 
-        monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
+        # An attribute that is set stays set when it is put back: TRITON_CACHE_DIR then has no say.
+        monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(folder))
         monkeypatch.setattr(cublaslt_tune, "_AlgorithmSearch", Search)
         monkeypatch.setattr(cublaslt_tune, "Matmul", Matmul)
         monkeypatch.setattr(
