@@ -1,13 +1,14 @@
 """Scheduler, step by step, with results made by hand: who runs, who waits, who ends and why."""
 
 import random
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.config import EngineConfig
 from engine.messages import Delta
-from engine.scheduling.admission import ADMISSION, future_peak
+from engine.scheduling.admission import ADMISSION, BATCHING, future_peak
 from engine.scheduling.chunking import prefill_tokens, steps_until_computed
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.scheduler import Scheduler
@@ -411,6 +412,24 @@ def test_policies_differ_as_they_should() -> None:
     assert peak_use("peak")[1] < peak_use("sum")[1], "staggered ends let more in"
     # With no length given, reservation must take the model's: two halves of the memory, no more.
     assert peak_use("reserved", None)[0] == 2 and peak_use("optimistic", None)[0] > 2
+
+
+def test_a_strategy_is_a_function_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the scheduler has a branch for one it knows, or a name of the configuration has none."""
+    kinds = get_type_hints(EngineConfig)
+    assert set(get_args(kinds["admission"])) == set(ADMISSION)
+    assert set(get_args(kinds["batching"])) == set(BATCHING)
+    monkeypatch.setitem(ADMISSION, "alone", lambda memory, new: not memory.num_running)
+    monkeypatch.setitem(BATCHING, "pairs", lambda request, running, queue: len(running) < 2)
+    for names, most in (({}, 5), ({"admission": "alone"}, 1), ({"batching": "pairs"}, 2)):
+        hand = Hand(num_blocks=64, async_scheduling=False, **names)
+        for id in range(5):
+            hand.add(id, 4, max_tokens=6)
+        running = 0
+        while hand.scheduler.requests:
+            hand.go()
+            running = max(running, len(hand.scheduler.running))
+        assert running == most
 
 
 @pytest.mark.parametrize("policy", ADMISSION)
