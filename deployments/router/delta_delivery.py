@@ -34,6 +34,8 @@ class DeltaDelivery:
                 self._fleet.begun(client.state, delta.id)
                 if delta.adapter_us > 0:
                     self._fleet.adapter_loaded(delta.adapter_us / 1e6)
+                elif not choice.begun:
+                    client.state.measure_first(now - choice.inflight.placed)
             if delta.finish:
                 client.forget(choice)
                 if delta.finish == "error" and delta.error.startswith("draining"):

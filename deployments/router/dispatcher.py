@@ -117,6 +117,7 @@ class Dispatcher:
         self._queue = RequestQueue(
             RequestQueueLimits(limits.wait_seconds, limits.waiting, limits.admission),
             self._fleet,
+            self._requests,
             self._random.random,
             lambda: self._cards.base.max_model_len,
             self._placement.begin,

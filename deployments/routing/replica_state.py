@@ -16,6 +16,7 @@ from engine.messages import EngineStats
 
 _RATE_SECONDS = 2.0  # how long a measurement of a rate counts
 _RATE_ENOUGH = 0.25  # seconds of measurement that make a rate
+_FIRST = 0.1  # weight of the newest choice's time to its first token
 _ALL_HERE = 2.0  # seconds after which all routers have connected to a new replica
 
 _SPARE = (
@@ -77,6 +78,7 @@ class ReplicaState:
         self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two
         self._ours: set[int] = set()  # choices there that are this router's
         self._unbegun: dict[int, str] = {}  # of these, those without a token -> adapter
+        self.first_seconds = 0.0  # from a choice's way there to its first token; newer ones count more
         self._sharing = 0  # routers that a new replica will have soon
         self._opened = 0.0
         self._room: int | None = None  # until something changes
@@ -149,6 +151,10 @@ class ReplicaState:
             del self._unbegun[choice]
         return self.settle((choice,))
 
+    def measure_first(self, seconds: float) -> None:
+        """A choice has had its first token there, so long after it was sent."""
+        self.first_seconds += _FIRST * (seconds - self.first_seconds)
+
     def unbook(self, choice: int) -> bool:
         """The choice is no longer there. Returns whether it was booked until now. Idempotent."""
         self._ours.discard(choice)
@@ -183,7 +189,7 @@ class ReplicaState:
         computed = stats.prompt_tokens - last.prompt_tokens
         if last.waiting_tokens:
             self._prompts.observe(computed, seconds)
-        if last.waiting or 0 < last.rows <= last.running:
+        if last.waiting or last.waiting_tokens or 0 < last.rows <= last.running:
             found = stats.prefix_hits - last.prefix_hits
             sampled = stats.output_tokens - last.output_tokens
             self._work.observe(computed + found + sampled, seconds)

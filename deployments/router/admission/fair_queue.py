@@ -31,6 +31,8 @@ _SHARE = 4.0  # times what is left free: work that one key may have waiting
 _LEVELS = 3  # admission takes priorities further from 0 than this as this
 _STEPS = 16  # ... and the order takes priorities further from 0 than this as this
 _CALM = 0.25  # of queue_seconds: when no more work waits, an overload is over
+_WHOLE = 1.8  # times queue_seconds: what the queue and the engine may take to the first token
+_LEAST = 0.1  # times queue_seconds: what may wait however slow the engine is
 _BURST = 4.0  # times queue_seconds, while a burst fills the batch
 _MARGIN = 1.25  # of the expected wait, which must end before a deadline
 _PROMISED = 0.5  # of the rate is kept for refused requests that come again, the rest for new ones
@@ -51,21 +53,30 @@ class AdmissionLimits:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
-    that they run at once. free: rows that no choice has or waits for."""
+    that they run at once. free: rows that no choice has or waits for. endings: seconds until each
+    choice at a replica is expected to end, ascending; empty if unknown. first_seconds: from a choice's
+    way to a replica to its first token there."""
 
     rate: float = math.inf
     rows: float = math.inf
     free: float = math.inf
+    endings: Sequence[float] = ()
+    first_seconds: float = 0.0
 
     @classmethod
-    def of(cls, replicas: Sequence[tuple[float, float, float]]) -> "Capacity":
-        """The sum over each replica's (rate, rows, free). A replica whose rate is unknown is taken
+    def of(
+        cls, replicas: Sequence[tuple[float, float, float, float]], endings: Sequence[float] = ()
+    ) -> "Capacity":
+        """Over each replica's (rate, rows, free, first_seconds): the sums, and the mean of the
+        last. A replica whose rate is unknown is taken
         to be like the others."""
-        rates, rows, free = zip(*replicas, strict=True) if replicas else ((), (), ())
+        rates, rows, free, firsts = zip(*replicas, strict=True) if replicas else ((), (), (), ())
+        first = sum(firsts) / max(1, len(firsts))
         known = [rate for rate in rates if rate < math.inf]
         if not known:
-            return cls(math.inf, sum(rows) or math.inf, sum(free))
-        return cls(max(1.0, sum(known) * len(rates) / len(known)), sum(rows), sum(free))
+            return cls(math.inf, sum(rows) or math.inf, sum(free), endings, first)
+        rate = max(1.0, sum(known) * len(rates) / len(known))
+        return cls(rate, sum(rows), sum(free), endings, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +155,8 @@ class FairQueue(Generic[T]):
         self._busy = 0  # keys with requests waiting
         self._now = 0.0  # virtual time
         self._long_since = math.inf  # since when there is more than queue_seconds of work
-        self._short = 0.0  # queue_seconds in tokens; when a quarter is left, the overload is over
+        self._calm_since = math.inf  # since when a quarter of that waits, or less
+        self._asked = -math.inf  # when a request was last in question
         self._promised = 0.0  # until when the room to come is promised to refused requests
 
     def __len__(self) -> int:
@@ -174,16 +186,19 @@ class FairQueue(Generic[T]):
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:
             return Refusal("overloaded", 1.0)  # as many as can run, until their rate is known
+        if not self._live:
+            return None
         left = self._bound(capacity, now) - self.tokens
         share: float = _SHARE * 0.5 ** max(-_LEVELS, min(_LEVELS, priority))
-        if mine + tokens <= share * left or not self._live:
-            return None
         if left > 0 and not mine and priority <= 0:
             return None
-        # Room comes as the queue drains, this key's part of it with the rest.
+        late = self._row_seconds(mine, capacity) - self._patience(capacity, _WHOLE)
         excess = mine + tokens - share * left
+        if excess <= 0 and late <= 0:
+            return None
+        # Room comes as the queue drains, this key's part of it with the rest.
         part = mine / self.tokens
-        seconds = excess / (share + part) / rate
+        seconds = max(late, excess / (share + part) / rate)
         # Other refused requests want that room too: each is told a later time.
         at = max(now + seconds, min(self._promised, now + _SLOWEST))
         self._promised = at + tokens / (_PROMISED * rate)
@@ -195,12 +210,32 @@ class FairQueue(Generic[T]):
         """Tokens that are served before a new request of a key with so many tokens waiting."""
         return min(self.tokens, mine * self._busy)
 
+    def _patience(self, capacity: Capacity, most: float = 1.0) -> float:
+        """Seconds that a request may wait here: what its engine takes comes on top of it."""
+        left = _WHOLE * self._limits.queue_seconds - capacity.first_seconds
+        return max(_LEAST * self._limits.queue_seconds, min(most * self._limits.queue_seconds, left))
+
+    def _row_seconds(self, mine: float, capacity: Capacity) -> float:
+        """Seconds until a row is expected to be free for a new request of a key with so many tokens
+        waiting. Requests that began together end together: the rate alone would say that rows come
+        evenly."""
+        if not capacity.endings or not self.tokens:
+            return 0.0
+        rank = self.sequences * self._ahead(mine) / self.tokens - capacity.free
+        return capacity.endings[min(int(rank), len(capacity.endings) - 1)] if rank >= 0 else 0.0
+
     def _bound(self, capacity: Capacity, now: float) -> float:
         """Tokens that may wait. A burst that fills an idle batch may wait longer, but only for a
         time: work that is still there then was no burst."""
         limits = self._limits
-        short = limits.queue_seconds * capacity.rate
-        self._short = short
+        short = self._patience(capacity) * capacity.rate
+        if self.tokens > _CALM * short:
+            self._calm_since = math.inf
+        elif self._calm_since == math.inf:
+            self._calm_since = now
+        if now - min(self._calm_since, self._asked) > limits.queue_seconds:
+            self._long_since = math.inf
+        self._asked = now
         if self.tokens > short and self._long_since == math.inf:
             self._long_since = now
         patience = _BURST * limits.queue_seconds
@@ -269,8 +304,6 @@ class FairQueue(Generic[T]):
         self._live -= 1
         self.tokens -= ticket.tokens
         self.sequences -= ticket.sequences
-        if self.tokens <= _CALM * self._short:
-            self._long_since = math.inf
         if not self._live:
             self._heap.clear()
             self._keys.clear()

@@ -4,7 +4,7 @@ FairQueue with a clock and replicas."""
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from deployments.backend import GenerationRequest
@@ -20,6 +20,7 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
 
+_OVERDUE = 0.1  # of the expected tokens: what a choice beyond them is taken to have left
 _CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good for
 
 
@@ -34,19 +35,21 @@ class RequestQueueLimits:
 
 
 class RequestQueue:
-    """fleet: the router's replicas. max_len: tokens of the longest request. send(inflight,
-    replicas): gives a request to one of these replicas, which have room."""
+    """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest request.
+    send(inflight, replicas): gives a request to one of these replicas, which have room."""
 
     def __init__(
         self,
         limits: RequestQueueLimits,
         fleet: Fleet,
+        requests: Collection[InflightRequest],
         random: Callable[[], float],
         max_len: Callable[[], int],
         send: Callable[[InflightRequest, list[ReplicaState]], None],
     ) -> None:
         self._limits = limits
         self._fleet = fleet
+        self._requests = requests
         self._max_len = max_len
         self._send = send
         self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random)
@@ -174,7 +177,10 @@ class RequestQueue:
         until, capacity = self._capacity
         if now >= until:
             known = self._fleet.available()
-            capacity = Capacity.of([(one.rate(), one.rows, one.free_rows()) for one in known])
+            capacity = Capacity.of(
+                [(one.rate(), one.rows, one.free_rows(), one.first_seconds) for one in known],
+                self._endings(),
+            )
             if capacity.rate < math.inf:
                 self._rate = capacity.rate
             elif known:
@@ -183,3 +189,16 @@ class RequestQueue:
                 capacity = replace(capacity, rate=self._rate)
             self._capacity = (now + _CAPACITY_SECONDS, capacity)
         return capacity
+
+    def _endings(self) -> list[float]:
+        """Seconds until each of this router's choices at a replica is expected to end, ascending."""
+        replicas, step = self._fleet.replicas, self._fleet.step
+        found = []
+        for request in self._requests:
+            expected = self._estimate.expected(self._limit(request.request))
+            for choice in request.choices:
+                replica = None if choice.done else replicas.get(choice.place)
+                if replica is not None:
+                    left = max(expected - len(choice.emitted), _OVERDUE * expected)
+                    found.append(left * float(step[replica.row]))
+        return sorted(found)
