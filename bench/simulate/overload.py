@@ -1,9 +1,9 @@
-"""Overload: routers and replica servers as they are, over connections in memory and in virtual
-time, before simulated engines whose steps are as long as those of a CPU.
+"""Overload: routers and replica servers as they are, over connections in memory and in virtual time, before
+simulated engines whose steps are as long as those of a CPU.
 
 Everything between a request and its engine is the service's own code: admission, queue, routing,
-channel, replica server. So what an engine that is busy for a second at a time makes of them can be
-seen in seconds, and the same way each time.
+channel, relay. So what an engine that is busy for a second at a time makes of them can be seen in
+seconds, and the same way each time.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ WAIT = 2 * PROMISE  # the same in an overload
 
 # The default model with a core for each engine: twice what `calibrate` found on two.
 CORE = Speed("cpu", 0.021, 0.0010, 0.0023, 60_000, 64, 512)
+# Two engines on one core: a step of a full batch takes 0.17 s, and a request of 32 tokens 6 s.
+HALF = Speed("cpu", 0.042, 0.0020, 0.0046, 60_000, 64, 512)
 
 
 @dataclass(slots=True)
@@ -91,6 +93,11 @@ def alike(dice: Random) -> tuple[int, int]:
 
 def mixed(dice: Random) -> tuple[int, int]:
     return dice.randrange(8, 60), dice.randrange(8, 80)
+
+
+def chats(dice: Random) -> tuple[int, int]:
+    """Requests that keep their rows for 25 s."""
+    return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
 class _Service:
@@ -220,19 +227,36 @@ def open_loop(
     return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0, seed))
 
 
+CASES = {
+    "alike": (alike, CORE),
+    "mixed": (mixed, CORE),
+    "alike, half a core": (alike, HALF),
+    "mixed, half a core": (mixed, HALF),
+    "chats": (chats, CORE),
+}
+
+
+def case(name: str) -> tuple[float, Found, float]:
+    """A closed loop's answers a second, ten times these, and the seconds at the flood's beginning
+    that are not counted: two rounds of the batch, since the flood finds empty engines."""
+    lengths, speed = CASES[name]
+    speeds = (speed, speed)
+    begin = 2 * 2 * speed.max_num_seqs / closed(speeds, lengths).good(10, 40, float("inf"))
+    capacity = closed(speeds, lengths, seconds=begin + 60).good(begin, begin + 60, float("inf"))
+    return capacity, open_loop(speeds, lengths, 10 * capacity, seconds=begin + 60), begin
+
+
 def rows() -> list[RoutingRow]:
     """Ten times what a closed loop gets, for a minute."""
     found = []
-    for name, lengths in (("alike", alike), ("mixed", mixed)):
-        speeds = (CORE, CORE)
-        capacity = closed(speeds, lengths).good(10, 40, float("inf"))
-        flood = open_loop(speeds, lengths, 10 * capacity)
-        good, late = flood.good(10, 60), flood.first(0.99)
-        let_in = flood.let_in()[1:]
-        case = f"overload/{name}"
+    for name in CASES:
+        capacity, flood, begin = case(name)
+        good, late = flood.good(begin, begin + 60), flood.first(0.99, begin)
+        let_in = flood.let_in()[int(begin // 5) + 1 : -1]
+        row = f"overload/{name}"
         found += [
             RoutingRow(
-                f"{case}/good_answers",
+                f"{row}/good_answers",
                 round(good, 2),
                 round(capacity, 2),
                 "1/s",
@@ -240,18 +264,23 @@ def rows() -> list[RoutingRow]:
                 f"a closed loop; first token within {WAIT:g} s",
             ),
             RoutingRow(
-                f"{case}/p99_ttft", round(late, 3), WAIT, "s", round(late / WAIT, 3), "the promise"
+                f"{row}/p99_ttft",
+                round(late, 3),
+                2 * WAIT,
+                "s",
+                round(late / (2 * WAIT), 3),
+                "twice what is promised in an overload",
             ),
             RoutingRow(
-                f"{case}/let_in_5_s, least and most",
+                f"{row}/let_in_5_s, least and most",
                 min(let_in),
                 max(let_in),
                 "",
                 round(min(let_in) / max(let_in), 3),
-                "after the first 5 s",
+                "after the beginning",
             ),
             RoutingRow(
-                f"{case}/waiting_in_an_engine",
+                f"{row}/waiting_in_an_engine",
                 flood.most_waiting,
                 CORE.max_num_seqs,
                 "",

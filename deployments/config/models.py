@@ -404,7 +404,7 @@ class LimitsConfig(_Section):
         "rate at which they were seen to work; beyond, 503 overloaded with the time until there "
         "is room. Default: 0.75 of `scaling.ttft`, so that what is let in has its first token "
         "within twice that (p99), with the answers that it waits for. A burst that fits into the "
-        "free rows may wait four times as long.",
+        "free rows may wait four times as long, and less waits where an engine is slow to begin.",
     )
     queue_tokens: int = Field(
         1_000_000,

@@ -78,7 +78,7 @@ class ReplicaState:
         self._booked: dict[int, tuple[int, int]] = {}  # choice -> its part of these two
         self._ours: set[int] = set()  # choices there that are this router's
         self._unbegun: dict[int, str] = {}  # of these, those without a token -> adapter
-        self.first_seconds = 0.0  # from a choice's way there to its first token; newer ones count more
+        self.first_seconds = 0.0  # from sending a choice to its first token; newer ones count more
         self._sharing = 0  # routers that a new replica will have soon
         self._opened = 0.0
         self._room: int | None = None  # until something changes

@@ -2,7 +2,17 @@
 
 import pytest
 
-from bench.simulate.overload import CORE, WAIT, Found, Lengths, alike, closed, mixed, open_loop
+from bench.simulate.overload import (
+    CORE,
+    WAIT,
+    Found,
+    Lengths,
+    alike,
+    case,
+    closed,
+    mixed,
+    open_loop,
+)
 
 SPEEDS = (CORE, CORE)
 
@@ -28,6 +38,17 @@ def test_at_ten_times_the_load_goodput_is_that_of_a_closed_loop(lengths: Lengths
     refused = [one for one in flood.asked if one.retry_after >= 0]
     assert len(refused) > 0.85 * len(flood.asked)
     assert min(one.retry_after for one in refused) >= 1.0
+
+
+@pytest.mark.parametrize("name", ["alike, half a core", "mixed, half a core", "chats"])
+def test_on_slow_engines_what_is_let_in_has_its_first_token_in_time(name: str):
+    """Rows were taken to be free at the mean rate, while those that began together kept theirs for
+    seconds, and what the engine itself took came on top: 0.52, 0.74 and 0.80 of a closed loop."""
+    capacity, flood, begin = case(name)
+    good = flood.good(begin, begin + 60)
+    print(f"good {good / capacity:.2f} of {capacity:.1f}/s, p99 {flood.first(0.99, begin):.2f} s")
+    assert good >= 0.94 * capacity
+    assert flood.first(0.99, begin) <= 2 * WAIT
 
 
 def test_more_routers_let_in_no_more():

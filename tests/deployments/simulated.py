@@ -96,7 +96,14 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        return Capacity.of([(state.rate(), state.rows, state.free_rows())])
+        figures = state.rate(), state.rows, state.free_rows(), state.first_seconds
+        return Capacity.of([figures], sorted(self._endings()))
+
+    def _endings(self) -> Iterator[float]:
+        for request in self._replica.running + self._replica.waiting:
+            if request.router is self:
+                expected = self.estimate.expected(request.limit)
+                yield max(expected - request.made, 0.1 * expected) * self._replica.seconds
 
     def offer(self, request: Request, now: float) -> None:
         request.router = self
@@ -150,6 +157,7 @@ def run(
         for request in replica.step(now):
             assert request.router is not None
             request.router.state.begun(request.id)
+            request.router.state.measure_first(now - request.sent)
         for request in before:
             if request.ended == now:
                 assert request.router is not None

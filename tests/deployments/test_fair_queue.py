@@ -190,6 +190,25 @@ def test_the_bound_is_seconds_of_work_at_the_measured_rate():
     assert fill(queue(queue_tokens=1000), capacity=Capacity(4000.0, 8, 0)) <= 10
 
 
+def test_rows_that_end_together_end_late():
+    """A batch that began at once frees no row for seconds, and at the mean rate of one a second."""
+    even = Capacity(1000.0, 8, 0, endings=[float(second) for second in range(1, 9)])
+    late = Capacity(1000.0, 8, 0, endings=[9.0] * 8)
+    assert fill(queue(), capacity=even) == 6, "rows that are free within 6 s"
+    q = queue()
+    assert fill(q, capacity=late) == 1, "one that is there when a row ends"
+    assert 9 - 6 <= refused(q, capacity=late).seconds <= 9
+    assert refused(q, "another key", capacity=late) is None
+    assert fill(queue(), capacity=Capacity(1000.0, 16, 8, endings=[9.0] * 8)) >= 8, "rows are free"
+
+
+def test_what_the_engine_takes_comes_on_top():
+    """A first token that takes 4 s in the engine leaves less time to wait before it."""
+    quick, slow = (fill(queue(), capacity=Capacity(1000.0, 8, 0, (), s)) for s in (0.1, 4.0))
+    assert 0.4 * quick < slow < 0.6 * quick
+    assert fill(queue(), capacity=Capacity(1000.0, 8, 0, (), 60.0)) >= 1
+
+
 def test_before_a_rate_is_known_one_more_batch_may_wait():
     """The first burst after a start, let in as a whole: minutes of work on a CPU."""
     q = queue()

@@ -31,7 +31,7 @@ _SHARE = 4.0  # times what is left free: work that one key may have waiting
 _LEVELS = 3  # admission takes priorities further from 0 than this as this
 _STEPS = 16  # ... and the order takes priorities further from 0 than this as this
 _CALM = 0.25  # of queue_seconds: when no more work waits, an overload is over
-_WHOLE = 1.8  # times queue_seconds: what the queue and the engine may take to the first token
+_WHOLE = 1.5  # times queue_seconds: what the queue and the engine may take to the first token
 _LEAST = 0.1  # times queue_seconds: what may wait however slow the engine is
 _BURST = 4.0  # times queue_seconds, while a burst fills the batch
 _MARGIN = 1.25  # of the expected wait, which must end before a deadline
@@ -54,8 +54,8 @@ class AdmissionLimits:
 class Capacity:
     """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
     that they run at once. free: rows that no choice has or waits for. endings: seconds until each
-    choice at a replica is expected to end, ascending; empty if unknown. first_seconds: from a choice's
-    way to a replica to its first token there."""
+    choice at a replica is expected to end, ascending; empty if unknown. first_seconds: from sending
+    a choice to a replica to its first token."""
 
     rate: float = math.inf
     rows: float = math.inf
@@ -212,8 +212,9 @@ class FairQueue(Generic[T]):
 
     def _patience(self, capacity: Capacity, most: float = 1.0) -> float:
         """Seconds that a request may wait here: what its engine takes comes on top of it."""
-        left = _WHOLE * self._limits.queue_seconds - capacity.first_seconds
-        return max(_LEAST * self._limits.queue_seconds, min(most * self._limits.queue_seconds, left))
+        seconds = self._limits.queue_seconds
+        left = _WHOLE * seconds - capacity.first_seconds
+        return max(_LEAST * seconds, min(most * seconds, left))
 
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
         """Seconds until a row is expected to be free for a new request of a key with so many tokens

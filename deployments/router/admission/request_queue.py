@@ -35,7 +35,7 @@ class RequestQueueLimits:
 
 
 class RequestQueue:
-    """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest request.
+    """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest one.
     send(inflight, replicas): gives a request to one of these replicas, which have room."""
 
     def __init__(
@@ -191,7 +191,7 @@ class RequestQueue:
         return capacity
 
     def _endings(self) -> list[float]:
-        """Seconds until each of this router's choices at a replica is expected to end, ascending."""
+        """Seconds until each choice at a replica is expected to end, ascending."""
         replicas, step = self._fleet.replicas, self._fleet.step
         found = []
         for request in self._requests:
