@@ -1,5 +1,5 @@
-"""Overload: routers and replica servers as they are, over connections in memory and in virtual time, before
-simulated engines whose steps are as long as those of a CPU.
+"""Overload: routers and replica servers as they are, over connections in memory and in virtual
+time, before simulated engines whose steps are as long as those of a CPU.
 
 Everything between a request and its engine is the service's own code: admission, queue, routing,
 channel, relay. So what an engine that is busy for a second at a time makes of them can be seen in
