@@ -187,7 +187,8 @@ class Compiler:
             # Some are too large for their first step, some allow nothing at all.
             trial = matcher.deep_copy()
             trial.compute_bitmask()
-            trial.try_consume_tokens(self.vocabulary.tokens.tokenize_str("{"))
+            for begin in '{"':
+                trial.try_consume_tokens(self.vocabulary.tokens.tokenize_str(begin))
             if trial.is_error():
                 matcher = trial
         return matcher, _words(matcher.get_error()) if matcher.is_error() else ""
