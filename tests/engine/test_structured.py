@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine import LLM
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.factory import build
@@ -441,3 +442,52 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     outputs = run(make_core(tmp_path), request(1, Grammar.regex("a")), request(2, None))
     assert "structured_not_supported" in outputs[1].deltas[-1].error
     assert outputs[2].finish in ("stop", "length")
+
+
+def test_deterministic(tmp_path: Path) -> None:
+    """A mode whose kernels are others, and whose sampler is not asked for masks."""
+    tokenizer = byte_level()
+    folder = save_model(tmp_path, tokenizer)
+    core = make_core(folder, deterministic=True)
+    grammar = Grammar.json_schema(PERSON)
+    together = run(core, *(request(id, grammar) for id in range(1, 4)))
+    for id in range(1, 4):
+        assert run(core, request(id, grammar))[id].tokens == together[id].tokens
+        jsonschema.validate(json.loads(text_of(tokenizer, together[id])), PERSON)
+
+
+def test_through_the_process(tmp_path: Path) -> None:
+    """A grammar that is lost on its way to the engine's process, or one that ends it."""
+    folder = save_model(tmp_path, byte_level())
+    config = {"device": "cpu", "dtype": "float32", "num_blocks": 256, "num_threads": 1}
+    good = SamplingParams(structured=Grammar.json_schema(PERSON), n=2, max_tokens=900, logprobs=1)
+    bad = SamplingParams(structured=Grammar.regex("(["))
+    with LLM(folder, tokenizer=byte_level(), **config) as llm:
+        outputs = llm.generate(["the cat", "the dog", "the log"], [good, bad, SamplingParams()])
+    for one in outputs[0].outputs:
+        jsonschema.validate(json.loads(one.text), PERSON)
+        assert one.finish_reason == "stop"
+    assert len({one.text for one in outputs[0].outputs}) == 2
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[2].outputs[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_on_the_device(tmp_path: Path, graphs: bool) -> None:
+    """A recorded forward pass whose sampling is not the one that waits for masks; a mask that is
+    overwritten before it is read."""
+    tokenizer = byte_level()
+    folder = save_model(tmp_path, tokenizer)
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="bfloat16", num_blocks=512, max_num_seqs=32,
+        cuda_graphs=graphs,
+    )  # fmt: skip
+    core = build(config)[0]
+    grammar = Grammar.json_schema(PERSON)
+    plain = [request(id, None, max_tokens=50, ignore_eos=True) for id in range(40, 48)]
+    outputs = run(core, *(request(id, grammar, top_k=20 * (id % 2)) for id in range(1, 25)), *plain)
+    for id in range(1, 25):
+        assert outputs[id].finish == "stop"
+        jsonschema.validate(json.loads(text_of(tokenizer, outputs[id])), PERSON)
+    assert all(len(outputs[id].tokens) == 50 for id in range(40, 48))

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a stop string that is shown": {**CHAT, "stop": ["wer"], "include_stop_str_in_output": True},
     "no end token": {**CHAT, "ignore_eos": True},
     "token ids": {**CHAT, "return_token_ids": True, "n": 2, "temperature": 1},
+    "a grammar": {**CHAT, "response_format": {"type": "json_object"}, "temperature": 1},
     "a completion": {**COMPLETION},
     "its log-probabilities": {**COMPLETION, "logprobs": 2},
     "an echo": {**COMPLETION, "echo": True},
