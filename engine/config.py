@@ -12,6 +12,18 @@ from engine.typecheck import fits, words
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal[
+    "none",
+    "gguf",
+    "int8",
+    "uint8-64",
+    "uint8-128",
+    "uint8-256",
+    "uint8-512",
+    "uint4-32",
+    "uint4-64",
+    "uint4-128",
+]
 
 BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
@@ -31,7 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         of the default model instead of expanding them to 16 bits: a third of the memory (CPU only).
         "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits with a
         scale a token: half the memory to read, for a small loss of accuracy; CPUs with AVX512-VNNI
-        only.
+        only. "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
+        group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
@@ -80,7 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
-    quantization: Literal["none", "gguf", "int8"] = "none"
+    quantization: Quantization = "none"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 0

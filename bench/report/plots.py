@@ -21,6 +21,7 @@ _CHAT = "dialogue"  # the workload of chat prompts and answers that keeps the de
 
 # What made the files whose names begin so; the longest that fits.
 MADE_BY = {
+    "accuracy": "`python -m bench.accuracy`: next-token distributions of each format of weights",
     "ablations": "`python -m bench.ablations`: each technique switched on and off",
     "adapters-live": "`python -m tests.deployments.adapters_live`: 40 adapters that come and go",
     "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",

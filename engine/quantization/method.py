@@ -20,6 +20,7 @@ from engine.weights.parameter import Parameter, Rows, Source, num_rows
 from kernels.cpu.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
+from kernels.cpu.panels import Panels
 from kernels.dispatch import Kernels
 
 
@@ -148,7 +149,7 @@ class DenseState:
 
 @dataclass(slots=True)
 class PackedState:
-    multiply: PackedLinear | Packed
+    multiply: Panels | Packed
 
 
 class Dense(LinearMethod):
@@ -232,19 +233,19 @@ class DenseCpu(Dense):
         return super().apply(state, x.to(state.weight.dtype)).to(x.dtype)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
             return state.multiply.after_norm(x, norm, eps)
         return super().apply_norm(state, x, norm, eps)
 
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
             return state.multiply.gated_after_norm(x, norm, eps, gate)
         return super().apply_norm_gated(state, x, norm, eps, gate)
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, PackedLinear):
+        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
             return state.multiply.add(x, residual)
         return super().apply_add(state, x, residual)
 

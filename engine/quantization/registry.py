@@ -1,8 +1,10 @@
 """Which LinearMethod a configuration and a checkpoint ask for."""
 
 from collections.abc import Callable
+from functools import partial
 
 from engine.errors import ConfigError
+from engine.quantization.groups import GroupsCpu
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
 from engine.quantization.stored import StoredCpu
 from engine.quantized import Quantized
@@ -14,6 +16,13 @@ AS_STORED = "gguf"  # weights in the blocks of a .gguf file
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
     "int8": {"cpu": Int8Cpu},
+    "uint8-64": {"cpu": partial(GroupsCpu, bits=8, group=64)},
+    "uint8-128": {"cpu": partial(GroupsCpu, bits=8, group=128)},
+    "uint8-256": {"cpu": partial(GroupsCpu, bits=8, group=256)},
+    "uint8-512": {"cpu": partial(GroupsCpu, bits=8, group=512)},
+    "uint4-32": {"cpu": partial(GroupsCpu, bits=4, group=32)},
+    "uint4-64": {"cpu": partial(GroupsCpu, bits=4, group=64)},
+    "uint4-128": {"cpu": partial(GroupsCpu, bits=4, group=128)},
 }
 
 

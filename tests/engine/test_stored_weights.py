@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import numpy as np
@@ -19,13 +19,16 @@ from torch import Tensor
 from deployments.checkpoints.gguf import convert
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.gguf import BLOCK_TYPES, BlockType
+from engine.quantization.groups import GroupsCpu, rounded
 from engine.quantization.layouts import GgufLayout, IntegerLayout, unpacked
+from engine.quantization.method import DenseState
+from engine.quantization.registry import AS_STORED, METHODS
 from engine.quantized import GGUF_BLOCKS, Quantized, read_quantized
 from engine.weights import load_weights
 from kernels.cpu import blocks
@@ -319,6 +322,37 @@ def test_a_model_of_packed_integers(name: str, tmp_path: Path) -> None:
     made_up = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
     load_weights(made_up, None)
     assert logits(made_up).isfinite().all()
+
+
+# ---- Rounded at load -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("uint")])
+def test_groups_are_rounded_to_the_nearest(name: str) -> None:
+    """Bug: an offset of the neighbouring group, codes that are cut instead of rounded, a group that
+    reaches into the next row."""
+    method = METHODS[name]["cpu"](kernels_for("cpu"))
+    assert isinstance(method, GroupsCpu)
+    bits, group = (int(number) for number in name.removeprefix("uint").split("-"))
+    weight = torch.randn(128, 576) * torch.rand(128, 1) + torch.randn(128, 1)
+    weight[5] = 0
+    form = method.format(576)  # of which 128, 256 and 512 are no part
+    assert form.bits == bits and form.group <= group and 576 % form.group == 0
+    assert form.group == {32: 32, 64: 64, 128: 96, 256: 192, 512: 288}[group]
+    codes, scale, low = rounded(form, weight)
+    found = unpacked(form, (codes, scale, low))
+    half = (scale / 2 * 1.001 + 1e-6).repeat_interleave(form.group, 1)
+    assert ((found - weight).abs() <= half).all()
+    if able():
+        state = method.finish(DenseState(weight.bfloat16(), None))
+        want = unpacked(form, rounded(form, weight.bfloat16())).double()
+        x = torch.randn(7, 576)
+        assert ((method.apply(state, x) - x.double() @ want.T).abs() <= bound(x, want)).all()
+
+
+def test_every_setting_has_a_method() -> None:
+    """Bug: a name of the configuration that nothing answers to, or that cannot be configured."""
+    assert {*get_args(Quantization)} == {*METHODS, AS_STORED}
 
 
 # ---- Whole models --------------------------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""What each format of weights costs in accuracy on the default model: next-token distributions
+against float32 weights and activations.
+
+    python -m bench.accuracy --out bench/results
+
+The reference has the file's own weights in float32. A row says, over all tokens: the mean KL
+divergence from the reference (nats), how often the most likely token is the same, and perplexity
+relative to the reference's. gguf-file is the model's file as it is; other gguf rows are its
+weights quantised once more by `gguf.quants`, so they count the error of both.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.report.result_file import write
+from engine.model_config import ModelConfig
+from engine.models.registry import Model, build_model
+from engine.quantization.layouts import GgufLayout, unpacked
+from engine.quantized import Quantized
+from engine.text.tokenizer import Tokenizer
+from engine.weights.index import read_index
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = ROOT / "tests" / "parity" / "prompts.txt"
+TEXT = ROOT / "LICENSE"  # of which two pieces, because prompts are short
+PIECE = 256
+BLOCK = 16
+
+FILE = "gguf-file"
+GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+ON_THE_FLY = ("int8", "uint8-64", "uint8-512", "uint4-32", "uint4-64", "uint4-128")
+CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY)
+
+
+class Weights:
+    """The float32 tensors of a folder whose matrices are in blocks, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder that is none."""
+        self.config = ModelConfig.from_folder(folder)
+        assert self.config.quantized is not None, f"{folder} has no blocks"
+        self._types = dict(self.config.quantized.types)
+        self._stored = read_index(folder)
+
+    def raw(self, name: str) -> Tensor:
+        """As stored."""
+        stored = self._stored[name]
+        with stored.file.open("rb") as file:
+            file.seek(stored.offset)
+            data = bytearray(file.read(stored.num_bytes))
+        return torch.frombuffer(data, dtype=stored.dtype).view(stored.shape)
+
+    def values(self, name: str) -> Tensor:
+        raw = self.raw(name)
+        kind = self._types.get(name.removesuffix(".weight"))
+        if kind is None:
+            return raw.float()
+        layout = GgufLayout(name, kind, *_shape(kind, raw), torch.device("cpu"))
+        (parameter,) = layout.parameters.values()
+        parameter.tensor.copy_(raw)
+        return torch.cat([unpacked(layout.form, each) for each in layout.decoded(4096)])
+
+
+def _shape(kind: str, raw: Tensor) -> tuple[tuple[int, int], None, int]:
+    from engine.quantization.gguf import BLOCK_TYPES
+
+    block = BLOCK_TYPES[kind]
+    rows = raw.shape[0]
+    return (rows, raw.shape[1] // block.num_bytes * block.width), None, rows
+
+
+def quantised(values: Tensor, kind: str) -> Tensor:
+    """By gguf: uint8 [rows, bytes]."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    return torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind]))
+
+
+def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
+    """tensor: what the checkpoint would have under a name."""
+    for parameter in model.parameters():
+        at = 0
+        for source in parameter.sources:
+            parameter.tensor[at : at + source.num_rows] = source.take(tensor(source.name))
+            at += source.num_rows
+    model.finish()
+    return model
+
+
+def model_of(case: str, weights: Weights) -> Model:
+    """case: of CASES, or "float32"."""
+    kernels = kernels_for("cpu")
+    plain = replace(weights.config, quantized=None)
+    if case == FILE:
+        model = build_model(weights.config, torch.bfloat16, "cpu", kernels)
+        return filled(model, weights.raw)
+    if case.startswith("gguf-"):
+        kind = case.removeprefix("gguf-").upper()
+        assert weights.config.quantized is not None
+        types = tuple((name, kind) for name, _ in weights.config.quantized.types)
+        config = replace(plain, quantized=Quantized("gguf", types=types))
+        matrices = dict(types)
+
+        def tensor(name: str) -> Tensor:
+            values = weights.values(name)
+            blocks = name.removesuffix(".weight") in matrices
+            return quantised(values, kind) if blocks else values
+
+        return filled(build_model(config, torch.bfloat16, "cpu", kernels), tensor)
+    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    quantization = case if case in ON_THE_FLY else "none"
+    model = build_model(plain, dtype, "cpu", kernels, quantization=quantization)
+    return filled(model, weights.values)
+
+
+@torch.inference_mode()
+def logprobs(model: Model, ids: Tensor) -> Tensor:
+    """[n, vocab] float32, after each of the tokens."""
+    count = len(ids)
+    blocks = -(-count // BLOCK)
+    config = model.config
+    shape = (2, blocks, config.num_kv_heads, BLOCK, config.head_dim)
+    kv = [tuple(torch.zeros(shape, dtype=model.dtype)) for _ in range(config.num_layers)]
+    meta = AttentionMeta(
+        positions=torch.arange(count, dtype=torch.int32),
+        slots=torch.arange(count),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        kv_len=torch.tensor([count], dtype=torch.int32),
+        block_table=torch.arange(blocks, dtype=torch.int32).unsqueeze(0),
+        num_decodes=0,
+        max_query_len=count,
+        max_kv_len=count,
+    )
+    kernels_for("cpu").prepare(meta, config.num_heads, kv[0][0])
+    logits: Tensor = model.logits(model.forward(ids, meta, kv))  # type: ignore[arg-type]
+    return logits.float().log_softmax(-1)
+
+
+@dataclass
+class Sums:
+    """Over tokens."""
+
+    tokens: int = 0
+    predicted: int = 0
+    divergence: float = 0.0
+    same: int = 0
+    losses: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
+        self.tokens += len(ids)
+        self.predicted += len(ids) - 1
+        self.divergence += float((exact.exp() * (exact - other)).sum())
+        self.same += int((exact.argmax(-1) == other.argmax(-1)).sum())
+        taken = ids[1:, None].long()
+        losses = [float(-each[:-1].gather(1, taken).sum()) for each in (exact, other)]
+        self.losses = (self.losses[0] + losses[0], self.losses[1] + losses[1])
+
+    def row(self, case: str) -> dict[str, Any]:
+        gain = (self.losses[1] - self.losses[0]) / self.predicted
+        return {
+            "case": f"smollm2-135m/{case}",
+            "kl": round(self.divergence / self.tokens, 5),
+            "same_token": round(self.same / self.tokens, 4),
+            "perplexity": round(math.exp(self.losses[1] / self.predicted), 3),
+            "perplexity_ratio": round(math.exp(gain), 4),
+            "tokens": self.tokens,
+        }
+
+
+def texts(tokenizer: Tokenizer) -> Iterator[Tensor]:
+    for line in PROMPTS.read_text().splitlines():
+        yield torch.tensor(tokenizer.encode(line))
+    ids = torch.tensor(tokenizer.encode(TEXT.read_text()))
+    yield from ids[: 2 * PIECE].split(PIECE)
+
+
+def measure(folder: Path, cases: tuple[str, ...] = CASES) -> Iterator[dict[str, Any]]:
+    """folder: of the model in blocks. A row for each case."""
+    weights, tokenizer = Weights(folder), Tokenizer.load(str(folder))
+    entries = list(texts(tokenizer))
+    model = model_of("float32", weights)
+    exact = [logprobs(model, ids) for ids in entries]
+    for case in cases:
+        model = model_of(case, weights)
+        sums = Sums()
+        for ids, want in zip(entries, exact, strict=True):
+            sums.add(ids, want, logprobs(model, ids))
+        del model
+        yield sums.row(case)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    from deployments.checkpoints.resolve import resolve_model
+
+    folder = resolve_model("default", blocks=True)
+    rows = []
+    for row in measure(folder, tuple(args.cases)):
+        print(row, flush=True)
+        rows.append(row)
+    if args.out:
+        config = {"model": "default", "texts": ["tests/parity/prompts.txt", "LICENSE"]}
+        write(args.out, "accuracy", config, rows, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What formats of weights cost in accuracy, on the default model (`bench.accuracy`)."""
+
+import pytest
+
+from bench import accuracy
+from deployments.checkpoints.resolve import resolve_model
+from kernels.cpu.compiler import has_int8
+from tests.kernels.test_generated import able
+
+# Nats a token from float32: the mean of 929 tokens, and twice what was measured.
+KL_BOUNDS = {
+    "bf16": 0.0005,
+    "gguf-file": 0.01,
+    "gguf-q8_0": 0.01,
+    "int8": 0.015,
+}
+# Relative change of perplexity. On so few tokens it changes by chance, about as much as this.
+PERPLEXITY_BOUND = 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (able() and has_int8()), reason="no AVX512-VNNI")
+def test_next_token_distributions() -> None:
+    """Outliers that take the precision of the rest: text still looks like English then."""
+    folder = resolve_model("default", blocks=True)
+    for row in accuracy.measure(folder, tuple(KL_BOUNDS)):
+        case = row["case"].removeprefix("smollm2-135m/")
+        assert row["kl"] < KL_BOUNDS[case], row
+        assert abs(row["perplexity_ratio"] - 1) < PERPLEXITY_BOUND, row
