@@ -142,7 +142,7 @@ def logprobs(model: Model, ids: Tensor) -> Tensor:
         max_kv_len=count,
     )
     kernels_for("cpu").prepare(meta, config.num_heads, kv[0][0])
-    logits: Tensor = model.logits(model.forward(ids, meta, kv))  # type: ignore[arg-type]
+    logits: Tensor = model.logits(model.forward(ids, [meta], kv))  # type: ignore[arg-type]
     return logits.float().log_softmax(-1)
 
 
