@@ -55,7 +55,7 @@ def _shares(item: pytest.Item) -> bool:
     return "shared_cluster" in getattr(item, "fixturenames", ())
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
     """The shared cluster ends with the last test that uses it: others start a Ray of their own in
     this process, or look at clocks."""

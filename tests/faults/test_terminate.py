@@ -22,7 +22,7 @@ from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
 
-LENGTH = 500  # tokens: half a second of the tiny model
+LENGTH = 200  # tokens: a fifth of a second of the tiny model
 ENDLESS = 30_000
 DRAIN = 10.0  # seconds
 BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
@@ -89,11 +89,13 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     ended Ray first, the server waited a minute for it and ended with 1, and haproxy stayed."""
 
     async def streams(port: int, process: "subprocess.Popen[str]") -> None:
+        began = time.monotonic()
         right = await ask(port, BODY | {"max_tokens": LENGTH})
+        took = time.monotonic() - began
         assert (right.error, right.finishes, right.output) == ("", {0: "length"}, LENGTH)
         long = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
         tasks = [asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH})) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(min(0.2, 0.4 * took))
         assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
         os.killpg(process.pid, signal.SIGTERM)
         began = time.monotonic()
