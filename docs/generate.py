@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md from the configuration models, and the modules in docs/map.md from
-their first lines: `python docs/generate.py`."""
+"""Writes docs/configuration.md from the configuration models, docs/models.md from the records of
+architectures, and the modules in docs/map.md from their first lines: `python docs/generate.py`."""
 
 import ast
 import inspect
@@ -12,10 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deployments.config.load import MantaConfig, PoolConfig
+from engine.architectures import ARCHITECTURES, WRAPPERS
 from engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
+MODELS = Path(__file__).with_name("models.md")
 MAP = Path(__file__).with_name("map.md")
 MODULES = "## Modules\n"  # what follows this line of the map is written here
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
@@ -137,6 +139,46 @@ def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+MODELS_HEAD = """# Models
+
+What runs is told by `architectures` in a model's config.json. A name that is not here is refused
+with the nearest one that is; code of a model folder is never run. Weights are read from
+safetensors, where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is
+run), and of some families from GGUF files. [adding-a-model.md](adding-a-model.md) says how to add
+one.
+
+This page is written by `python docs/generate.py` from `engine/architectures/`.
+"""
+MODELS_OF_SEVERAL = """## Text models inside others
+
+The text model of these is run; what sees or hears is left out, and its tensors are not read. The
+text model is the one that `text_config` names, of the list above.
+"""
+
+
+def render_models() -> str:
+    """The page's text."""
+    rows = [
+        f"| {each.models} | `{each.name.split(',')[0]}` | {'yes' if each.gguf else ''} |"
+        for each in ARCHITECTURES.values()
+    ]
+    around = [f"| {each.models} | `{each.name}` |" for each in WRAPPERS.values()]
+    return "\n".join(
+        [
+            MODELS_HEAD,
+            "| models | architecture | GGUF |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
+            MODELS_OF_SEVERAL,
+            "| models | architecture |",
+            "| --- | --- |",
+            *around,
+            "",
+        ]
+    )
+
+
 def render_map() -> str:
     """The map's text: as it is down to its list of modules, then each folder with its modules."""
     head, found, _ = MAP.read_text("utf-8").partition(MODULES)
@@ -166,4 +208,5 @@ def sentence(path: Path) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), "utf-8")
+    MODELS.write_text(render_models(), "utf-8")
     MAP.write_text(render_map(), "utf-8")

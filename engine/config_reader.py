@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 
 class Reader:
     """names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd
-    in GPT-2's config.json). Every method takes ours."""
+    in GPT-2's config.json); ours is understood too. Every method takes ours."""
 
     def __init__(
         self, values: dict[str, Any], path: str, names: Mapping[str, str] | None = None
@@ -34,8 +34,18 @@ class Reader:
             raise ConfigError(f"{path}: must hold a JSON object", param="model")
         return cls(values, str(path))
 
-    def renamed(self, names: Mapping[str, str]) -> "Reader":
-        return Reader(self.values, self.path, names)
+    def renamed(
+        self, names: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+    ) -> "Reader":
+        """defaults: the file's key -> what it means where the file says nothing."""
+        return Reader({**(defaults or {}), **self.values}, self.path, names)
+
+    def inner(self, key: str) -> "Reader":
+        """The object that a key holds; an empty one where the file says nothing."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, got {value!r}")
+        return Reader(value, f"{self.path}: {self._names.get(key, key)}")
 
     def error(self, key: str, message: str) -> ConfigError:
         key = self._names.get(key, key)
@@ -43,15 +53,16 @@ class Reader:
 
     def raw(self, key: str, default: Any = None) -> Any:
         """What the file says, null included; default where it says nothing."""
-        return self.values.get(self._names.get(key, key), default)
+        theirs = self._names.get(key, key)
+        return self.values.get(theirs if theirs in self.values else key, default)
 
     def get(self, key: str, default: Any = None) -> Any:
         """As raw; default for null too."""
         value = self.raw(key)
         return default if value is None else value
 
-    def flag(self, key: str) -> bool:
-        return bool(self.get(key))
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -68,6 +79,13 @@ class Reader:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.error(key, f"must be a positive number, got {value!r}")
         return float(value)
+
+    def size_or_none(self, key: str) -> int | None:
+        """None for null, and where the file says nothing."""
+        return None if self.get(key) is None else self.size(key)
+
+    def number_or_none(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
 
     def one_of(self, key: str, allowed: tuple[str, ...], default: str) -> str:
         value = self.get(key, default)

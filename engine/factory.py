@@ -17,6 +17,7 @@ from engine.kv_groups import kv_groups
 from engine.lora.build import DeviceAdapters
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
+from engine.model_config import weight_files
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
@@ -192,7 +193,7 @@ def _model_key(resolved: Resolved) -> str:
     if config.load_format == "dummy":
         state.update(f"\0dummy\0{config.seed or 0}".encode())
     else:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             stat = path.stat()
             state.update(f"\0{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
     return state.hexdigest()

@@ -3,32 +3,57 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture, Read
+from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
+from engine.architectures.record import renamed
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.quantized import Quantized, read_quantized
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+# "mrope" turns text as "default" does: its three positions coincide. "dynamic" stretches from
+# max_position_embeddings on, where we do not go. "su" is what longrope was first called.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic", "mrope")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. Fields after ``factor`` are None where the type has no use for them."""
+    """Rotary embedding. Fields after ``factor`` mean nothing to types that are not named.
+
+    dim: elements of a head that turn, the first ones; 0 = all.
+    """
 
     theta: float
     type: str = "default"
+    dim: int = 0
     factor: float = 1.0  # how many times longer the context is than in training
     original_max_positions: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: cosines and sines are multiplied by it
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    # longrope, [dim / 2]: what divides each frequency where all texts are as short as in the first
+    # training, and where they may be longer
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +63,7 @@ class LayerAttention:
     window: > 0: those with t - s < window. chunk: > 0: those with s // chunk == t // chunk.
     scale: scores are q k^T times it. softcap: > 0: then softcap * tanh(score / softcap).
     sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
-        record's tensors).
+        record's tensors). slopes: one a head: score + slope * (s - t) (ALiBi); () = none.
     head_dim: of keys and of values. rope: None where nothing is rotated.
     """
 
@@ -51,17 +76,33 @@ class LayerAttention:
     chunk: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The network's sizes (in elements) and switches; nothing here depends on the device.
 
-    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of the plain
-        layer that `Architecture.attention` starts from.
+    architecture: the name of its record. wrapper: of what the checkpoint wraps it in, "" = nothing.
+    attention: of each layer. num_heads, num_kv_heads, head_dim and rope are those of a plain one.
+    embedding_size: of the embedding and the head; others are projected to hidden_size and back.
+    embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a block adds to the
+        residual, of logits.
+    logit_cap: logits become cap * tanh(logit / cap).
+    head_bias: the head's. unit_head: its rows are divided by their length.
+    norm: "rms" or "layer"; norm_bias: layer norms have one; norm_offset: is added to all weights.
+    post_norm: norms stand behind the sum of block and residual.
+    parallel: "" = the MLP reads what attention has added to; "shared" = both read one norm, "own" =
+        each its own, of the same residual.
+    qk_norm: "" = none, "head" = one weight for all heads, "heads" = one a head (layer norms),
+        "flat" = over all heads together. qk_norm_after: behind the rotation.
+    qkv_clip: queries, keys and values are cut to [-clip, clip].
+    query_temperature: (beta, trained): q *= 1 + beta * ln(1 + floor(position / trained)).
+    position_offset, position_rows: of learned positions: rows before the first, and all.
     """
 
     architecture: str
+    wrapper: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -70,12 +111,29 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     rope: Rope
-    rms_eps: float
+    embedding_size: int
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    logit_cap: float | None
     tie_embeddings: bool
+    head_bias: bool
+    unit_head: bool
+    norm: str
+    norm_bias: bool
+    norm_offset: float
+    norm_eps: float
+    post_norm: bool
+    parallel: str
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str
+    qk_norm_after: bool
+    qkv_clip: float | None
+    query_temperature: tuple[float, int]
+    position_offset: int
+    position_rows: int
     hidden_act: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -108,27 +166,25 @@ class ModelConfig:
 
     @classmethod
     def from_dicts(cls, config: Reader, generation: Reader) -> "ModelConfig":
-        architecture = _architecture(config)
-        config = config.renamed(architecture.keys)
-        _refuse_windows(config, architecture)
+        architecture, wrapper, config = _find(config)
+        config = config.renamed(architecture.keys, architecture.defaults)
+        _refuse_others(config, architecture)
+        for key, made in architecture.made.items():
+            config.values[key] = made(config)
         read = {**_SWITCHES, **architecture.switches}
+        values = {name: switch(config) for name, switch in read.items()}
+        _check_heads(config, values)
         model = cls(
             architecture=architecture.name,
+            wrapper=wrapper,
             bos_token_id=_first(config.ids("bos_token_id")),
             eos_token_ids=tuple(
                 dict.fromkeys(config.ids("eos_token_id") + generation.ids("eos_token_id"))
             ),
             dtype=_dtype(config),
             quantized=read_quantized(config),
-            **{name: switch(config) for name, switch in read.items()},
+            **values,
         )
-        if model.num_heads % model.num_kv_heads:
-            raise config.error(
-                "num_key_value_heads",
-                f"{model.num_kv_heads} does not divide {model.num_heads} heads",
-            )
-        if model.head_dim % 2:
-            raise config.error("head_dim", f"{model.head_dim} is odd, rotary embeddings need pairs")
         layers = architecture.attention(config, model.plain_attention, model.num_layers)
         return replace(model, attention=tuple(layers))
 
@@ -136,10 +192,32 @@ class ModelConfig:
     def record(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that turn."""
+        return self.rope.dim or self.head_dim
+
+    def tensor_name(self, stored: str) -> str:
+        """What the record calls a tensor (or a module of an adapter) of the checkpoint."""
+        if self.wrapper:
+            stored = renamed(stored, WRAPPERS[self.wrapper].renames)
+        return renamed(stored, self.record.renames)
+
+    def ignores(self, stored: str) -> bool:
+        """Whether nobody needs the checkpoint's tensor of this name."""
+        if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
+            return True
+        return self.record.ignores(self.tensor_name(stored))
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them."""
         elements = sum(layer.num_kv_heads * layer.head_dim for layer in self.attention)
         return 2 * elements * dtype_bytes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that weights may be read from: safetensors, or pickled shards where there are none."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def no_folder(folder: Path) -> ConfigError:
@@ -151,23 +229,80 @@ def no_folder(folder: Path) -> ConfigError:
     )
 
 
-def _architecture(config: Reader) -> Architecture:
+def _find(config: Reader) -> tuple[Architecture, str, Reader]:
+    """The record, the name of the wrapper around it or "", and the text model's own keys."""
     names = config.get("architectures", [])
-    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
-        return ARCHITECTURES[names[0]]
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise config.error("architectures", f"must be a list of one name, got {names!r}")
+    (name,) = names
+    wrapper = WRAPPERS.get(name)
+    if wrapper is not None:
+        config = _text_of(config, wrapper)
+        found = _by_model_type(config, wrapper)
+    elif name in ARCHITECTURES:
+        found = ARCHITECTURES[name]
+    else:
+        known = [*ARCHITECTURES, *WRAPPERS]
+        near = get_close_matches(name, known, 1, cutoff=0.0)[0]
+        raise config.error(
+            "architectures",
+            f"{name!r} is not supported, and code of a model folder is never run; the nearest that "
+            f"is: {near}. All that are: docs/models.md",
+        )
+    if found.variant is not None:
+        found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
+    return found, "" if wrapper is None else wrapper.name, config
+
+
+def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
+    """text_config over what stands around it, which may have token ids, dtype and ties."""
+    inner = config.inner("text_config").values
+    if not inner and not wrapper.flat:
+        raise config.error("text_config", "is missing")
+    outer = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
+    values = {**outer, **{key: value for key, value in inner.items() if value is not None}}
+    if not inner:
+        values["model_type"] = wrapper.flat
+    return Reader(values, config.path if not inner else f"{config.path}: text_config")
+
+
+# Keys that mean something else, or nothing, to the text model.
+_OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
+
+
+def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
+    kind = config.get("model_type", wrapper.flat)
+    kind = TEXT_TYPES.get(kind, kind)
+    for architecture in ARCHITECTURES.values():
+        if kind and architecture.model_type == kind:
+            return architecture
+    known = sorted({each.model_type for each in ARCHITECTURES.values()} - {""})
     raise config.error(
-        "architectures", f"{names!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        "model_type",
+        f"{kind!r} is not supported in a {wrapper.name}; supported: {', '.join(known)}",
     )
 
 
-def _refuse_windows(config: Reader, architecture: Architecture) -> None:
-    """A sliding window that the checkpoint uses would make longer texts wrong without notice."""
-    for key, absent in architecture.windows.items():
-        if config.raw(key, absent):
-            raise config.error(key, "sliding-window attention is not supported")
-    kinds = set(config.get("layer_types", []))
-    if kinds - {"full_attention"}:
-        raise config.error("layer_types", f"{sorted(kinds)} is not supported, only full_attention")
+def _refuse_others(config: Reader, architecture: Architecture) -> None:
+    """What would change the result and is not computed."""
+    for key, allowed in architecture.only.items():
+        if config.raw(key, allowed[0]) not in allowed:
+            raise config.error(
+                key, f"{config.raw(key)!r} is not supported, only {' or '.join(map(repr, allowed))}"
+            )
+
+
+def _check_heads(config: Reader, values: Mapping[str, Any]) -> None:
+    heads, kv_heads = values["num_heads"], values["num_kv_heads"]
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"{kv_heads} does not divide {heads} heads")
+    if values["head_dim"] % 2:
+        raise config.error("head_dim", f"{values['head_dim']} is odd, rotary embeddings need pairs")
+    dim = values["rope"].dim
+    if dim % 2 or dim > values["head_dim"]:
+        raise config.error(
+            "partial_rotary_factor", f"{dim} of {values['head_dim']} elements of a head cannot turn"
+        )
 
 
 def _head_dim(config: Reader) -> int:
@@ -178,29 +313,32 @@ def _head_dim(config: Reader) -> int:
 
 
 def _rope(config: Reader) -> Rope:
-    """transformers 5 writes rope_parameters; before, rope_theta and rope_scaling were apart."""
+    """transformers 5 writes rope_parameters, with one object for each type of layer where these
+    differ; before, rope_theta and rope_scaling were apart."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    values = config.get(key, {})
-    if not isinstance(values, dict):
-        raise config.error(key, f"must be an object, got {values!r}")
-    read = Reader(values, f"{config.path}: {key}")
+    read = config.inner(key)
+    if isinstance(read.get("full_attention"), dict):
+        read = read.inner("full_attention")
     if read.get("rope_type") is None and read.get("type") is not None:
-        read.values = {**values, "rope_type": values["type"]}
+        read.values = {**read.values, "rope_type": read.values["type"]}
     kind = read.one_of("rope_type", ROPE_TYPES, "default")
-    for reader in (config, read):
-        if reader.number("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.error("partial_rotary_factor", "only 1.0 is supported")
     theta = read.number("rope_theta", config.number("rope_theta", 10000.0))
-    if kind == "default":
-        return Rope(theta)
-    factor = read.number("factor")
+    part = read.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    head_dim = _head_dim(config)
+    dim = config.size_or_none("rotary_dim") or int(head_dim * part)
+    rope = Rope(theta, dim=0 if dim == head_dim else dim)
+    if kind == "dynamic" and read.get("alpha") is not None:
+        return replace(rope, theta=theta * read.number("alpha") ** (dim / (dim - 2)))
+    if kind in ("default", "mrope", "dynamic"):
+        return rope
+    if kind in ("longrope", "su"):
+        return _longrope(config, read, replace(rope, type="longrope"))
+    rope = replace(rope, type=kind, factor=read.number("factor"))
     if kind == "linear":
-        return Rope(theta, kind, factor)
+        return rope
     if kind == "llama3":
-        return Rope(
-            theta,
-            kind,
-            factor,
+        return replace(
+            rope,
             original_max_positions=read.size("original_max_position_embeddings"),
             low_freq_factor=read.number("low_freq_factor"),
             high_freq_factor=read.number("high_freq_factor"),
@@ -209,15 +347,39 @@ def _rope(config: Reader) -> Rope:
         "original_max_position_embeddings",
         config.get("original_max_position_embeddings", config.size("max_position_embeddings")),
     )
-    return Rope(
-        theta,
-        kind,
-        factor,
+    return replace(
+        rope,
         original_max_positions=original,
         beta_fast=read.number("beta_fast", 32.0),
         beta_slow=read.number("beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(read, factor),
+        attention_factor=_yarn_attention_factor(read, rope.factor),
         truncate=bool(read.get("truncate", True)),
+    )
+
+
+def _longrope(config: Reader, read: Reader, rope: Rope) -> Rope:
+    """Ding et al. 2024. The factors for long texts hold from the first token on, if texts may be
+    long: keys in the cache cannot be turned again."""
+    positions = config.size("max_position_embeddings")
+    original = read.size(
+        "original_max_position_embeddings",
+        config.size("original_max_position_embeddings", positions),
+    )
+    factors = []
+    for key in ("short_factor", "long_factor"):
+        values = read.get(key)
+        half = (rope.dim or _head_dim(config)) // 2
+        if not isinstance(values, list) or len(values) != half:
+            raise read.error(key, f"must be a list of {half} numbers")
+        factors.append(tuple(float(value) for value in values))
+    stretch = read.number("factor", positions / original)
+    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return replace(
+        rope,
+        original_max_positions=original,
+        attention_factor=read.number("attention_factor", scale),
+        short_factors=factors[0],
+        long_factors=factors[1],
     )
 
 
@@ -231,6 +393,10 @@ def _yarn_attention_factor(read: Reader, factor: float) -> float:
     if read.get("mscale") and read.get("mscale_all_dim"):
         return scale(read.number("mscale")) / scale(read.number("mscale_all_dim"))
     return scale(1.0)
+
+
+def _activation(config: Reader) -> str:
+    return ACTIVATIONS[config.one_of("hidden_act", tuple(ACTIVATIONS), "silu")]
 
 
 def _dtype(config: Reader) -> str:
@@ -255,11 +421,28 @@ _SWITCHES: Mapping[str, Read] = {
     "vocab_size": lambda config: config.size("vocab_size"),
     "max_positions": lambda config: config.size("max_position_embeddings"),
     "rope": _rope,
-    "rms_eps": lambda config: config.number("rms_norm_eps", 1e-6),
+    "embedding_size": lambda config: config.size("hidden_size"),
+    "embedding_scale": lambda config: 1.0,
+    "residual_scale": lambda config: 1.0,
+    "logit_scale": lambda config: 1.0,
+    "logit_cap": lambda config: None,
     "tie_embeddings": lambda config: config.flag("tie_word_embeddings"),
+    "head_bias": lambda config: False,
+    "unit_head": lambda config: False,
+    "norm": lambda config: "rms",
+    "norm_bias": lambda config: False,
+    "norm_offset": lambda config: 0.0,
+    "norm_eps": lambda config: config.number("rms_norm_eps", 1e-6),
+    "post_norm": lambda config: False,
+    "parallel": lambda config: "",
     "qkv_bias": lambda config: config.flag("attention_bias"),
     "out_bias": lambda config: config.flag("attention_bias"),
     "mlp_bias": lambda config: config.flag("mlp_bias"),
-    "qk_norm": lambda config: False,
-    "hidden_act": lambda config: config.one_of("hidden_act", ACTIVATIONS, "silu"),
+    "qk_norm": lambda config: "",
+    "qk_norm_after": lambda config: False,
+    "qkv_clip": lambda config: None,
+    "query_temperature": lambda config: (0.0, 1),
+    "position_offset": lambda config: 0,
+    "position_rows": lambda config: 0,
+    "hidden_act": _activation,
 }

@@ -1,14 +1,35 @@
-"""Gated activations: act(gate) * up, the halves of one matrix product's output."""
+"""Activations: act(gate) * up, the halves of one matrix product's output, and act(x) alone."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
+_BLOCK = 1024  # elements a program
+# Which function a kernel computes: its ACT.
+_CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+
 
 @triton.jit
-def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _act(x, ACT: tl.constexpr):
+    if ACT == 0:
+        y = x * tl.sigmoid(x)
+    elif ACT == 1:
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == 2:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = tl.maximum(x, 0.0)
+        if ACT == 4:
+            y = y * y
+    return y
+
+
+@triton.jit
+def _gated_kernel(gate_up, out, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < size
@@ -17,15 +38,46 @@ def _gated_kernel(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, P
         gdc_launch_dependents()
     gate = tl.load(gate_up + token * 2 * size + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + cols, mask=mask, other=0.0).to(tl.float32)
-    if GELU:
-        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
-        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        act = gate * tl.sigmoid(gate)
-    tl.store(out + token * size + cols, (act * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * size + cols, (_act(gate, ACT) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+@triton.jit
+def _plain_kernel(x, out, count, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, _act(value, ACT).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _xielu_kernel(x, parameters, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    beta = tl.load(parameters + 2)
+    eps = tl.load(parameters + 3)
+    positive = _softplus(tl.load(parameters))
+    negative = beta + _softplus(tl.load(parameters + 1))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    low = tl.minimum(value, eps)
+    # expm1: near zero exp(x) - 1 loses what the series has.
+    series = low * (1.0 + low * (0.5 + low * (1.0 / 6.0)))
+    expm1 = tl.where(low > -0.01, series, tl.exp(low) - 1.0)
+    y = tl.where(value > 0, positive * value * value, (expm1 - value) * negative) + beta * value
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+def _gated(gate_up: Tensor, name: str) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     tokens = out.numel() // size
@@ -36,7 +88,7 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
             gate_up,
             out,
             size,
-            GELU=gelu,
+            ACT=_CODES[name],
             BLOCK=block,
             num_warps=max(1, block // 256),
             **pdl(out.device),
@@ -44,11 +96,41 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     return out
 
 
+def activation(x: Tensor, name: str) -> Tensor:
+    """See `kernels.reference.Kernels.activation`."""
+    out = torch.empty_like(x)
+    count = x.numel()
+    if count:
+        grid = (triton.cdiv(count, _BLOCK),)
+        _plain_kernel[grid](x, out, count, ACT=_CODES[name], BLOCK=_BLOCK, **pdl(x.device))
+    return out
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """See `kernels.reference.Kernels.xielu`."""
+    out = torch.empty_like(x)
+    count = x.numel()
+    if count:
+        grid = (triton.cdiv(count, _BLOCK),)
+        _xielu_kernel[grid](x, parameters, out, count, BLOCK=_BLOCK, **pdl(x.device))
+    return out
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
-    return _gated(gate_up, gelu=False)
+    return _gated(gate_up, "silu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> [num_tokens, size]: gelu(first half), tanh form, * second half."""
-    return _gated(gate_up, gelu=True)
+    return _gated(gate_up, "gelu_pytorch_tanh")
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """The same with the exact gelu, of the error function."""
+    return _gated(gate_up, "gelu")
+
+
+def relu_mul(gate_up: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]: relu(first half) * second half."""
+    return _gated(gate_up, "relu")

@@ -10,7 +10,7 @@ from kernels.attention.decode import attention_decode, plan
 from kernels.attention.prefill import attention_prefill
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
-from kernels.gemm.gemv import fits, gemv
+from kernels.gemm.gemv import GATES, fits, gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.reference import Kernels
@@ -28,6 +28,23 @@ class Cuda(Kernels):
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return activation.gelu_tanh_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up)
+
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.relu_mul(gate_up)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return norm.layer_norm(x, weight, bias, eps)
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        return activation.activation(x, name)
+
+    def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
+        return activation.xielu(x, parameters)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fits(x):
@@ -52,7 +69,7 @@ class Cuda(Kernels):
         bias: Tensor | None,
         gate: str,
     ) -> Tensor:
-        if fits(x):
+        if fits(x) and gate in GATES:
             return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
         return super().norm_gated_linear(x, norm, eps, weight, bias, gate)
 
@@ -114,6 +131,8 @@ class Cuda(Kernels):
     def lora_gated(
         self, gate_up: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep, gate: str
     ) -> Tensor:
+        if gate not in GATES:
+            return super().lora_gated(gate_up, x, layer, step, gate)
         return lora.lora_gated(gate_up, x, layer, step, gate)
 
 

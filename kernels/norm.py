@@ -1,4 +1,4 @@
-"""RMS norm: one program a row, arithmetic in float32."""
+"""RMS norm and layer norm: one program a row, arithmetic in float32."""
 
 import torch
 import triton
@@ -34,5 +34,57 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         num_warps = max(1, min(16, block // 256))
         _rms_norm_kernel[(rows,)](
             x, weight, out, eps, size, BLOCK=block, num_warps=num_warps, **pdl(x.device)
+        )
+    return out
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    eps,
+    size,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * size
+    cols = tl.arange(0, BLOCK)
+    mask = cols < size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row + cols, mask=mask, other=0.0).to(tl.float32)
+    centred = tl.where(mask, value - tl.sum(value, axis=0) / size, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / size + eps)
+    if WEIGHT:
+        y *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + cols, y.to(out.dtype.element_ty), mask=mask)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """See `kernels.reference.Kernels.layer_norm`."""
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if rows:
+        block = triton.next_power_of_2(size)
+        _layer_norm_kernel[(rows,)](
+            x,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            out,
+            eps,
+            size,
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+            **pdl(x.device),
         )
     return out

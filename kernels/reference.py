@@ -17,10 +17,26 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import (
+    gelu,
+    layer_norm,
+    linear,
+    relu,
+    scaled_dot_product_attention,
+    silu,
+    softplus,
+)
 from torch.nn.functional import rms_norm as _rms_norm
 
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square_(),
+}
 
 
 class Kernels:
@@ -34,6 +50,8 @@ class Kernels:
         self.GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
             "silu": self.silu_mul,
             "gelu_pytorch_tanh": self.gelu_tanh_mul,
+            "gelu": self.gelu_mul,
+            "relu": self.relu_mul,
         }
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
@@ -48,6 +66,8 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, computed in float32, returned in x's dtype."""
         if x.dtype != torch.float32:
+            if weight.dtype != x.dtype:
+                return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
             return _rms_norm(x, weight.shape, weight, eps)
         # Half the operations of the composite above; the sum of squares must not be rounded to 16
         # bits.
@@ -63,6 +83,42 @@ class Kernels:
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         size = gate_up.shape[-1] // 2
         return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The exact gelu, of the error function."""
+        size = gate_up.shape[-1] // 2
+        return gelu(gate_up[:, :size]).mul_(gate_up[:, size:])
+
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[-1] // 2
+        return relu(gate_up[:, :size]).mul_(gate_up[:, size:])
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [..., size],
+        computed in float32, returned in x's dtype. weight, bias [size]; None = one, zero."""
+        weight = None if weight is None else weight.float()
+        bias = None if bias is None else bias.float()
+        return layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        """A function of each element, in float32: "silu", "gelu" (of the error function),
+        "gelu_pytorch_tanh", "relu", "relu2" (its square). A new tensor of x's dtype."""
+        return _ACTIVATIONS[name](x.float()).to(x.dtype)
+
+    def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
+        """xIELU (Huang and Schlag 2024), in float32; a new tensor of x's dtype.
+
+        parameters [4] float32: alpha_p and alpha_n before their softplus, beta, eps.
+        x > 0: a_p x^2 + beta x; else a_n (expm1(min(x, eps)) - x) + beta x, with a_p =
+        softplus(alpha_p), a_n = beta + softplus(alpha_n).
+        """
+        alpha_p, alpha_n, beta, eps = parameters.unbind()
+        positive, negative = softplus(alpha_p), beta + softplus(alpha_n)
+        x32 = x.float()
+        below = (torch.expm1(torch.minimum(x32, eps)) - x32) * negative
+        return (torch.where(x32 > 0, positive * x32 * x32, below) + beta * x32).to(x.dtype)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x @ weight.T + bias; weight is [out, in]."""
@@ -123,9 +179,11 @@ class Kernels:
             turning = torch.cat(
                 (self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1
             )
-        if plan.cos is None or plan.sin is None:
-            plan.cos, plan.sin = _rotation(cos_sin, meta.positions)
-        turned = _rotate(turning.float(), plan.cos, plan.sin)
+        rotation = plan.rotations.get(cos_sin.data_ptr())
+        if rotation is None:
+            rotation = _rotation(cos_sin, meta.positions)
+            plan.rotations[cos_sin.data_ptr()] = rotation
+        turned = _rotate(turning.float(), *rotation)
         keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
         for cache, new in ((k_cache, keys), (v_cache, values)):
             if plan.written is not None:
@@ -258,8 +316,9 @@ class _ReferencePlan:
     whole: _DecodeBatch | None = None  # the step is one batch of decodes in order
     decodes: list[_DecodeBatch] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
-    cos: Tensor | None = None  # [num_tokens, 1, rotary_dim] float32, as _rotate takes them
-    sin: Tensor | None = None
+    # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32, as _rotate
+    # takes them.
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def _plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:

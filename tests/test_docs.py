@@ -85,6 +85,12 @@ def test_configuration_page_is_current() -> None:
     assert not undocumented
 
 
+def test_models_page_is_current() -> None:
+    """A model that runs and is not on the page is one that nobody tries."""
+    page = (DOCS / "models.md").read_text("utf-8")
+    assert page == generate().render_models(), "run: python docs/generate.py"
+
+
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
     from deployments.api.generation.fields import CHAT, COMPLETION

@@ -62,7 +62,11 @@ def test_no_code_from_data() -> None:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
-            if dotted(node.func) in banned:
+            weights_alone = any(  # torch.load then runs nothing that the file says
+                keyword.arg == "weights_only" and getattr(keyword.value, "value", False)
+                for keyword in node.keywords
+            )
+            if dotted(node.func) in banned and not weights_alone:
                 found.append(f"{path}:{node.lineno} {dotted(node.func)}")
             found += [
                 f"{path}:{node.lineno} {keyword.arg}"
@@ -134,7 +138,7 @@ def test_one_record_of_an_architecture() -> None:
     found = [
         f"{path}:{line}"
         for path, tree in sources("deployments", "engine", "kernels")
-        if path != "engine/architectures.py"
+        if not path.startswith("engine/architectures/")
         for line in knows_an_architecture(tree)
     ]
     assert not found

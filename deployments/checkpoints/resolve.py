@@ -25,10 +25,12 @@ from pathlib import Path
 from deployments.checkpoints.gguf import GGUFFile, Progress, convert
 from deployments.environment import cache_dir
 from engine.errors import ConfigError
+from engine.model_config import weight_files
 
 _CONVERTER = 1  # part of every cache key: raise it when convert() writes something else
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code
+_HUB_PICKLED = ["pytorch_model*.bin"]  # where there are no safetensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class ModelIdentity:
         if not folder.is_dir():
             return cls(str(model))
         weights = hashlib.blake2b(digest_size=16)
-        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        for path in [folder / "config.json", *weight_files(folder)]:
             weights.update(f"{path.name} {path.stat().st_size} ".encode())
             for end in _ends(path):
                 weights.update(end)
@@ -143,14 +145,14 @@ def check_model(spec: str, *, weights: bool = True) -> None:
 def _check_folder(folder: Path, weights: bool) -> None:
     wanted = ["config.json", "tokenizer.json"]
     missing = [name for name in wanted if not (folder / name).is_file()]
-    if weights and not any(folder.glob("*.safetensors")):
+    if weights and not weight_files(folder):
         missing.append("*.safetensors")
     if not missing:
         return
     if ggufs := sorted(folder.glob("*.gguf")):
         hint = f"; give the file itself: {ggufs[0]}"
-    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        hint = "; pickled weights are not loaded, convert them to safetensors"
+    elif others := sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]):
+        hint = f"; of pickled files only pytorch_model*.bin are read, not {others[0].name}"
     else:
         hint = ""
     raise ConfigError(f"model folder {folder} has no {', no '.join(missing)}{hint}", param="model")
@@ -272,6 +274,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        if not weight_files(folder):
+            snapshot_download(name, revision=revision, allow_patterns=_HUB_PICKLED)
     except RevisionNotFoundError as error:
         raise ConfigError(
             f"model {name!r} has no revision {revision!r}", param="revision"

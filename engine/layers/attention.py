@@ -2,34 +2,56 @@
 
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.build import Builder
-from engine.layers.norm import Norm
+from engine.layers.norm import Norm, RMSNorm
+from engine.layers.rotary import Tables
+from engine.model_config import ModelConfig
 from kernels.metadata import AttentionMeta
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuse what the kernels do not compute. Raises ConfigError with the way out, if there is
+    one."""
+    for layer in config.attention:
+        if 0 < (layer.window or layer.chunk) < config.max_positions:
+            raise ConfigError(
+                f"{config.architecture} has layers that see {layer.window or layer.chunk} tokens, "
+                "which is not supported for longer texts; set max_model_len to that",
+                param="max_model_len",
+            )
+        for what, asked in (
+            ("a soft cap on scores", layer.softcap),
+            ("attention sinks", layer.sinks),
+            ("ALiBi", layer.slopes),
+        ):
+            if asked:
+                raise ConfigError(f"{config.architecture}: {what} is not supported", param="model")
 
 
 class Attention:
     """Causal, over the paged cache; rotary positions, an RMS norm on each head of q and k if the
     model has them."""
 
-    def __init__(self, build: Builder, cos_sin: Tensor) -> None:
-        """cos_sin: see `rotary.cos_sin_table`."""
+    def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
         assert build.layer is not None
-        how = config.attention[build.layer]
-        hidden, dim = config.hidden_size, how.head_dim
-        q, kv = how.num_heads * dim, how.num_kv_heads * dim
-        begin, end = build.group.part(how.num_heads, "num_attention_heads")
+        layer = config.attention[build.layer]
+        hidden, dim = config.hidden_size, layer.head_dim
+        q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
+        begin, end = build.group.part(layer.num_heads, "num_attention_heads")
         self.kernels = build.kernels
         self.num_heads = end - begin
-        self.scale = how.scale
-        self.eps = config.rms_eps
-        self.cos_sin = cos_sin
+        self.scale = layer.scale
+        self.eps = config.norm_eps
+        self.cos_sin = tables(layer.rope, dim)
         self.qkv = build.column("qkv", (q, kv, kv), hidden, bias=config.qkv_bias, unit=dim)
         self.out = build.row("out", hidden, q, bias=config.out_bias)
         self.linears = (self.qkv, self.out)
-        names = ("q_norm", "k_norm") if config.qk_norm else ()
-        self.norms = tuple(build.norm(name, dim) for name in names)
-        self.q_norm, self.k_norm = (*(norm.weight for norm in self.norms), None, None)[:2]
+        names = ("q_norm", "k_norm") if config.qk_norm == "head" else ()
+        self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names)
+        weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
+        self.q_norm, self.k_norm = (*weights, None, None)[:2]
 
     @property
     def activations(self) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from engine.architectures import Stored
 from engine.layers.linear import Linear, RowParallelLinear
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearMethod, LinearSpec, Part
@@ -77,13 +77,77 @@ class Builder:
         spec = self._spec(ours, parts, bias)
         return RowParallelLinear(spec, self.method, self.group)
 
-    def norm(self, ours: str, size: int) -> RMSNorm:
-        weight = torch.empty(size, dtype=self.activation_dtype, device=self.device)
-        stored = self.stored(ours)
-        rows = None if stored.rows is None else as_rows(stored.rows(self.config))
-        source = Source(f"{stored.names[0]}.weight", (size,), rows)
-        parameter = Parameter(f"{self._name(ours)}.weight", weight, (source,), std=0.0)
-        return RMSNorm(self.kernels, parameter, self.config.rms_eps)
+    def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
+        """Of the config's kind.
+
+        of_residual: it reads the residual, which is kept divided by residual_scale so that blocks
+            can add to it as they are; a norm does not see that but for its eps.
+        scale: of what comes out.
+        """
+        config = self.config
+        eps = config.norm_eps
+        if of_residual:
+            eps /= config.residual_scale**2
+        names = self.stored(ours).names
+        kind = f"{self._name(ours)}."
+        weight = bias = None
+        if names:
+            weight = self._vector(
+                f"{kind}weight", (f"{names[0]}.weight",), size, ours, config.norm_offset, scale
+            )
+            if config.norm_bias:
+                bias = self._vector(f"{kind}bias", (f"{names[0]}.bias",), size, ours, 0.0, scale)
+        if config.norm == "layer":
+            return LayerNorm(self.kernels, weight, bias, eps)
+        assert weight is not None, ours
+        return RMSNorm(self.kernels, weight, eps)
+
+    def head_norm(self, ours: str, heads: int, size: int) -> Parameter:
+        """Weights for all elements of all heads, [heads * size]: one tensor, or one a head."""
+        (name,) = self.stored(ours).names
+        tensor = torch.empty(heads * size, dtype=self.activation_dtype, device=self.device)
+        if "{h}" in name:
+            sources = tuple(
+                Source(f"{name.replace('{h}', str(head))}.weight", (size,)) for head in range(heads)
+            )
+        else:
+            stored = self.stored(ours)
+            shape = (heads * size,) if self.config.qk_norm == "flat" else (heads, size)
+            rows = None if stored.rows is None else as_rows(stored.rows(self.config))
+            sources = (Source(f"{name}.weight", shape, rows, flat=True),)
+        return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
+
+    def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
+        """Single numbers beside each other, float32: what the checkpoint keeps under these names
+        below ours."""
+        (prefix,) = self.stored(ours).names
+        tensor = torch.empty(len(names), dtype=torch.float32, device=self.device)
+        sources = tuple(Source(f"{prefix}.{name}", (1,)) for name in names)
+        return Parameter(self._name(ours), tensor, sources, std=0.0)
+
+    def table(self, ours: str, rows: int, begin: int, end: int, width: int) -> Parameter:
+        """Rows from begin to end of a table of so many rows, looked up by number."""
+        (name,) = self.stored(ours).names
+        tensor = torch.empty(end - begin, width, dtype=self.dtype, device=self.device)
+        source = Source(f"{name}.weight", (rows, width), (begin, end))
+        return Parameter(f"{self._name(ours)}.weight", tensor, (source,))
+
+    def _vector(
+        self,
+        name: str,
+        stored: tuple[str],
+        size: int,
+        ours: str,
+        offset: float,
+        scale: float,
+    ) -> Parameter:
+        """Of a norm. What is changed at loading keeps the precision that this takes."""
+        dtype = self.activation_dtype if (offset, scale) == (0.0, 1.0) else torch.float32
+        tensor = torch.empty(size, dtype=dtype, device=self.device)
+        order = self.stored(ours).rows
+        rows = None if order is None else as_rows(order(self.config))
+        source = Source(stored[0], (size,), rows)
+        return Parameter(name, tensor, (source,), std=0.0, offset=offset, scale=scale)
 
     def _name(self, ours: str) -> str:
         return ours if self.layer is None else f"layers.{self.layer}.{ours}"

@@ -4,17 +4,24 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
+from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
 
-# hidden_act of config.json, where nothing is gated; gates are `kernels.*.GATES`.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
-}
+
+class Xielu:
+    """An activation with numbers of its own in each layer; see `Kernels.xielu`."""
+
+    def __init__(self, build: Builder) -> None:
+        self.kernels = build.kernels
+        parameter = build.numbers("activation", ("alpha_p", "alpha_n", "beta", "eps"))
+        self.numbers = parameter.tensor
+        self.parameters: tuple[Parameter, ...] = (parameter,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernels.xielu(x, self.numbers)
 
 
 class Mlp:
@@ -29,7 +36,14 @@ class Mlp:
         self.up = build.column(name, sizes, hidden, bias=bias)
         self.down = build.row("down", hidden, inter, bias=bias)
         self.linears = (self.up, self.down)
-        self.norms = ()
+        # What has parameters beside the matrices.
+        self.norms: tuple[Norm, ...] = ()
+        self.plain: Callable[[Tensor], Tensor]
+        if build.has("activation"):
+            xielu = Xielu(build)
+            self.plain, self.norms = xielu, (xielu,)
+        else:
+            self.plain = partial(build.kernels.activation, name=self.act)
 
     @property
     def activations(self) -> int:
@@ -49,5 +63,5 @@ class Mlp:
         if self.gated:
             inner = self.up.forward(x, meta.lora, norm=norm, gate=self.act)
         else:
-            inner = ACTIVATIONS[self.act](self.up.forward(x, meta.lora, norm=norm))
+            inner = self.plain(self.up.forward(x, meta.lora, norm=norm))
         return self.down.forward(inner, meta.lora, residual=residual)

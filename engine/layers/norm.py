@@ -27,3 +27,19 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias; either may be missing."""
+
+    def __init__(
+        self, kernels: Kernels, weight: Parameter | None, bias: Parameter | None, eps: float
+    ) -> None:
+        self.kernels = kernels
+        self.weight = None if weight is None else weight.tensor
+        self.bias = None if bias is None else bias.tensor
+        self.eps = eps
+        self.parameters = tuple(each for each in (weight, bias) if each is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)

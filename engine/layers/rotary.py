@@ -8,33 +8,65 @@ from torch import Tensor
 from engine.model_config import Rope
 
 
-def cos_sin_table(
-    rope: Rope | None, rotary_dim: int, max_positions: int, device: torch.device
-) -> Tensor:
-    """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form). rope: None:
-    nothing turns."""
+class Tables:
+    """The tables of a model's layers, each made once."""
+
+    def __init__(self, max_positions: int, device: torch.device) -> None:
+        self.max_positions, self.device = max_positions, device
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(table.nbytes for table in self._made.values())
+
+    def __call__(self, rope: Rope | None, head_dim: int) -> Tensor:
+        """See `cos_sin_table`. None: a rotation by nothing."""
+        key = (rope, head_dim)
+        if key not in self._made:
+            self._made[key] = (
+                _no_rotation(head_dim, self.max_positions, self.device)
+                if rope is None
+                else cos_sin_table(rope, head_dim, self.max_positions, self.device)
+            )
+        return self._made[key]
+
+    def temperatures(self, beta: float, trained: int) -> Tensor:
+        """[max_positions] float32: what queries are multiplied by."""
+        key = (beta, trained)
+        if key not in self._made:
+            times = torch.arange(self.max_positions, dtype=torch.float32, device=self.device)
+            self._made[key] = 1 + beta * torch.log1p(torch.floor(times / trained))
+        return self._made[key]
+
+
+def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Tensor:
+    table = torch.zeros(max_positions, head_dim, dtype=torch.float32, device=device)
+    table[:, : head_dim // 2] = 1
+    return table
+
+
+def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
+    """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form). rotary_dim:
+    rope.dim, or head_dim where all of a head turns."""
+    rotary_dim = rope.dim or head_dim
     if device.type == "meta":
         return torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
-    if rope is None:
-        table = torch.zeros(max_positions, rotary_dim, dtype=torch.float32, device=device)
-        table[:, : rotary_dim // 2] = 1.0
-        return table
-    frequencies = _FREQUENCIES[rope.type](rope, rotary_dim)
+    frequencies = _FREQUENCIES[rope.type](rope, rotary_dim, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
     return table.to(device)
 
 
-def _default(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2]: radians a position."""
+def _default(rope: Rope, dim: int, positions: int = 0) -> Tensor:
+    """[dim / 2]: radians a position. positions: as many as there are."""
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def _linear(rope: Rope, dim: int) -> Tensor:
+def _linear(rope: Rope, dim: int, positions: int) -> Tensor:
     return _default(rope, dim) / rope.factor
 
 
-def _llama3(rope: Rope, dim: int) -> Tensor:
+def _llama3(rope: Rope, dim: int, positions: int) -> Tensor:
     """Slow frequencies are divided by factor, fast ones kept, those between blended."""
     frequencies = _default(rope, dim)
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # in the trained context
@@ -43,7 +75,7 @@ def _llama3(rope: Rope, dim: int) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / rope.factor
 
 
-def _yarn(rope: Rope, dim: int) -> Tensor:
+def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
     """Fewer than beta_slow turns: interpolated; more than beta_fast: kept; between: a ramp."""
     frequencies = _default(rope, dim)
 
@@ -60,4 +92,17 @@ def _yarn(rope: Rope, dim: int) -> Tensor:
     return interpolate * frequencies / rope.factor + (1 - interpolate) * frequencies
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(rope: Rope, dim: int, positions: int) -> Tensor:
+    """Each frequency has a divisor of its own, one if no text is longer than those of the first
+    training and another one if some may be."""
+    longer = positions > rope.original_max_positions
+    return _default(rope, dim) / torch.tensor(rope.long_factors if longer else rope.short_factors)
+
+
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

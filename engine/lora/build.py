@@ -70,7 +70,7 @@ class DeviceAdapters:
             deterministic=config.deterministic,
         )
         disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
-        reader = LoraReader(layout, dtype, config.max_lora_rank)
+        reader = LoraReader(layout, dtype, config.max_lora_rank, resolved.model.tensor_name)
         if not config.max_virtual_tokens:
             return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.errors import AdapterError, ConfigError
 from engine.lora.peft_config import WEIGHTS_FILE, file_in
-from engine.weights.index import StoredTensor, read_header
+from engine.weights.index import read_header
+from engine.weights.stored import StoredTensor
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:

@@ -137,7 +137,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (None, False),
+    "fan_in_fan_out": (None, False, True),  # of the base matrix, not of the adapter's
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "megatron_config": (None,),

@@ -27,8 +27,8 @@ from engine.lora.peft_config import (
 )
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.quantization.method import LinearSpec, Part
-from engine.weights.index import StoredTensor
 from engine.weights.parameter import num_rows, take_rows
+from engine.weights.stored import StoredTensor
 from kernels.metadata import LoraLinear
 
 UNIT = 16  # ranks are multiples of it, and offsets are counted in it
@@ -74,10 +74,20 @@ class HostLora:
 
 
 class LoraReader:
-    """Reads adapters for one model. Raises AdapterError for whatever is wrong with one."""
+    """Reads adapters for one model. Raises AdapterError for whatever is wrong with one.
 
-    def __init__(self, layout: LoraLayout, dtype: torch.dtype, max_rank: int) -> None:
+    renamed: what the model's record calls a module of this name.
+    """
+
+    def __init__(
+        self,
+        layout: LoraLayout,
+        dtype: torch.dtype,
+        max_rank: int,
+        renamed: Callable[[str], str] = str,
+    ) -> None:
         self._layout = layout
+        self._renamed = renamed
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
         self._dtype = dtype
         self._max_rank = max_rank
@@ -121,6 +131,7 @@ class LoraReader:
         pairs: dict[int, dict[str, StoredTensor]] = {}
         for tensor in stored:
             module, _, kind = tensor.name.removeprefix(PREFIX).rpartition(".lora_")
+            module = self._renamed(module)
             side = {"A.weight": "A", "B.weight": "B"}.get(kind)
             if side is None:
                 raise AdapterError(

@@ -9,14 +9,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
-from engine.layers.attention import Attention
+from engine.layers.attention import check_layers
 from engine.layers.build import Builder
+from engine.layers.edited_attention import attention_block
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
-from engine.layers.norm import Norm, RMSNorm
-from engine.layers.rotary import cos_sin_table
+from engine.layers.norm import Norm
+from engine.layers.rotary import Tables
 from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
@@ -70,20 +73,35 @@ class Sublayer:
         yield from self.block.norms
 
 
+class PostNormSublayer(Sublayer):
+    """after(residual + block(residual))."""
+
+    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        assert self.after is not None
+        return self.after(self.block.forward(residual, kv, meta, residual=residual))
+
+
 class DecoderLayer:
     """Attention, then the MLP."""
 
-    def __init__(self, build: Builder, cos_sin: Tensor) -> None:
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        config = build.config
         assert build.layer is not None
         self.number = build.layer
 
-        def norm(ours: str) -> RMSNorm | None:
-            return build.norm(ours, build.config.hidden_size) if build.has(ours) else None
+        def norm(ours: str, of_residual: bool) -> Norm | None:
+            if not build.has(ours):
+                return None
+            return build.norm(ours, config.hidden_size, of_residual=of_residual)
 
-        self.attention = Sublayer(
-            Attention(build, cos_sin), norm("attention_norm"), norm("attention_out_norm")
-        )
-        self.mlp = Sublayer(Mlp(build), norm("mlp_norm"), norm("mlp_out_norm"))
+        def sublayer(block: Block, ours: str) -> Sublayer:
+            before = norm(f"{ours}_norm", True)
+            if config.post_norm:
+                return PostNormSublayer(block, None, before)
+            return Sublayer(block, before, norm(f"{ours}_out_norm", False))
+
+        self.attention = sublayer(attention_block(build, tables), "attention")
+        self.mlp = sublayer(Mlp(build), "mlp")
         self.sublayers = (self.attention, self.mlp)
 
     @property
@@ -102,6 +120,77 @@ class DecoderLayer:
         return self.mlp.forward(self.attention.forward(residual, kv, meta), kv, meta)
 
 
+class ParallelLayer(DecoderLayer):
+    """Attention and the MLP of one residual, which both are added to."""
+
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        super().__init__(build, tables)
+        if build.config.parallel == "shared":
+            self.mlp.before = None
+
+    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        attention, mlp = self.attention, self.mlp
+        assert attention.before is not None
+        normed = attention.before(residual)
+        other = normed if mlp.before is None else mlp.before(residual)
+        residual = attention.block.forward(normed, kv, meta, residual=residual)
+        return mlp.block.forward(other, kv, meta, residual=residual)
+
+
+class Entrance:
+    """What becomes of an embedding before the first layer, where that is not nothing."""
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        # As such models were trained, the factor is rounded to the embedding's type.
+        factor = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+        self.factor = factor / config.residual_scale
+        self.project: Linear | None = None
+        if config.embedding_size != config.hidden_size:
+            self.project = build.column("project_in", (config.hidden_size,), config.embedding_size)
+        self.positions: Parameter | None = None
+        if build.has("positions"):
+            first = config.position_offset
+            self.positions = build.table(
+                "positions",
+                config.position_rows,
+                first,
+                first + config.max_positions,
+                config.hidden_size,
+            )
+        self.norm: Norm | None = None
+        if build.has("embedding_norm"):
+            self.norm = build.norm("embedding_norm", config.hidden_size)
+
+    @classmethod
+    def of(cls, build: Builder) -> "Entrance | None":
+        made = cls(build)
+        others = (made.project, made.positions, made.norm)
+        return None if made.factor == 1 and others == (None, None, None) else made
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, embedding_size], which may be written over; positions [n]."""
+        if self.factor != 1:
+            x = x.mul_(self.factor)
+        if self.project is not None:
+            x = self.project.forward(x)
+        if self.positions is not None:
+            x = x.add_(self.positions.tensor.index_select(0, positions))
+        return x if self.norm is None else self.norm(x)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [] if self.project is None else [self.project]
+
+    def parameters(self) -> Iterator[Parameter]:
+        if self.project is not None:
+            yield from self.project.parameters
+        if self.positions is not None:
+            yield self.positions
+        if self.norm is not None:
+            yield from self.norm.parameters
+
+
 class Decoder:
     """See registry.Model."""
 
@@ -109,39 +198,41 @@ class Decoder:
         """tied: for the head, if it is the embedding."""
         self.build = build
         self.config = config = build.config
+        check_layers(config)
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
-        hidden, vocab = config.hidden_size, config.vocab_size
+        hidden, vocab = config.embedding_size, config.vocab_size
         name = build.stored("embedding").names[0]
         part = Part(name, vocab, hidden, (0, vocab), (0, hidden))
         spec = LinearSpec("embedding", (part,), False, build.dtype, build.device)
         self.table = build.method.table(spec, virtual_tokens)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
-        self.norm = build.norm("norm", hidden)
-        tables = {
-            (layer.rope, layer.head_dim): cos_sin_table(
-                layer.rope, layer.head_dim, config.max_positions, build.device
+        self.entrance = Entrance.of(build)
+        self.norm: Norm | None = None  # of a model whose layers end with one
+        if not config.post_norm:
+            self.norm = build.norm(
+                "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
             )
-            for layer in dict.fromkeys(config.attention)
-        }
-        self.layers = [
-            DecoderLayer(build.at(number), tables[layer.rope, layer.head_dim])
-            for number, layer in enumerate(config.attention)
-        ]
+        tables = Tables(config.max_positions, build.device)
+        layer = ParallelLayer if config.parallel else DecoderLayer
+        self.layers = [layer(build.at(index), tables) for index in range(config.num_layers)]
         self._group_of = {
             number: index
             for index, group in enumerate(kv_groups(config).groups)
             for number in group.layers
         }
+        self.project_out: Linear | None = None
+        if hidden != config.hidden_size:
+            self.project_out = build.column("project_out", (hidden,), config.hidden_size)
         self._tied = tied
         self._tied_head: Any = DenseState(self.embedding, None)
         self.head: Linear | None = None
         if not config.tie_embeddings:
-            self.head = build.column("head", (vocab,), hidden)
+            self.head = build.column("head", (vocab,), hidden, bias=config.head_bias)
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
         self.loading_bytes = self.table.loading_bytes + filled
-        self.loading_bytes += sum(table.nbytes for table in tables.values())
+        self.loading_bytes += tables.num_bytes
         self.num_bytes = self.loading_bytes + self._tied_bytes(spec)
         self.num_bytes += self.table.num_bytes - self.table.loading_bytes
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
@@ -157,7 +248,9 @@ class Decoder:
         return chain.from_iterable(layer.linears for layer in self.layers)
 
     def _all_linears(self) -> list[Linear]:
-        return [*self.linears(), *([] if self.head is None else [self.head])]
+        entrance = [] if self.entrance is None else self.entrance.linears
+        ends = [each for each in (self.project_out, self.head) if each is not None]
+        return [*entrance, *self.linears(), *ends]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
         """Of what the head's method makes of the embedding, beside it."""
@@ -175,15 +268,22 @@ class Decoder:
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]
     ) -> Tensor:
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
+        if self.entrance is not None:
+            residual = self.entrance(residual, metas[0].positions)
         for layer in self.layers:
             number = layer.number
             residual = layer.forward(residual, kv[number], metas[self._group_of[number]])
-        return self.norm(residual)
+        return residual if self.norm is None else self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.project_out is not None:
+            hidden = self.project_out.forward(hidden)
         if self.head is None:
-            return self._tied.apply(self._tied_head, hidden)
-        return self.build.group.all_gather_columns(self.head.forward(hidden))
+            logits = self._tied.apply(self._tied_head, hidden)
+        else:
+            logits = self.build.group.all_gather_columns(self.head.forward(hidden))
+        cap = self.config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
         alike: dict[tuple[int, int, bool], list[Linear]] = {}
@@ -204,11 +304,15 @@ class Decoder:
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self.table.parameters
+        if self.entrance is not None:
+            yield from self.entrance.parameters()
         for layer in self.layers:
             yield from layer.parameters()
-        yield from self.norm.parameters
-        if self.head is not None:
-            yield from self.head.parameters
+        if self.norm is not None:
+            yield from self.norm.parameters
+        for linear in (self.project_out, self.head):
+            if linear is not None:
+                yield from linear.parameters
 
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)
@@ -216,15 +320,28 @@ class Decoder:
         short.layers = sorted(kinds.values(), key=lambda layer: layer.number)
         return short
 
-    def ignores(self, name: str) -> bool:
+    def tensor_name(self, stored: str) -> str:
+        return self.config.tensor_name(stored)
+
+    def ignores(self, stored: str) -> bool:
         """A tied head may be in the checkpoint all the same; it is the embedding."""
+        name = self.config.tensor_name(stored)
         tied = self.head is None and name == f"{self.build.stored('head').names[0]}.weight"
         quantized = self.config.quantized
         if quantized is not None and quantized.ignores(name):
             return True
-        return tied or name in self.build.elsewhere or self.config.record.ignores(name)
+        return tied or name in self.build.elsewhere or self.config.ignores(stored)
 
     def finish(self) -> None:
+        if self.config.unit_head and self.head is not None:
+            if not isinstance(self.head.state, DenseState):
+                raise ConfigError(
+                    f"{self.config.architecture} divides the head's rows by their length, which "
+                    "a head in fewer bits does not allow",
+                    param="quantization",
+                )
+            weight = self.head.state.weight
+            weight.copy_(normalize(weight.float(), dim=1))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
             list(pool.map(Linear.finish, self._all_linears()))
         self.table.finish()

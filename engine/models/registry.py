@@ -62,8 +62,12 @@ class Model(Protocol):
         """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...
 
-    def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor that no parameter asks for is harmless."""
+    def tensor_name(self, stored: str) -> str:
+        """What the sources of parameters call the checkpoint's tensor of this name."""
+        ...
+
+    def ignores(self, stored: str) -> bool:
+        """Whether nobody needs the checkpoint's tensor of this name."""
         ...
 
     def linears(self) -> Iterator[Linear]:

@@ -20,7 +20,7 @@ from engine.weights.parameter import Parameter, Rows, Source, num_rows
 from kernels.cpu.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
-from kernels.cpu.panels import Panels
+from kernels.cpu.panels import GATES, Panels
 from kernels.dispatch import Kernels
 
 
@@ -240,7 +240,8 @@ class DenseCpu(Dense):
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
+        packed = isinstance(state, PackedState) and isinstance(state.multiply, Panels)
+        if packed and gate in GATES:
             return state.multiply.gated_after_norm(x, norm, eps, gate)
         return super().apply_norm_gated(state, x, norm, eps, gate)
 

@@ -26,6 +26,7 @@ from engine.quantized import KEY, Quantized
 from engine.weights.parameter import Parameter, Source
 from kernels.cpu import blocks
 from kernels.cpu.blocks import Format, PackedBlocks
+from kernels.cpu.panels import GATES
 from kernels.dispatch import Kernels
 
 _STEP = 4096  # rows that are decoded at once, a multiple of 64
@@ -188,7 +189,7 @@ class StoredCpu(LinearMethod):
         self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
         packed = state.pieces[0].state
-        if len(state.pieces) == 1:
+        if len(state.pieces) == 1 and gate in GATES:
             if isinstance(packed, PackedBlocks):
                 return packed.gated_after_norm(x, norm, eps, gate)
             return self._dense.apply_norm_gated(packed, x, norm, eps, gate)

@@ -1,14 +1,16 @@
-"""What safetensors a model folder holds, from headers alone. Damaged files are refused by name."""
+"""What tensors a model folder holds, from headers alone. Damaged files are refused by name."""
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.errors import ConfigError
+from engine.weights.pickled import read_pickled
+from engine.weights.stored import StoredTensor, file_error
 
 DTYPES = {
     "F64": torch.float64,
@@ -17,53 +19,63 @@ DTYPES = {
     "F16": torch.float16,
     "U8": torch.uint8,  # blocks of a GGUF file
     "I32": torch.int32,  # words of packed integers
-    "I64": torch.int64,  # shapes and orders, which nobody reads
+    # of tensors that nobody reads
+    "BOOL": torch.bool,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I64": torch.int64,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor on disk: bytes [offset, offset + num_bytes) of the file, row-major."""
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint by name.
 
-    model.safetensors.index.json decides which files count if it is there, else model.safetensors,
-    else every *.safetensors. Raises ConfigError naming the file, and the tensor where there is
+    Of safetensors if there are any, else of pickled shards. model.safetensors.index.json decides
+    which files count if it is there, else model.safetensors, else every *.safetensors;
+    pytorch_model.bin likewise. Raises ConfigError naming the file, and the tensor where there is
     one.
     """
-    listed: dict[str, str] | None = None
-    index_file = folder / "model.safetensors.index.json"
-    if index_file.exists():
-        listed = _read_weight_map(index_file)
-        files = [folder / name for name in sorted(set(listed.values()))]
-    elif (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: no *.safetensors file in the model folder", param="model")
+    for stem, suffix, read in _FORMATS:
+        listed: dict[str, str] | None = None
+        index_file = folder / f"{stem}{suffix}.index.json"
+        if index_file.exists():
+            listed = _read_weight_map(index_file)
+            files = [folder / name for name in sorted(set(listed.values()))]
+        elif (folder / f"{stem}{suffix}").exists():
+            files = [folder / f"{stem}{suffix}"]
+        else:
+            pattern = f"*{suffix}" if suffix == ".safetensors" else f"{stem}*{suffix}"
+            files = sorted(folder.glob(pattern))
+        if files:
+            return _read_files(folder, files, listed, index_file, read)
+    raise ConfigError(
+        f"{folder}: no *.safetensors file in the model folder, and no pytorch_model*.bin",
+        param="model",
+    )
+
+
+def _read_files(
+    folder: Path,
+    files: list[Path],
+    listed: dict[str, str] | None,
+    index_file: Path,
+    read: Callable[[Path], list[StoredTensor]],
+) -> dict[str, StoredTensor]:
+    """listed: tensor -> name of its file, if the index says so."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor in read_header(file):
+        for tensor in read(file):
             if listed is not None and listed.get(tensor.name) != file.name:
                 continue
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
-                raise _error(file, f"tensor {tensor.name} is also in {other}")
+                raise file_error(file, f"tensor {tensor.name} is also in {other}")
             tensors[tensor.name] = tensor
     for name, file_name in (listed or {}).items():
         if name not in tensors:
-            raise _error(
+            raise file_error(
                 folder / file_name, f"tensor {name} is missing, {index_file.name} lists it"
             )
     return tensors
@@ -76,16 +88,18 @@ def read_header(file: Path) -> list[StoredTensor]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise _error(file, f"truncated or not safetensors: {size} bytes, header {length}")
+                raise file_error(
+                    file, f"truncated or not safetensors: {size} bytes, header {length}"
+                )
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise _error(file, f"cannot be read: {error.strerror}") from None
+        raise file_error(file, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise _error(file, f"the header is not JSON: {error}") from None
+        raise file_error(file, f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise _error(file, "the header is not a JSON object")
+        raise file_error(file, "the header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = [_stored(file, name, value, 8 + length) for name, value in header.items()]
     tensors.sort(key=lambda tensor: tensor.offset)
@@ -93,14 +107,14 @@ def read_header(file: Path) -> list[StoredTensor]:
     for tensor in tensors:
         if tensor.offset != end:
             what = "overlaps the one before" if tensor.offset < end else "leaves a hole before it"
-            raise _error(file, f"tensor {tensor.name} {what}")
+            raise file_error(file, f"tensor {tensor.name} {what}")
         end = tensor.offset + tensor.num_bytes
         if end > size:
-            raise _error(
+            raise file_error(
                 file, f"truncated: tensor {tensor.name} ends at byte {end}, the file at {size}"
             )
     if end != size:
-        raise _error(file, f"{size - end} bytes after the last tensor")
+        raise file_error(file, f"{size - end} bytes after the last tensor")
     return tensors
 
 
@@ -109,33 +123,36 @@ def _stored(file: Path, name: str, value: Any, data_start: int) -> StoredTensor:
         code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         sizes_are_ints = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
-        raise _error(file, f"tensor {name}: malformed header entry") from None
+        raise file_error(file, f"tensor {name}: malformed header entry") from None
     if not sizes_are_ints:
-        raise _error(file, f"tensor {name}: malformed shape or offsets")
+        raise file_error(file, f"tensor {name}: malformed shape or offsets")
     if code not in DTYPES:
-        raise _error(
+        raise file_error(
             file, f"tensor {name}: dtype {code} is not supported; supported: {', '.join(DTYPES)}"
         )
     dtype = DTYPES[code]
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise _error(
+        raise file_error(
             file, f"tensor {name}: {end - begin} bytes do not hold shape {list(shape)} of {code}"
         )
-    return StoredTensor(name, file, dtype, shape, data_start + begin, end - begin)
+    return StoredTensor(name, file, dtype, shape or (1,), data_start + begin, end - begin)
 
 
 def _read_weight_map(index_file: Path) -> dict[str, str]:
     try:
         listed = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _error(index_file, f"cannot be read: {error!r}") from None
+        raise file_error(index_file, f"cannot be read: {error!r}") from None
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
-        raise _error(index_file, "weight_map must map tensor names to file names")
+        raise file_error(index_file, "weight_map must map tensor names to file names")
     for name in set(listed.values()):
         if Path(name).name != name:
-            raise _error(index_file, f"{name!r} is not a file name of this folder")
+            raise file_error(index_file, f"{name!r} is not a file name of this folder")
     return listed
 
 
-def _error(file: Path, message: str) -> ConfigError:
-    return ConfigError(f"{file}: {message}", param="model")
+# Of their names: the stem, the ending, and what reads one file.
+_FORMATS: tuple[tuple[str, str, Callable[[Path], list[StoredTensor]]], ...] = (
+    ("model", ".safetensors", read_header),
+    ("pytorch_model", ".bin", read_pickled),
+)

@@ -1,6 +1,8 @@
 """load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Protocol
@@ -9,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.weights.index import StoredTensor, read_index
+from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
+from engine.weights.stored import StoredTensor
 from engine.weights.stream import Transfer, run_transfers
 from kernels.cpu.huge_pages import collapse
 
@@ -24,7 +27,8 @@ class Loadable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterator[Parameter]: ...
-    def ignores(self, name: str) -> bool: ...
+    def tensor_name(self, stored: str) -> str: ...
+    def ignores(self, stored: str) -> bool: ...
     @property
     def num_bytes(self) -> int: ...
     def finish(self) -> None: ...
@@ -48,13 +52,30 @@ def load_weights(
         _fill_randomly(parameters, model.device, seed)
     else:
         folder = Path(folder)
-        stored = read_index(folder)
+        stored = _named(model, read_index(folder))
         run_transfers(_match(model, parameters, stored, folder), model.device, progress)
         _check_finite(parameters, stored)
+    for parameter in parameters:
+        parameter.settle()
     del parameters  # else what is packed is there twice until the last one is
     model.finish()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
+
+
+def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """By the names of the model's record, less what nobody needs."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if model.ignores(name):
+            continue
+        ours = model.tensor_name(name)
+        if ours in found:
+            raise ConfigError(
+                f"{tensor.file}: tensor {name} is also there as {found[ours].name}", param="model"
+            )
+        found[ours] = tensor
+    return found
 
 
 def _match(
@@ -73,21 +94,24 @@ def _match(
             found = stored[source.name]
             if found.shape != source.shape:
                 raise ConfigError(
-                    f"{found.file}: tensor {source.name} has shape {list(found.shape)}, "
+                    f"{found.file}: tensor {found.name} has shape {list(found.shape)}, "
                     f"config.json implies {list(source.shape)}",
                     param="model",
                 )
             if found.dtype.is_floating_point != target.dtype.is_floating_point:
                 raise ConfigError(
-                    f"{found.file}: tensor {source.name} has dtype {_name(found.dtype)}, "
-                    f"config.json implies {_name(target.dtype)}",
+                    f"{found.file}: tensor {found.name}: dtype {CODES[found.dtype]}, config.json "
+                    f"implies {CODES[target.dtype]}",
                     param="model",
                 )
+            if source.flat:
+                found = replace(found, shape=(math.prod(found.shape),))
             transfers.append(Transfer(target, source, found))
     for name, tensor in stored.items():
-        if name not in wanted and not model.ignores(name):
+        if name not in wanted:
             raise ConfigError(
-                f"{tensor.file}: unexpected tensor {name}: the architecture has no use for it",
+                f"{tensor.file}: unexpected tensor {tensor.name}: the architecture has no use for "
+                "it",
                 param="model",
             )
     return transfers
@@ -130,4 +154,4 @@ def _fill_randomly(parameters: list[Parameter], device: torch.device, seed: int)
         elif parameter.std:
             parameter.tensor.normal_(0.0, parameter.std, generator=generator)
         else:
-            parameter.tensor.fill_(1.0)
+            parameter.tensor.fill_(1.0 - parameter.offset)

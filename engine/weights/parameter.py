@@ -1,5 +1,6 @@
 """Parameter: one tensor of the model and the checkpoint tensors that fill it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class Source:
     shape: what the checkpoint must hold under ``name``.
     rows, columns: those taken, after ``transpose``; None takes all.
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
+    flat: of any shape on disk, its elements are taken as a vector, of which rows are.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Source:
     rows: Rows | None = None
     columns: tuple[int, int] | None = None
     transpose: bool = False
+    flat: bool = False
 
     def take(self, tensor: Tensor) -> Tensor:
         """What is taken of the checkpoint tensor; a view unless rows change their order."""
@@ -74,6 +77,8 @@ class Source:
     def num_rows(self) -> int:
         if self.rows is not None:
             return num_rows(self.rows)
+        if self.flat:
+            return math.prod(self.shape)
         return self.shape[1] if self.transpose else self.shape[0]
 
 
@@ -84,6 +89,7 @@ class Parameter:
 
     std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
     fill: draws them instead, where not every number is a weight.
+    offset, scale: what is read becomes (what is read + offset) * scale.
     """
 
     name: str
@@ -91,3 +97,12 @@ class Parameter:
     sources: tuple[Source, ...]
     std: float = 0.02
     fill: Callable[[torch.Generator], None] | None = None
+    offset: float = 0.0
+    scale: float = 1.0
+
+    def settle(self) -> None:
+        """Once it is filled."""
+        if self.offset:
+            self.tensor.add_(self.offset)
+        if self.scale != 1.0:
+            self.tensor.mul_(self.scale)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.weights.index import StoredTensor
 from engine.weights.parameter import Source, some_rows, span
+from engine.weights.stored import StoredTensor
 
 CHUNK_BYTES = 32 << 20  # large enough that per-chunk costs vanish, small enough to pin 16 of them
 CUDA_THREADS = 8  # a thread copies some 3 GB/s out of the page cache, the bus takes over 25 GB/s

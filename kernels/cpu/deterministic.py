@@ -50,6 +50,23 @@ class Deterministic(Kernels):
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return _by_row(super().gelu_tanh_mul, gate_up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return _by_row(super().gelu_mul, gate_up)
+
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        return _by_row(super().relu_mul, gate_up)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return _by_row(super().layer_norm, x, weight, bias, eps)
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        return _by_row(super().activation, x, name)
+
+    def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
+        return _by_row(super().xielu, x, parameters)
+
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         for slot, tokens in step.segments:
             for token in tokens.tolist():

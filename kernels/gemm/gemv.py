@@ -121,6 +121,9 @@ TILES = {
 }
 
 
+GATES = ("silu", "gelu_pytorch_tanh")  # those that can ride along
+
+
 def tile(rows: int, columns: int) -> tuple[int, int, int]:
     found = TILES.get((rows, columns))
     if found is not None:
@@ -137,7 +140,7 @@ def gemv(
     *,
     norm: Tensor | None = None,  # [in]
     eps: float = 0.0,
-    gate: str | None = None,  # "silu" or "gelu_pytorch_tanh"
+    gate: str | None = None,  # of GATES
     residual: Tensor | None = None,  # [1, out]
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.kv_groups import kv_groups
+from engine.lora.weights import LoraLayout
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.runner.kv_cache import KVCache
@@ -16,6 +17,8 @@ from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
 from tests.kernels.layout import lay_out
 
+NOTHING = torch.empty(0)
+RANK = 16  # of the adapters here
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 56,
@@ -79,3 +82,25 @@ class Paged:
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))
+
+
+def adapter_on(model: Model, num_tokens: int) -> tuple[LoraStep, dict[str, Tensor]]:
+    """One for so many tokens, as PEFT's files have it -> as a step has it; and what it adds to each
+    matrix of the checkpoint."""
+    layout = LoraLayout(linear.spec for linear in model.linears())
+    for linear, place in zip(model.linears(), layout.layers, strict=True):
+        linear.lora = place
+    torch.manual_seed(2)
+    parts, deltas = {}, {}
+    for number, part in enumerate(layout.parts):
+        a, b = torch.randn(RANK, part.in_features) / 8, torch.randn(part.out_features, RANK) / 8
+        delta = b @ a
+        deltas[f"{part.name}.weight"] = delta.t() if part.transposed else delta
+        rows = part.rows
+        b = b[rows[0] : rows[1]] if isinstance(rows, tuple) else b[torch.from_numpy(rows)]
+        parts[number] = (a, b)
+    segments = [(0, torch.arange(num_tokens))]
+    step = LoraStep(
+        NOTHING, NOTHING, 0, NOTHING, NOTHING, NOTHING, RANK, segments=segments, parts=[parts]
+    )
+    return step, deltas

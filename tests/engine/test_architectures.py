@@ -1,7 +1,6 @@
-"""What a record can say of an architecture: layouts of checkpoints and placements of norms that
-none of today's models has, each a record in this file and nothing else."""
+"""What a record can say of a checkpoint's layout, on one that has it all; and what layers do with
+norms and adapters."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,118 +10,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.architectures import ARCHITECTURES, Architecture, Stored, always, half_pairs
+from engine.architectures import ARCHITECTURES, Architecture, Stored
+from engine.architectures.layout import grouped
 from engine.layers.linear import Linear, RowParallelLinear
-from engine.lora.weights import LoraLayout
 from engine.model_config import ModelConfig
-from engine.models.registry import Model, build_model
+from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import Dense, LinearSpec, Part
 from engine.weights import load_weights, stream
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraLinear, LoraStep
 from kernels.reference import Kernels
-from tests.engine.checkpoints import Paged, load_model, save_checkpoint
+from tests.engine.checkpoints import NOTHING, RANK, Paged, adapter_on, load_model, save_checkpoint
 
 LLAMA = ARCHITECTURES["LlamaForCausalLM"]
 LAYER = "model.layers.{i}."
-NOTHING = torch.empty(0)
-RANK = 16
 
 
-def rotated(model: ModelConfig) -> Any:
-    """q and k stored for rotations of neighbours, v as ours."""
-    q = half_pairs(model.num_heads, model.head_dim)
-    k = half_pairs(model.num_kv_heads, model.head_dim)
-    return np.concatenate((q, len(q) + k, np.arange(len(q) + len(k), len(q) + 2 * len(k))))
-
-
-GLM4 = Architecture(
-    "Glm4ForCausalLM",
-    LLAMA.tensors
-    | {
-        "attention_out_norm": Stored((f"{LAYER}post_self_attn_layernorm",)),
-        "mlp_out_norm": Stored((f"{LAYER}post_mlp_layernorm",)),
-        "qkv": replace(LLAMA.tensors["qkv"], rows=rotated),
-        "gate_up": Stored((f"{LAYER}mlp.gate_up_proj",)),
-    },
-    switches={"out_bias": always(False)},
-)
-ARCEE = Architecture(
-    "ArceeForCausalLM",
-    {ours: stored for ours, stored in LLAMA.tensors.items() if ours != "gate_up"}
-    | {"up": Stored((f"{LAYER}mlp.up_proj",))},
-)
-DOUBLES: dict[str, tuple[Architecture, dict[str, Any]]] = {
-    "glm4": (
-        GLM4,
-        {
-            "attention_bias": True,
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "partial_rotary_factor": 1.0,
-            },
-        },
-    ),
-    "arcee": (ARCEE, {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True}),
-}
 IDS = torch.randint(3, 101, (23,), generator=torch.Generator().manual_seed(5))
 BLOCKS = [3, 1, 9, 4, 8, 2]
-
-
-def adapter_on(model: Model) -> tuple[LoraStep, dict[str, Tensor]]:
-    """One for all tokens, as PEFT's files have it -> as a step has it; and what it adds to each
-    matrix of the checkpoint."""
-    layout = LoraLayout(linear.spec for linear in model.linears())
-    for linear, place in zip(model.linears(), layout.layers, strict=True):
-        linear.lora = place
-    torch.manual_seed(2)
-    parts, deltas = {}, {}
-    for number, part in enumerate(layout.parts):
-        a, b = torch.randn(RANK, part.in_features) / 8, torch.randn(part.out_features, RANK) / 8
-        delta = b @ a
-        deltas[f"{part.name}.weight"] = delta.t() if part.transposed else delta
-        rows = part.rows
-        b = b[rows[0] : rows[1]] if isinstance(rows, tuple) else b[torch.from_numpy(rows)]
-        parts[number] = (a, b)
-    segments = [(0, torch.arange(len(IDS)))]
-    step = LoraStep(
-        NOTHING, NOTHING, 0, NOTHING, NOTHING, NOTHING, RANK, segments=segments, parts=[parts]
-    )
-    return step, deltas
-
-
-@pytest.mark.parametrize("name", DOUBLES)
-@torch.inference_mode()
-def test_a_record_is_all_that_a_relative_needs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: layers know one placement of norms and one MLP, so a model with norms behind its blocks,
-    rows in another order, or without a gate needs layers of its own; and loses its adapters where
-    a norm stands between product and residual."""
-    record, changes = DOUBLES[name]
-    monkeypatch.setitem(ARCHITECTURES, record.name, record)
-    theirs = save_checkpoint(tmp_path, name, **changes)
-    model = load_model(tmp_path)
-    ours = Paged(model).run((IDS, BLOCKS, 0))[0]
-    torch.testing.assert_close(ours, theirs(IDS[None]).logits[0], atol=1e-4, rtol=0)
-
-    lora, deltas = adapter_on(model)
-    weights = theirs.state_dict()
-    for matrix, delta in deltas.items():
-        weights[matrix].add_(delta)
-    ours = Paged(model).run((IDS, BLOCKS, 0), lora=lora)[0]
-    torch.testing.assert_close(ours, theirs(IDS[None]).logits[0], atol=1e-3, rtol=0)
-
-
-def grouped(model: ModelConfig) -> Any:
-    """Of each key head: the queries that share it, the key, the value."""
-    group = model.num_heads // model.num_kv_heads
-    rows = np.arange((model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    rows = rows.reshape(model.num_kv_heads, group + 2, model.head_dim)
-    return np.concatenate([piece.ravel() for piece in np.split(rows, [group, group + 1], axis=1)])
 
 
 def interleaved(model: ModelConfig) -> Any:
@@ -187,7 +93,7 @@ def test_layouts_of_checkpoints(
     fused = load_model(tmp_path)
     assert torch.equal(Paged(fused).run((IDS, BLOCKS, 0))[0], want)
 
-    lora, deltas = adapter_on(fused)
+    lora, deltas = adapter_on(fused, len(IDS))
     adapted = Paged(fused).run((IDS, BLOCKS, 0), lora=lora)[0]
     tensors = load_file(tmp_path / "model.safetensors")
     for name, delta in deltas.items():

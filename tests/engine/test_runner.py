@@ -14,10 +14,11 @@ import torch
 from engine import factory
 from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
 from engine.config import EngineConfig
+from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
 from engine.messages import EngineRequest
-from engine.model_config import ModelConfig, Rope
+from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.runner.graphs import StepGraphs, default_sizes
@@ -41,27 +42,24 @@ from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
 
 NUM_ROWS = 4
 CPU = torch.device("cpu")
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=32,
-    intermediate_size=56,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=101,
-    rope=Rope(theta=1000.0),
-    rms_eps=1e-5,
-    tie_embeddings=False,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    hidden_act="silu",
-    bos_token_id=None,
-    eos_token_ids=(2,),
-    max_positions=MAX_LEN,
-    dtype="float32",
+CONFIG = ModelConfig.from_dicts(
+    Reader(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 101,
+            "rope_theta": 1000.0,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+            "max_position_embeddings": MAX_LEN,
+        },
+        "config.json",
+    ),
+    Reader({}, "generation_config.json"),
 )
 POISON = 7  # a token whose embedding is not a number
 

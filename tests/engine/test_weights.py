@@ -77,7 +77,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         rf"{Q} has shape \[31, 32\].*implies \[32, 32\]",
     ),
     "transposed": (lambda t: t.update({NORM: t[NORM][None]}), rf"{NORM} has shape \[1, 32\]"),
-    "integers": (lambda t: t.update({Q: t[Q].to(torch.int8)}), f"{Q}: dtype I8.*BF16"),
+    "integers": (lambda t: t.update({Q: t[Q].to(torch.int8)}), f"{Q}: dtype I8.*implies F32"),
     "NaN": (poison, f"{Q} holds NaN or infinity"),
     "infinity": (overflow, f"{NORM} holds NaN or infinity"),
 }
@@ -186,6 +186,68 @@ def test_refuses_incomplete_shards(folder: Path) -> None:
         file.unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors file"):
         load_model(folder)
+
+
+def pickled(folder: Path, **more: Any) -> None:
+    """Write the checkpoint as torch's own shards with an index, as older ones are."""
+    tensors = load_file(file_of(folder))
+    file_of(folder).unlink()
+    names = sorted(tensors)
+    listed = {}
+    for part, own in enumerate((names[::2], names[1::2])):
+        name = f"pytorch_model-{part}.bin"
+        torch.save({tensor: tensors[tensor] for tensor in own} | more, folder / name)
+        listed.update(dict.fromkeys([*own, *more], name))
+    index = {"weight_map": listed}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def test_reads_pickled_shards(folder: Path) -> None:
+    """Users bring shards of torch's own; optimizers and arguments beside them are not weights."""
+    want = parameters(folder)
+    pickled(folder)
+    torch.save({"lr": 1}, folder / "training_args.bin")
+    for name, tensor in parameters(folder).items():
+        assert torch.equal(tensor, want[name]), name
+    (folder / "pytorch_model.bin.index.json").unlink()
+    for name, tensor in parameters(folder).items():
+        assert torch.equal(tensor, want[name]), name
+
+
+class _Planted:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted"),)
+
+
+def test_refuses_pickled_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpickling runs what a file says; a download that broke off is read as far as it goes."""
+    monkeypatch.chdir(folder)
+    pickled(folder, extra=_Planted())
+    with pytest.raises(ConfigError, match=r"pytorch_model-0\.bin: cannot be read as weights alone"):
+        load_model(folder)
+    assert not (folder / "planted").exists()
+    shard = folder / "pytorch_model-0.bin"
+    torch.save({Q: torch.ones(32, 32).t()}, shard)
+    with pytest.raises(ConfigError, match=f"-0.bin: tensor {Q}: is not contiguous"):
+        load_model(folder)
+    torch.save({Q: 3}, shard)
+    with pytest.raises(ConfigError, match=f"-0.bin: {Q}: not a tensor but int"):
+        load_model(folder)
+    torch.save([torch.ones(2)], shard)
+    with pytest.raises(ConfigError, match=r"-0\.bin: must hold a dictionary"):
+        load_model(folder)
+    torch.save({Q: torch.ones(32, 32)}, shard)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"-0\.bin: truncated"):
+        load_model(folder)
+
+
+def test_buffers_are_ignored(tmp_path: Path) -> None:
+    """Old checkpoints hold masks, of types that no weight has."""
+    save_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    mask = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3, dtype=torch.bool)}
+    rewrite(tmp_path, lambda tensors: tensors.update(mask))
+    load_model(tmp_path)
 
 
 def test_a_tied_head_in_the_checkpoint_is_harmless(tmp_path: Path) -> None:

@@ -1,9 +1,17 @@
-"""Gated activations against float64."""
+"""Activations, gated or alone, against float64."""
 
 import pytest
 import torch
+from torch.nn.functional import gelu, relu, silu, softplus
 
-from kernels.activation import gelu_tanh_mul, silu_mul
+from kernels.activation import (
+    activation,
+    gelu_mul,
+    gelu_tanh_mul,
+    relu_mul,
+    silu_mul,
+    xielu,
+)
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -16,6 +24,38 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = random(shape[0], 2 * shape[1], dtype=dtype)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -30.0, 30.0])
     gate, up = gate_up.double().chunk(2, -1)
-    assert row_error(silu_mul(gate_up), torch.nn.functional.silu(gate) * up) < BOUND[dtype]
-    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
-    assert row_error(gelu_tanh_mul(gate_up), gelu * up) < BOUND[dtype]
+    assert row_error(silu_mul(gate_up), silu(gate) * up) < BOUND[dtype]
+    assert row_error(gelu_tanh_mul(gate_up), gelu(gate, approximate="tanh") * up) < BOUND[dtype]
+    assert row_error(gelu_mul(gate_up), gelu(gate) * up) < BOUND[dtype]
+    assert row_error(relu_mul(gate_up), relu(gate) * up) < BOUND[dtype]
+
+
+PLAIN = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain(name: str, dtype: torch.dtype) -> None:
+    """The tanh form where the exact one was meant, an overflow of exp, a tail left unwritten."""
+    x = random(3, 1500, dtype=dtype)
+    x[0, :4] = torch.tensor([-200.0, 200.0, -30.0, 30.0])
+    assert row_error(activation(x, name), PLAIN[name](x.double())) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_xielu(dtype: torch.dtype) -> None:
+    """The branches exchanged, a softplus forgotten, exp(x) - 1 near zero."""
+    x = random(3, 1500, dtype=dtype)
+    x[0, :4] = torch.tensor([-80.0, 80.0, -1e-3, 1e-3])
+    parameters = torch.tensor([0.3, -0.7, 0.5, -1e-6], device=x.device)
+    alpha_p, alpha_n, beta, eps = parameters.double()
+    wide = x.double()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * (beta + softplus(alpha_n))
+    ref = torch.where(wide > 0, softplus(alpha_p) * wide * wide, below) + beta * wide
+    assert row_error(xielu(x, parameters), ref) < BOUND[dtype]

@@ -1,9 +1,9 @@
-"""RMS norm against float64."""
+"""RMS norm and layer norm against float64."""
 
 import pytest
 import torch
 
-from kernels.norm import rms_norm
+from kernels.norm import layer_norm, rms_norm
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -20,4 +20,23 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     ref = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     kept = x.clone()
     assert row_error(rms_norm(x, weight, 1e-5), ref) < BOUND[dtype]
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("parts", ["weight and bias", "weight", "neither"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 576), (17, 100), (2, 4096)], ids=str)
+def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype, parts: str) -> None:
+    """Columns past an odd width that count into the variance; a mean far from zero that is lost in
+    half precision; weights of another type."""
+    x = random(*shape, dtype=dtype) + 3
+    weight = random(shape[1]) if parts != "neither" else None
+    bias = random(shape[1], dtype=dtype) if parts == "weight and bias" else None
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    ref = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    ref = ref if weight is None else ref * weight.double()
+    ref = ref if bias is None else ref + bias.double()
+    kept = x.clone()
+    assert row_error(layer_norm(x, weight, bias, 1e-5), ref) < BOUND[dtype]
     assert torch.equal(x, kept)

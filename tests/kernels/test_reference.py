@@ -100,6 +100,39 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
     assert error(reference.silu_mul(gate_up), gate * gate.sigmoid() * up) < BOUND[dtype]
     tanh = torch.nn.functional.gelu(gate, approximate="tanh")
     assert error(reference.gelu_tanh_mul(gate_up), tanh * up) < BOUND[dtype]
+    exact = torch.nn.functional.gelu(gate)
+    assert error(reference.gelu_mul(gate_up), exact * up) < BOUND[dtype]
+    assert error(reference.relu_mul(gate_up), gate.relu() * up) < BOUND[dtype]
+    assert error(reference.activation(gate_up, "relu2")[:, :32], gate.relu() ** 2) < BOUND[dtype]
+    assert error(reference.activation(gate_up, "gelu")[:, :32], exact) < BOUND[dtype]
+    assert (
+        error(reference.rms_norm(x, weight.float(), 1e-3), normed(x, weight, 1e-3)) < BOUND[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    """eps outside the root, a variance about zero instead of the mean, a bias that is scaled."""
+    x = torch.randn(7, 48).to(dtype) + 2
+    weight, bias = torch.randn(2, 48).to(dtype)
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    want = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    assert error(reference.layer_norm(x, None, None, 1e-3), want) < BOUND[dtype]
+    want = want * weight.double() + bias.double()
+    assert error(reference.layer_norm(x, weight, bias, 1e-3), want) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+def test_xielu(dtype: torch.dtype) -> None:
+    """The branches exchanged, a softplus forgotten, parameters rounded to 16 bits."""
+    x = torch.randn(5, 64).to(dtype)
+    alpha_p, alpha_n, beta, eps = torch.tensor([0.3, -0.7, 0.5, -1e-6]).double()
+    wide = x.double()
+    positive, negative = alpha_p.exp().log1p(), beta + alpha_n.exp().log1p()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * negative
+    want = torch.where(wide > 0, positive * wide * wide, below) + beta * wide
+    parameters = torch.tensor([0.3, -0.7, 0.5, -1e-6])
+    assert error(reference.xielu(x, parameters), want) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("norm", [False, True])

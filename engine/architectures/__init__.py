@@ -1,0 +1,31 @@
+"""Architectures: all that is known of each, in one record. No torch here.
+
+`engine.model_config` reads switches from it, `engine.models.registry` the class, the layers where
+the checkpoint keeps what they need, checkpoints/gguf.py the names in GGUF files. Nothing
+else asks which architecture a model is of.
+"""
+
+from engine.architectures import cohere, gemma, glm, gpt, llama, olmo, phi, remote
+from engine.architectures.layout import half_pairs
+from engine.architectures.record import Architecture, Gguf, Read, Rows, Stored, Wrapper, always
+from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
+
+__all__ = [
+    "ARCHITECTURES",
+    "TEXT_TYPES",
+    "WRAPPERS",
+    "Architecture",
+    "Gguf",
+    "Read",
+    "Rows",
+    "Stored",
+    "Wrapper",
+    "always",
+    "half_pairs",
+]
+
+_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    each.name: each for module in _MODULES for each in module.ARCHITECTURES
+}

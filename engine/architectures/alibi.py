@@ -1,0 +1,21 @@
+"""Slopes of ALiBi (Press et al. 2022): what a head takes off a score for each token of distance."""
+
+import math
+
+
+def slopes(heads: int) -> tuple[float, ...]:
+    """As BLOOM has them: 2^(-8 h / n) for the first n heads, a power of two, and between these for
+    the rest."""
+    whole = 1 << int(math.log2(heads))
+    first = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
+    rest = [2 ** (-4 * (2 * h + 1) / whole) for h in range(heads - whole)]
+    return tuple(first + rest)
+
+
+def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
+    """As MPT has them: of the next power of two, every second one first."""
+    whole = 1 << math.ceil(math.log2(heads))
+    all_slopes = [2 ** (-largest * (h + 1) / whole) for h in range(whole)]
+    if whole == heads:
+        return tuple(all_slopes)
+    return tuple((all_slopes[1::2] + all_slopes[::2])[:heads])

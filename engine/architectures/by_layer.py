@@ -1,0 +1,52 @@
+"""How layers attend: what records say of windows, and of layers that do not turn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention, Rope
+
+FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
+
+
+def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
+    """Of each layer: FULL, WINDOW or CHUNK. default: of layer i, where config.json says nothing."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return [default(i) for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise config.error("layer_types", f"must name the attention of each of {layers} layers")
+    if unknown := sorted({str(kind) for kind in kinds} - {FULL, WINDOW, CHUNK}):
+        raise config.error("layer_types", f"{unknown[0]!r} is not supported")
+    return kinds
+
+
+def three_to_one(i: int) -> str:
+    return WINDOW if (i + 1) % 4 else FULL
+
+
+def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Every layer attends to all before it."""
+    if kinds := {str(kind) for kind in config.get("layer_types") or ()} - {FULL}:
+        raise config.error("layer_types", f"{sorted(kinds)} is not supported, only {FULL}")
+    return [plain] * layers
+
+
+def windowed(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """All layers have the window, if there is one."""
+    return [replace(plain, window=config.size_or_none("sliding_window") or 0)] * layers
+
+
+def still(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """No layer turns: positions are learned."""
+    return [replace(plain, rope=None)] * layers
+
+
+def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
+    """The layer's rope without scaling."""
+    assert plain.rope is not None
+    theta = plain.rope.theta if theta is None else theta
+    return replace(plain.rope, theta=theta, type="default", factor=1.0, attention_factor=1.0)

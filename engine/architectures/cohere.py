@@ -1,0 +1,58 @@
+"""Cohere: both blocks read one layer norm without bias, neighbours turn."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import layer_types, three_to_one
+from engine.architectures.layout import neighbours_in_k, neighbours_in_q
+from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS, without
+from engine.architectures.record import Architecture, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+_COHERE = {**without(LLAMA, "mlp_norm"), **NEIGHBOURS}
+_SWITCHES = {
+    "norm": always("layer"),
+    "norm_eps": lambda config: config.number("layer_norm_eps", 1e-5),
+    "parallel": always("shared"),
+    "logit_scale": lambda config: config.number("logit_scale", 0.0625),
+}
+_DEFAULTS = {"tie_word_embeddings": True}
+
+
+def _cohere2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Full layers do not turn."""
+    full, local = replace(plain, rope=None), replace(plain, window=config.size("sliding_window"))
+    kinds = layer_types(config, layers, three_to_one)
+    return [local if kind == "sliding_attention" else full for kind in kinds]
+
+
+ARCHITECTURES = (
+    Architecture(
+        "CohereForCausalLM",
+        {
+            **_COHERE,
+            "q_norm": Stored((f"{LAYER}self_attn.q_norm",), neighbours_in_q),
+            "k_norm": Stored((f"{LAYER}self_attn.k_norm",), neighbours_in_k),
+        },
+        models="Command R, Command R+, Aya",
+        model_type="cohere",
+        switches={
+            **_SWITCHES,
+            "qk_norm": lambda config: "heads" if config.flag("use_qk_norm") else "",
+        },
+        defaults=_DEFAULTS,
+    ),
+    Architecture(
+        "Cohere2ForCausalLM",
+        _COHERE,
+        models="Command R7B, Command A",
+        model_type="cohere2",
+        switches=_SWITCHES,
+        defaults={**_DEFAULTS, "sliding_window": 4096},
+        attention=_cohere2,
+    ),
+)

@@ -1,0 +1,113 @@
+"""Gemma: norms that multiply by one and their weight, an embedding that is scaled and tied; from
+the second on norms before and behind both blocks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
+from engine.architectures.llama import GGUF, LAYER, LLAMA, QK_NORM
+from engine.architectures.record import Architecture, Gguf, Read, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+_SANDWICH: Mapping[str, Stored] = {
+    **LLAMA,
+    "attention_out_norm": Stored((f"{LAYER}post_attention_layernorm",)),
+    "mlp_norm": Stored((f"{LAYER}pre_feedforward_layernorm",)),
+    "mlp_out_norm": Stored((f"{LAYER}post_feedforward_layernorm",)),
+}
+_SWITCHES: Mapping[str, Read] = {
+    "norm_offset": always(1.0),
+    "embedding_scale": lambda config: config.size("hidden_size") ** 0.5,
+}
+_DEFAULTS: Mapping[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
+
+
+def _scaled(config: Reader, plain: "LayerAttention") -> "LayerAttention":
+    return replace(
+        plain,
+        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=config.number_or_none("attn_logit_softcapping") or 0.0,
+    )
+
+
+def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    plain = _scaled(config, plain)
+    local = replace(plain, window=config.size("sliding_window"))
+    kinds = layer_types(config, layers, lambda i: FULL if i % 2 else WINDOW)
+    return [local if kind == WINDOW else plain for kind in kinds]
+
+
+def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Windowed layers turn faster, and are not stretched with the full ones."""
+    plain = _scaled(config, plain)
+    rope = unstretched(plain, config.number("rope_local_base_freq", 10000.0))
+    local = replace(plain, rope=rope, window=config.size("sliding_window"))
+    each = config.size("sliding_window_pattern", 6)
+    kinds = layer_types(config, layers, lambda i: WINDOW if (i + 1) % each else FULL)
+    return [local if kind == WINDOW else plain for kind in kinds]
+
+
+ARCHITECTURES = (
+    Architecture(
+        "GemmaForCausalLM",
+        LLAMA,
+        models="Gemma 1, CodeGemma",
+        model_type="gemma",
+        # Files say hidden_act "gelu" and were trained with the tanh form.
+        switches={**_SWITCHES, "hidden_act": always("gelu_pytorch_tanh")},
+        defaults=_DEFAULTS,
+        gguf=Gguf("gemma", GGUF),
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        _SANDWICH,
+        models="Gemma 2",
+        model_type="gemma2",
+        switches={
+            **_SWITCHES,
+            "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
+        },
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            **_DEFAULTS,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "sliding_window": 4096,
+        },
+        attention=_gemma2,
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        {**_SANDWICH, **QK_NORM},
+        models="Gemma 3",
+        model_type="gemma3_text",
+        switches={
+            **_SWITCHES,
+            "qk_norm": always("head"),
+            "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
+        },
+        keys={"hidden_act": "hidden_activation"},
+        # The wrappers' files on the hub leave most of this out.
+        defaults={
+            **_DEFAULTS,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+        },
+        attention=_gemma3,
+        only={"use_bidirectional_attention": (False, None)},
+    ),
+)

@@ -1,0 +1,434 @@
+"""What came before Llama: layer norms with biases, plain MLPs, positions that are learned, turn in
+part or are a slope on the scores."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.architectures.alibi import mpt_slopes, slopes
+from engine.architectures.by_layer import still
+from engine.architectures.layout import both, four_blocks, grouped, neighbours
+from engine.architectures.llama import without
+from engine.architectures.record import Architecture, Read, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.model_config import LayerAttention, ModelConfig
+
+_H = "transformer.h.{i}."
+# Files of GPT-2 and BLOOM on the hub leave the first part of the names out.
+_BARE = tuple((f"{part}.", f"transformer.{part}.") for part in ("h", "wte", "wpe", "ln_f"))
+_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.causal_mask", "*.rotary_emb.inv_freq")
+_SIZES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "hidden_act": "activation_function",
+}
+_LAYER_NORMS: Mapping[str, Read] = {
+    "norm": always("layer"),
+    "norm_bias": always(True),
+    "norm_eps": lambda config: config.number("layer_norm_epsilon", 1e-5),
+}
+_BIASES: Mapping[str, Read] = {
+    "qkv_bias": always(True),
+    "out_bias": always(True),
+    "mlp_bias": always(True),
+}
+_LEARNED: Mapping[str, Read] = {
+    "position_rows": lambda config: config.size("max_position_embeddings"),
+}
+_ALL_HEADS: Mapping[str, Read] = {
+    "num_kv_heads": lambda config: config.size("num_attention_heads"),
+}
+_FOUR_TIMES: Mapping[str, Read] = {
+    "intermediate_size": lambda config: config.size(
+        "intermediate_size", 4 * config.size("hidden_size")
+    ),
+}
+_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
+_GPT2: Mapping[str, Stored] = {
+    "embedding": Stored(("transformer.wte",)),
+    "positions": Stored(("transformer.wpe",)),
+    "attention_norm": Stored((f"{_H}ln_1",)),
+    "qkv": Stored((f"{_H}attn.c_attn",)),
+    "out": Stored((f"{_H}attn.c_proj",)),
+    "mlp_norm": Stored((f"{_H}ln_2",)),
+    "up": Stored((f"{_H}mlp.c_fc",)),
+    "down": Stored((f"{_H}mlp.c_proj",)),
+    "norm": Stored(("transformer.ln_f",)),
+    "head": Stored(("lm_head",)),
+}
+_GPTJ: Mapping[str, Stored] = {
+    **without(_GPT2, "positions", "mlp_norm"),
+    "out": Stored((f"{_H}attn.out_proj",)),
+    "up": Stored((f"{_H}mlp.fc_in",)),
+    "down": Stored((f"{_H}mlp.fc_out",)),
+}
+_GPTJ_SWITCHES: Mapping[str, Read] = {
+    **_LAYER_NORMS,
+    **_ALL_HEADS,
+    **_FOUR_TIMES,
+    "parallel": always("shared"),
+    "mlp_bias": always(True),
+    "head_bias": always(True),
+}
+_NEOX = "gpt_neox.layers.{i}."
+_FALCON: Mapping[str, Stored] = {
+    "embedding": Stored(("transformer.word_embeddings",)),
+    "attention_norm": Stored((f"{_H}input_layernorm",)),
+    "qkv": Stored((f"{_H}self_attention.query_key_value",), grouped),
+    "out": Stored((f"{_H}self_attention.dense",)),
+    "mlp_norm": Stored((f"{_H}post_attention_layernorm",)),
+    "up": Stored((f"{_H}mlp.dense_h_to_4h",)),
+    "down": Stored((f"{_H}mlp.dense_4h_to_h",)),
+    "norm": Stored(("transformer.ln_f",)),
+    "head": Stored(("lm_head",)),
+}
+_OPT = "model.decoder."
+_MPT = "transformer.blocks.{i}."
+
+
+def _conv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Matrices kept [in, out]."""
+    turned = {
+        ours: replace(tensors[ours], transposed=True) for ours in ("qkv", "out", "up", "down")
+    }
+    return {**tensors, **turned}
+
+
+def _one_key_head(config: Reader) -> int:
+    return 1 if config.flag("multi_query", True) else config.size("num_attention_heads")
+
+
+def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
+    """Grouped by head, unless all heads share one key."""
+    import numpy as np
+
+    rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return np.arange(rows) if model.num_kv_heads == 1 else grouped(model)
+
+
+def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Scores are not scaled. Global and local layers, by default in turns."""
+    full = replace(plain, rope=None, scale=1.0)
+    local = replace(full, window=config.size("window_size", 256))
+    types = config.get("attention_types") or [[["global", "local"], layers // 2]]
+    kinds = [kind for names, times in types for _ in range(times) for kind in names]
+    kinds = config.get("attention_layers") or kinds
+    if len(kinds) != layers:
+        raise config.error("attention_types", f"names {len(kinds)} layers, the model has {layers}")
+    return [local if kind == "local" else full for kind in kinds]
+
+
+def _falcon_kv_heads(config: Reader) -> int:
+    heads = config.size("num_attention_heads")
+    if config.flag("new_decoder_architecture"):
+        return config.size("num_kv_heads", heads)
+    return 1 if config.flag("multi_query", True) else heads
+
+
+def _falcon_norms(config: Reader) -> str:
+    """Whether each block has a norm of its own, in parallel."""
+    own = config.flag("new_decoder_architecture") and config.get("num_ln_in_parallel_attn", 2) == 2
+    return "FalconForCausalLM, two norms" if own else "FalconForCausalLM"
+
+
+def _falcon_parallel(config: Reader) -> str:
+    if config.flag("new_decoder_architecture"):
+        return "own" if config.get("num_ln_in_parallel_attn", 2) == 2 else "shared"
+    return "shared" if config.flag("parallel_attn", True) else ""
+
+
+def _falcon(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """ALiBi's slopes were rounded to 16 bits, and are scaled as the scores are."""
+    if config.flag("alibi"):
+        rounded = tuple(_bfloat16(slope) * plain.scale for slope in slopes(plain.num_heads))
+        plain = replace(plain, rope=None, slopes=rounded)
+    return [plain] * layers
+
+
+def _bfloat16(value: float) -> float:
+    import numpy as np
+
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+def _falcon_record(name: str, tensors: Mapping[str, Stored], **fields: Any) -> Architecture:
+    return Architecture(
+        name,
+        tensors,
+        switches={
+            **_LAYER_NORMS,
+            "num_kv_heads": _falcon_kv_heads,
+            "parallel": _falcon_parallel,
+            "intermediate_size": lambda config: config.size(
+                "ffn_hidden_size", 4 * config.size("hidden_size")
+            ),
+        },
+        keys={
+            "hidden_act": "activation",
+            "qkv_bias": "bias",
+            "out_bias": "bias",
+            "attention_bias": "bias",
+            "mlp_bias": "bias",
+        },
+        defaults={**_TIED, "activation": "gelu", "max_position_embeddings": 2048},
+        attention=_falcon,
+        **fields,
+    )
+
+
+def _bloom(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    return [replace(plain, rope=None, slopes=slopes(plain.num_heads))] * layers
+
+
+def _mpt(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    inner = config.inner("attn_config")
+    found = mpt_slopes(plain.num_heads, inner.number("alibi_bias_max", 8.0))
+    scale = inner.number("softmax_scale", plain.scale)
+    return [replace(plain, rope=None, slopes=found, scale=scale)] * layers
+
+
+ARCHITECTURES = (
+    Architecture(
+        "GPT2LMHeadModel",
+        _conv(_GPT2),
+        models="GPT-2",
+        model_type="gpt2",
+        switches={**_LAYER_NORMS, **_BIASES, **_LEARNED, **_ALL_HEADS, **_FOUR_TIMES},
+        keys=_SIZES,
+        defaults={**_TIED, "activation_function": "gelu_new"},
+        only={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        attention=still,
+        renames=_BARE,
+        ignored=_BUFFERS,
+    ),
+    Architecture(
+        "GPTBigCodeForCausalLM",
+        {**_GPT2, "qkv": Stored((f"{_H}attn.c_attn",), _bigcode_rows)},
+        models="StarCoder, SantaCoder",
+        model_type="gpt_bigcode",
+        switches={
+            **_LAYER_NORMS,
+            **_BIASES,
+            **_LEARNED,
+            **_FOUR_TIMES,
+            "num_kv_heads": _one_key_head,
+        },
+        keys=_SIZES,
+        defaults={**_TIED, "activation_function": "gelu_pytorch_tanh"},
+        only={"scale_attn_weights": (True,), "add_cross_attention": (False,)},
+        attention=still,
+        ignored=_BUFFERS,
+    ),
+    Architecture(
+        "GPTNeoForCausalLM",
+        {
+            **_GPT2,
+            "qkv": Stored(tuple(f"{_H}attn.attention.{name}_proj" for name in "qkv")),
+            "out": Stored((f"{_H}attn.attention.out_proj",)),
+        },
+        models="GPT-Neo",
+        model_type="gpt_neo",
+        switches={
+            **_LAYER_NORMS,
+            **_LEARNED,
+            **_ALL_HEADS,
+            **_FOUR_TIMES,
+            "out_bias": always(True),
+            "mlp_bias": always(True),
+        },
+        keys={
+            "hidden_act": "activation_function",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+        },
+        defaults={**_TIED, "activation_function": "gelu_new"},
+        attention=_gpt_neo,
+        ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+    ),
+    Architecture(
+        "GPTNeoXForCausalLM",
+        {
+            "embedding": Stored(("gpt_neox.embed_in",)),
+            "attention_norm": Stored((f"{_NEOX}input_layernorm",)),
+            "qkv": Stored((f"{_NEOX}attention.query_key_value",), grouped),
+            "out": Stored((f"{_NEOX}attention.dense",)),
+            "mlp_norm": Stored((f"{_NEOX}post_attention_layernorm",)),
+            "up": Stored((f"{_NEOX}mlp.dense_h_to_4h",)),
+            "down": Stored((f"{_NEOX}mlp.dense_4h_to_h",)),
+            "norm": Stored(("gpt_neox.final_layer_norm",)),
+            "head": Stored(("embed_out",)),
+        },
+        models="GPT-NeoX, Pythia, Dolly 2",
+        model_type="gpt_neox",
+        switches={
+            **_LAYER_NORMS,
+            **_ALL_HEADS,
+            "norm_eps": lambda config: config.number("layer_norm_eps", 1e-5),
+            "qkv_bias": lambda config: config.flag("attention_bias"),
+            "out_bias": lambda config: config.flag("attention_bias"),
+            "mlp_bias": always(True),
+            "parallel": lambda config: "own" if config.flag("use_parallel_residual", True) else "",
+        },
+        keys={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        defaults={"hidden_act": "gelu", "attention_bias": True, "rotary_pct": 0.25},
+        ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+    ),
+    Architecture(
+        "GPTJForCausalLM",
+        {
+            **_GPTJ,
+            "qkv": Stored(tuple(f"{_H}attn.{name}_proj" for name in "qkv"), neighbours),
+        },
+        models="GPT-J",
+        model_type="gptj",
+        switches=_GPTJ_SWITCHES,
+        keys=_SIZES,
+        defaults={"activation_function": "gelu_new", "rotary_dim": 64},
+        ignored=_BUFFERS,
+    ),
+    Architecture(
+        "CodeGenForCausalLM",
+        {**_GPTJ, "qkv": Stored((f"{_H}attn.qkv_proj",), both(four_blocks, neighbours))},
+        models="CodeGen",
+        model_type="codegen",
+        switches=_GPTJ_SWITCHES,
+        keys=_SIZES,
+        defaults={"activation_function": "gelu_new", "rotary_dim": 64},
+        ignored=_BUFFERS,
+    ),
+    Architecture(
+        "OPTForCausalLM",
+        {
+            "embedding": Stored((f"{_OPT}embed_tokens",)),
+            "positions": Stored((f"{_OPT}embed_positions",)),
+            "project_in": Stored((f"{_OPT}project_in",)),
+            "project_out": Stored((f"{_OPT}project_out",)),
+            "attention_norm": Stored((f"{_OPT}layers.{{i}}.self_attn_layer_norm",)),
+            "qkv": Stored(
+                tuple(f"{_OPT}layers.{{i}}.self_attn.{name}_proj" for name in "qkv"),
+            ),
+            "out": Stored((f"{_OPT}layers.{{i}}.self_attn.out_proj",)),
+            "mlp_norm": Stored((f"{_OPT}layers.{{i}}.final_layer_norm",)),
+            "up": Stored((f"{_OPT}layers.{{i}}.fc1",)),
+            "down": Stored((f"{_OPT}layers.{{i}}.fc2",)),
+            "norm": Stored((f"{_OPT}final_layer_norm",)),
+            "head": Stored(("lm_head",)),
+        },
+        models="OPT, Galactica",
+        model_type="opt",
+        switches={
+            **_LAYER_NORMS,
+            **_ALL_HEADS,
+            **{
+                bias: lambda config: config.flag("enable_bias", True)
+                for bias in ("qkv_bias", "out_bias", "mlp_bias")
+            },
+            "norm_eps": always(1e-5),
+            "post_norm": lambda config: not config.flag("do_layer_norm_before", True),
+            "embedding_size": lambda config: config.size(
+                "word_embed_proj_dim", config.size("hidden_size")
+            ),
+            "position_offset": always(2),
+            "position_rows": lambda config: config.size("max_position_embeddings") + 2,
+        },
+        keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        defaults={**_TIED, "activation_function": "relu"},
+        only={"layer_norm_elementwise_affine": (True,), "_remove_final_layer_norm": (False,)},
+        renames=(("decoder.", _OPT),),
+        attention=still,
+    ),
+    _falcon_record(
+        "FalconForCausalLM",
+        _FALCON,
+        models="Falcon 7B, 11B and RW",
+        model_type="falcon",
+        variant=_falcon_norms,
+    ),
+    _falcon_record(
+        "FalconForCausalLM, two norms",
+        {
+            **_FALCON,
+            "attention_norm": Stored((f"{_H}ln_attn",)),
+            "mlp_norm": Stored((f"{_H}ln_mlp",)),
+        },
+        models="Falcon 40B and 180B",
+    ),
+    Architecture(
+        "BloomForCausalLM",
+        {
+            **_FALCON,
+            "embedding_norm": Stored(("transformer.word_embeddings_layernorm",)),
+        },
+        models="BLOOM, BLOOMZ",
+        model_type="bloom",
+        switches={
+            **_LAYER_NORMS,
+            **_BIASES,
+            **_ALL_HEADS,
+            **_FOUR_TIMES,
+            "hidden_act": always("gelu_pytorch_tanh"),
+            # ALiBi has no end; this is what the model was trained with.
+            "max_positions": lambda config: config.size("seq_length", 2048),
+        },
+        keys={
+            "hidden_size": "n_embed",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+        },
+        defaults=_TIED,
+        only={"apply_residual_connection_post_layernorm": (False,)},
+        renames=(
+            *_BARE,
+            ("word_embeddings.", "transformer.word_embeddings."),
+            ("word_embeddings_layernorm.", "transformer.word_embeddings_layernorm."),
+        ),
+        attention=_bloom,
+    ),
+    Architecture(
+        "MptForCausalLM",
+        {
+            "embedding": Stored(("transformer.wte",)),
+            "attention_norm": Stored((f"{_MPT}norm_1",)),
+            "qkv": Stored((f"{_MPT}attn.Wqkv",)),
+            "out": Stored((f"{_MPT}attn.out_proj",)),
+            "mlp_norm": Stored((f"{_MPT}norm_2",)),
+            "up": Stored((f"{_MPT}ffn.up_proj",)),
+            "down": Stored((f"{_MPT}ffn.down_proj",)),
+            "norm": Stored(("transformer.norm_f",)),
+            "head": Stored(("lm_head",)),
+        },
+        models="MPT",
+        model_type="mpt",
+        switches={
+            **_ALL_HEADS,
+            "norm": always("layer"),
+            "norm_eps": always(1e-5),
+            "intermediate_size": lambda config: 4 * config.size("hidden_size"),
+            "hidden_act": always("gelu"),
+            "qkv_clip": lambda config: config.inner("attn_config").number_or_none("clip_qkv"),
+        },
+        keys={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+        },
+        defaults=_TIED,
+        only={"no_bias": (True,), "expansion_ratio": (4,), "logit_scale": (None,)},
+        attention=_mpt,
+    ),
+)

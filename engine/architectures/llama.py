@@ -1,0 +1,325 @@
+"""Llama and its relatives: rotary positions, RMS norms before attention and MLP, a gated MLP; and
+the names in their checkpoints, which most others use too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched, windowed
+from engine.architectures.layout import half_pairs, neighbours
+from engine.architectures.record import Architecture, Gguf, Read, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+LAYER = "model.layers.{i}."
+QKV = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
+LLAMA: Mapping[str, Stored] = {
+    "embedding": Stored(("model.embed_tokens",)),
+    "attention_norm": Stored((f"{LAYER}input_layernorm",)),
+    "qkv": Stored(QKV),
+    "out": Stored((f"{LAYER}self_attn.o_proj",)),
+    "mlp_norm": Stored((f"{LAYER}post_attention_layernorm",)),
+    "gate_up": Stored((f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj")),
+    "down": Stored((f"{LAYER}mlp.down_proj",)),
+    "norm": Stored(("model.norm",)),
+    "head": Stored(("lm_head",)),
+}
+QK_NORM: Mapping[str, Stored] = {
+    "q_norm": Stored((f"{LAYER}self_attn.q_norm",)),
+    "k_norm": Stored((f"{LAYER}self_attn.k_norm",)),
+}
+GGUF: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": f"{LAYER}input_layernorm",
+    "attn_q": QKV[0],
+    "attn_k": QKV[1],
+    "attn_v": QKV[2],
+    "attn_output": f"{LAYER}self_attn.o_proj",
+    "ffn_norm": f"{LAYER}post_attention_layernorm",
+    "ffn_gate": f"{LAYER}mlp.gate_proj",
+    "ffn_up": f"{LAYER}mlp.up_proj",
+    "ffn_down": f"{LAYER}mlp.down_proj",
+}
+GGUF_QK_NORM: Mapping[str, str] = {
+    "attn_q_norm": f"{LAYER}self_attn.q_norm",
+    "attn_k_norm": f"{LAYER}self_attn.k_norm",
+}
+# Rows of q and k that turn as neighbours.
+NEIGHBOURS: Mapping[str, Stored] = {"qkv": Stored(QKV, neighbours)}
+
+
+def without(tensors: Mapping[str, Stored], *ours: str) -> dict[str, Stored]:
+    return {name: stored for name, stored in tensors.items() if name not in ours}
+
+
+def ungated(tensors: Mapping[str, Stored], up: str = "mlp.up_proj") -> dict[str, Stored]:
+    """With a plain MLP in the place of the gated one."""
+    return without(tensors, "gate_up") | {"up": Stored((f"{LAYER}{up}",))}
+
+
+def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    return [replace(plain, scale=config.number("attention_multiplier", 1.0))] * layers
+
+
+def _granite_swa(
+    config: Reader, plain: "LayerAttention", layers: int
+) -> Sequence["LayerAttention"]:
+    """A base for each layer; 0 does not turn."""
+    plain = _granite(config, plain, 1)[0]
+    bases = config.get("layer_rope_theta") or [None] * layers
+    kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
+    found = []
+    for kind, base in zip(kinds, bases, strict=True):
+        layer = plain
+        if base is not None:
+            layer = replace(layer, rope=unstretched(plain, base) if base else None)
+        if kind == WINDOW:
+            layer = replace(layer, window=config.size("sliding_window", 128))
+        found.append(layer)
+    return found
+
+
+def _smollm3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Every fourth layer does not turn."""
+    each = config.size("no_rope_layer_interval", 4)
+    turns = config.get("no_rope_layers") or [int((i + 1) % each != 0) for i in range(layers)]
+    if len(turns) < layers:
+        raise config.error("no_rope_layers", f"has {len(turns)} layers, the model {layers}")
+    return [plain if turn else replace(plain, rope=None) for turn in turns[:layers]]
+
+
+def _cwm(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    local = replace(plain, window=config.size("sliding_window", 8192))
+    kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
+    return [local if kind == WINDOW else plain for kind in kinds]
+
+
+def _ministral(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    local = windowed(config, plain, 1)[0]
+    kinds = layer_types(config, layers, lambda i: WINDOW if local.window else FULL)
+    return [local if kind == WINDOW else plain for kind in kinds]
+
+
+def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Windows are off unless they are asked for, and then begin at a certain layer."""
+    if not config.flag("use_sliding_window"):
+        return [plain] * layers
+    local, first = windowed(config, plain, 1)[0], config.get("max_window_layers", 28)
+    kinds = layer_types(config, layers, lambda i: WINDOW if i >= first else FULL)
+    return [local if kind == WINDOW else plain for kind in kinds]
+
+
+def _temperature(config: Reader) -> tuple[float, int]:
+    """Queries grow with the logarithm of how often the trained context fits before them."""
+    rope = config.inner("rope_parameters")
+    return rope.number("llama_4_scaling_beta", 0.0), rope.size(
+        "original_max_position_embeddings", config.size("max_position_embeddings")
+    )
+
+
+_GRANITE: Mapping[str, Read] = {
+    "embedding_scale": lambda config: config.number("embedding_multiplier", 1.0),
+    "residual_scale": lambda config: config.number("residual_multiplier", 1.0),
+    "logit_scale": lambda config: 1 / config.number("logits_scaling", 1.0),
+}
+
+
+ARCHITECTURES = (
+    Architecture(
+        "LlamaForCausalLM",
+        LLAMA,
+        models="Llama 1-3, Yi, DeepSeek-LLM, TinyLlama, SmolLM 1 and 2, Nemotron-Nano",
+        model_type="llama",
+        gguf=Gguf(
+            "llama",
+            GGUF,
+            rows={
+                "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
+                "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
+            },
+        ),
+    ),
+    Architecture("LLaMAForCausalLM", LLAMA, models="Llama 1, as it was first converted"),
+    Architecture("IQuestCoderForCausalLM", LLAMA, models="IQuest-Coder", model_type="iquestcoder"),
+    Architecture(
+        "InternLM3ForCausalLM",
+        LLAMA,
+        models="InternLM 3",
+        model_type="internlm3",
+        keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+        switches={"out_bias": lambda config: config.flag("mlp_bias")},
+        defaults={"head_dim": 128},
+    ),
+    Architecture(
+        "MistralForCausalLM",
+        LLAMA,
+        models="Mistral 7B, Nemo, Small 3",
+        model_type="mistral",
+        defaults={"sliding_window": 4096},
+        attention=windowed,
+    ),
+    Architecture(
+        "MinistralForCausalLM",
+        LLAMA,
+        models="Ministral 8B (2410)",
+        model_type="ministral",
+        defaults={"sliding_window": 4096},
+        attention=_ministral,
+    ),
+    Architecture(
+        "Ministral3ForCausalLM",
+        LLAMA,
+        models="Ministral 3, Devstral 2",
+        model_type="ministral3",
+        switches={"query_temperature": _temperature},
+        attention=windowed,
+        defaults={"head_dim": 128},
+    ),
+    Architecture(
+        "Qwen2ForCausalLM",
+        LLAMA,
+        models="Qwen 1.5, 2 and 2.5, DeepSeek-R1-Distill-Qwen",
+        model_type="qwen2",
+        switches={"qkv_bias": always(True), "out_bias": always(False)},
+        attention=_qwen2,
+        gguf=Gguf("qwen2", GGUF),
+    ),
+    Architecture(
+        "MiMoForCausalLM",
+        LLAMA,
+        models="MiMo 7B",
+        switches={"qkv_bias": always(True), "out_bias": always(False)},
+        attention=_qwen2,
+        ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        {**LLAMA, **QK_NORM},
+        models="Qwen 3",
+        model_type="qwen3",
+        switches={"qk_norm": always("head")},
+        defaults={"head_dim": 128},
+        attention=_qwen2,
+        gguf=Gguf("qwen3", {**GGUF, **GGUF_QK_NORM}),
+    ),
+    Architecture(
+        "SeedOssForCausalLM",
+        LLAMA,
+        models="Seed-OSS",
+        model_type="seed_oss",
+        switches={"out_bias": lambda config: config.flag("attention_out_bias")},
+        defaults={"head_dim": 128, "attention_bias": True},
+    ),
+    Architecture(
+        "Ernie4_5ForCausalLM",
+        {**LLAMA, **NEIGHBOURS},
+        models="ERNIE 4.5 (dense)",
+        model_type="ernie4_5",
+        keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 500000.0},
+    ),
+    Architecture(
+        "HeliumForCausalLM",
+        {**LLAMA, **NEIGHBOURS},
+        models="Helium",
+        model_type="helium",
+        switches={"out_bias": always(False)},
+        defaults={"head_dim": 128, "rope_theta": 100000.0},
+    ),
+    Architecture(
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **LLAMA,
+            "q_norm": Stored((f"{LAYER}self_attn.query_layernorm",)),
+            "k_norm": Stored((f"{LAYER}self_attn.key_layernorm",)),
+        },
+        models="HunYuan (dense)",
+        model_type="hunyuan_v1_dense",
+        switches={"qk_norm": always("head"), "qk_norm_after": always(True)},
+        only={"use_qk_norm": (True,), "use_cla": (False,), "norm_type": ("rms",)},
+    ),
+    Architecture(
+        "GraniteForCausalLM",
+        LLAMA,
+        models="Granite 3 and 4 (dense)",
+        model_type="granite",
+        switches=_GRANITE,
+        attention=_granite,
+    ),
+    Architecture(
+        "GraniteSWAForCausalLM",
+        LLAMA,
+        models="Granite with windows",
+        model_type="granite_swa",
+        switches=_GRANITE,
+        defaults={"tie_word_embeddings": True},
+        attention=_granite_swa,
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM",
+        LLAMA,
+        models="SmolLM 3",
+        model_type="smollm3",
+        defaults={"tie_word_embeddings": True, "rope_theta": 2000000.0},
+        only={"use_sliding_window": (False,)},
+        attention=_smollm3,
+    ),
+    Architecture(
+        "CwmForCausalLM",
+        LLAMA,
+        models="CWM",
+        model_type="cwm",
+        defaults={"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        attention=_cwm,
+    ),
+    Architecture(
+        "ArceeForCausalLM",
+        ungated(LLAMA),
+        models="AFM (Arcee)",
+        model_type="arcee",
+        defaults={"hidden_act": "relu2"},
+    ),
+    Architecture(
+        "ApertusForCausalLM",
+        {
+            **ungated(LLAMA),
+            **QK_NORM,
+            "attention_norm": Stored((f"{LAYER}attention_layernorm",)),
+            "mlp_norm": Stored((f"{LAYER}feedforward_layernorm",)),
+            "activation": Stored((f"{LAYER}mlp.act_fn",)),
+        },
+        models="Apertus",
+        model_type="apertus",
+        switches={"qk_norm": always("head")},
+        defaults={"hidden_act": "xielu", "rope_theta": 12000000.0},
+    ),
+    Architecture(
+        "NemotronForCausalLM",
+        ungated(LLAMA),
+        models="Nemotron-4, Minitron",
+        model_type="nemotron",
+        switches={
+            "norm": always("layer"),
+            "norm_bias": always(True),
+            "norm_offset": always(1.0),
+            "norm_eps": lambda config: config.number("norm_eps", 1e-5),
+        },
+        defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    ),
+    Architecture(
+        "Jais2ForCausalLM",
+        ungated(LLAMA),
+        models="Jais 2",
+        model_type="jais2",
+        switches={
+            "norm": always("layer"),
+            "norm_bias": always(True),
+            "norm_eps": lambda config: config.number("layer_norm_eps", 1e-5),
+        },
+        defaults={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+    ),
+)

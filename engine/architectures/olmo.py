@@ -1,0 +1,83 @@
+"""OLMo and EXAONE 4: from OLMo 2 on no norms before the blocks, only behind them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import layer_types, three_to_one, unstretched
+from engine.architectures.llama import LAYER, LLAMA, QK_NORM, without
+from engine.architectures.record import Architecture, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+_OUT_NORMS: Mapping[str, Stored] = {
+    **without(LLAMA, "attention_norm", "mlp_norm"),
+    **QK_NORM,
+    "attention_out_norm": Stored((f"{LAYER}post_attention_layernorm",)),
+    "mlp_out_norm": Stored((f"{LAYER}post_feedforward_layernorm",)),
+}
+
+
+def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Windowed layers turn as the model was trained first, whatever stretches the full ones."""
+    local = replace(plain, rope=unstretched(plain), window=config.size("sliding_window", 4096))
+    kinds = layer_types(config, layers, three_to_one)
+    return [local if kind == "sliding_attention" else plain for kind in kinds]
+
+
+def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Where there are windows, full layers do not turn."""
+    window = config.size_or_none("sliding_window")
+    if window is None:
+        return [plain] * layers
+    full, local = replace(plain, rope=None), replace(plain, window=window)
+    kinds = layer_types(config, layers, three_to_one)
+    return [local if kind == "sliding_attention" else full for kind in kinds]
+
+
+ARCHITECTURES = (
+    Architecture(
+        "OlmoForCausalLM",
+        {
+            **LLAMA,
+            "attention_norm": Stored(()),
+            "mlp_norm": Stored(()),
+            "norm": Stored(()),
+        },
+        models="OLMo 1",
+        model_type="olmo",
+        switches={
+            "norm": always("layer"),
+            "norm_eps": always(1e-5),
+            "qkv_clip": lambda config: config.number_or_none("clip_qkv"),
+        },
+    ),
+    Architecture(
+        "Olmo2ForCausalLM",
+        _OUT_NORMS,
+        models="OLMo 2",
+        model_type="olmo2",
+        switches={"qk_norm": always("flat")},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        _OUT_NORMS,
+        models="OLMo 3",
+        model_type="olmo3",
+        switches={"qk_norm": always("flat")},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+        attention=_olmo3,
+    ),
+    Architecture(
+        "Exaone4ForCausalLM",
+        _OUT_NORMS,
+        models="EXAONE 4",
+        model_type="exaone4",
+        switches={"qk_norm": always("head")},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        attention=_exaone4,
+    ),
+)

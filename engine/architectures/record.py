@@ -1,0 +1,134 @@
+"""What is said of an architecture: Architecture, and where its checkpoints keep things. No torch
+here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from engine.architectures.by_layer import alike
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.model_config import LayerAttention, ModelConfig
+
+# The stored row of each of our rows, in our order: int64.
+Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]
+Read = Callable[[Reader], Any]
+# (config.json, a layer of full attention, how many layers) -> each layer's attention
+Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
+# Beginnings of names -> what stands there in ours. The first that fits is taken.
+Renames = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a checkpoint keeps one of our matrices, norms or tables.
+
+    names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor. A
+        matrix of ours that has several pieces (query, key and value; gate and up) is stored as one
+        tensor for each, or as one with all of them. A norm without a name has no weight.
+    rows: how rows are ordered, where not as ours; of all pieces below each other. Rows of one
+        tensor cannot go to another. Biases and adapters follow their matrix.
+    transposed: the checkpoint keeps [in, out].
+    """
+
+    names: tuple[str, ...]
+    rows: Rows | None = None
+    transposed: bool = False
+
+    def at(self, layer: int) -> "Stored":
+        names = tuple(name.replace("{i}", str(layer)) for name in self.names)
+        return Stored(names, self.rows, self.transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """How GGUF files hold it.
+
+    name: general.architecture.
+    tensors: their names, less "blk.<layer>." and ".weight" -> the checkpoint's.
+    rows: those whose rows are ordered otherwise than the checkpoint's, as in Stored.
+    """
+
+    name: str
+    tensors: Mapping[str, str]
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One value of "architectures" in config.json, or a variant of one.
+
+    tensors: our name -> where the checkpoint keeps it. A decoder layer has the norms that are named
+        here, and a gated MLP if there is a gate_up, else a plain one (up).
+    models: what users know it as, for the list in the documentation.
+    model_type: what config.json calls it; wrappers name their text model by it alone.
+    switches: field of ModelConfig -> what reads it, where not as in `model_config`.
+    keys: names of config.json that stand for others, ours -> theirs (see Reader).
+    defaults: theirs -> what config.json means where it leaves them out.
+    attention: how each layer attends, made of the plain one and config.json.
+    made: keys of config.json that are computed from others, ours -> what makes them.
+    only: keys that we compute for these values alone; the first is what absence means.
+    variant: the name of the record that a config.json asks for, if not of this one.
+    renames: of checkpoints whose names begin otherwise.
+    ignored: patterns of tensors that nobody needs.
+    network: the class that computes it, a key of `registry.MODELS`.
+    """
+
+    name: str
+    tensors: Mapping[str, Stored]
+    models: str = ""
+    model_type: str = ""
+    switches: Mapping[str, Read] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention: Attend = alike
+    made: Mapping[str, Read] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    variant: Callable[[Reader], str] | None = None
+    renames: Renames = ()
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    gguf: Gguf | None = None
+    network: str = "decoder"
+
+    def ignores(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model of several kinds of input around a text model, which is all that we run of it.
+
+    config.json has the text model's in text_config, where its model_type says which record it is
+    of; flat files have it among their own keys, and say so by `flat`.
+
+    models: what users know it as.
+    flat: the text model's model_type, where there is no text_config.
+    renames: the beginnings of the text model's names.
+    ignored: patterns of the other parts' tensors, as the checkpoint names them.
+    """
+
+    name: str
+    models: str
+    renames: Renames
+    ignored: tuple[str, ...]
+    flat: str = ""
+
+    def ignores(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+def renamed(name: str, renames: Renames) -> str:
+    for begin, ours in renames:
+        if name.startswith(begin):
+            return ours + name[len(begin) :]
+    return name
+
+
+def always(value: Any) -> Read:
+    """A switch that no file sets."""
+    return lambda config: value

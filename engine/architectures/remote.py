@@ -1,0 +1,127 @@
+"""Models whose code is only in their repositories, which we do not run: names and layouts as their
+files have them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.alibi import slopes
+from engine.architectures.layout import grouped
+from engine.architectures.llama import LAYER, LLAMA
+from engine.architectures.record import Architecture, Stored, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+_QWEN = "transformer.h.{i}."
+_PACKED = {**LLAMA, "qkv": Stored((f"{LAYER}self_attn.W_pack",))}
+_NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length one
+
+
+def _baichuan(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """The 13B, the one with forty heads, has ALiBi."""
+    if plain.num_heads == 40:
+        plain = replace(plain, rope=None, slopes=slopes(plain.num_heads))
+    return [plain] * layers
+
+
+def _baichuan_record(name: str, models: str) -> Architecture:
+    return Architecture(
+        name,
+        _PACKED,
+        models=models,
+        switches={
+            "max_positions": lambda config: config.size(
+                "model_max_length", config.size("max_position_embeddings", 4096)
+            ),
+            "unit_head": lambda config: config.size("vocab_size") == _NORMED_HEAD,
+        },
+        attention=_baichuan,
+    )
+
+
+ARCHITECTURES = (
+    Architecture(
+        "QWenLMHeadModel",
+        {
+            "embedding": Stored(("transformer.wte",)),
+            "attention_norm": Stored((f"{_QWEN}ln_1",)),
+            "qkv": Stored((f"{_QWEN}attn.c_attn",)),
+            "out": Stored((f"{_QWEN}attn.c_proj",)),
+            "mlp_norm": Stored((f"{_QWEN}ln_2",)),
+            "gate_up": Stored((f"{_QWEN}mlp.w2", f"{_QWEN}mlp.w1")),
+            "down": Stored((f"{_QWEN}mlp.c_proj",)),
+            "norm": Stored(("transformer.ln_f",)),
+            "head": Stored(("lm_head",)),
+        },
+        models="Qwen 1",
+        model_type="qwen",
+        switches={
+            "intermediate_size": lambda config: config.size("intermediate_size") // 2,
+            "qkv_bias": always(True),
+            "hidden_act": always("silu"),
+        },
+        # Beyond seq_length its code changes the rotation with the text's length, and with it
+        # keys that are in the cache already.
+        keys={
+            "head_dim": "kv_channels",
+            "max_position_embeddings": "seq_length",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        only={"no_bias": (True,)},
+        ignored=("*.rotary_emb.inv_freq", "transformer.visual.*"),
+    ),
+    _baichuan_record("BaiChuanForCausalLM", "Baichuan 7B"),
+    _baichuan_record("BaichuanForCausalLM", "Baichuan 13B, Baichuan 2"),
+    Architecture(
+        "InternLMForCausalLM",
+        LLAMA,
+        models="InternLM 1",
+        model_type="internlm",
+        keys={"attention_bias": "bias"},
+        defaults={"bias": True},
+    ),
+    Architecture(
+        "InternLM2ForCausalLM",
+        {
+            "embedding": Stored(("model.tok_embeddings",)),
+            "attention_norm": Stored((f"{LAYER}attention_norm",)),
+            "qkv": Stored((f"{LAYER}attention.wqkv",), grouped),
+            "out": Stored((f"{LAYER}attention.wo",)),
+            "mlp_norm": Stored((f"{LAYER}ffn_norm",)),
+            "gate_up": Stored((f"{LAYER}feed_forward.w1", f"{LAYER}feed_forward.w3")),
+            "down": Stored((f"{LAYER}feed_forward.w2",)),
+            "norm": Stored(("model.norm",)),
+            "head": Stored(("output",)),
+        },
+        models="InternLM 2 and 2.5",
+        model_type="internlm2",
+        keys={"attention_bias": "bias"},
+    ),
+    Architecture(
+        "MiniCPMForCausalLM",
+        LLAMA,
+        models="MiniCPM 1 and 2",
+        model_type="minicpm",
+        switches={
+            "embedding_scale": lambda config: config.number("scale_emb", 1.0),
+            "residual_scale": lambda config: (
+                config.number("scale_depth", 1.0) / config.size("num_hidden_layers") ** 0.5
+            ),
+            "logit_scale": lambda config: (
+                config.number("dim_model_base", 1.0) / config.size("hidden_size")
+            ),
+        },
+        defaults={"tie_word_embeddings": True},
+        only={"num_experts": (0, None)},
+    ),
+    Architecture(
+        "XverseForCausalLM",
+        LLAMA,
+        models="XVERSE",
+        model_type="xverse",
+    ),
+)

@@ -1,0 +1,59 @@
+"""Models of text and pictures or sound, of which the text model is run."""
+
+from engine.architectures.record import Wrapper
+
+# transformers 4 kept the whole text model under language_model, transformers 5 its layers under
+# model.language_model.
+_RENAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+)
+_OTHERS = (
+    "vision_tower.*",
+    "vision_model.*",
+    "visual.*",
+    "multi_modal_projector.*",
+    "mlp1.*",
+    "audio_tower.*",
+    "image_newline",
+    "model.vision_tower.*",
+    "model.vision_model.*",
+    "model.visual.*",
+    "model.multi_modal_projector.*",
+    "model.connector.*",
+    "model.audio_tower.*",
+    "model.embed_vision.*",
+    "model.embed_audio.*",
+    "model.image_newline",
+    "mtp.*",
+)
+
+
+def _wrapper(name: str, models: str, flat: str = "") -> Wrapper:
+    return Wrapper(name, models, _RENAMES, _OTHERS, flat)
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    each.name: each
+    for each in (
+        _wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 on, Ministral 3, Devstral"),
+        _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
+        _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
+        _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
+        _wrapper("InternVLForConditionalGeneration", "InternVL 3"),
+        _wrapper("Idefics3ForConditionalGeneration", "Idefics 3"),
+        _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
+        _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2"),
+        _wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "qwen2"),
+        _wrapper("Qwen3VLForConditionalGeneration", "Qwen3-VL (dense)"),
+    )
+}
+# What a text_config may call itself beside a record's model_type.
+TEXT_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "gemma3": "gemma3_text",
+}

@@ -1,0 +1,124 @@
+"""Attention whose queries and keys are changed between the product that makes them and the cache
+in ways that few models have: clipped, scaled by their position, or normed otherwise than by one
+weight for all heads before the rotation."""
+
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.attention import Attention
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from engine.layers.rotary import Tables
+from engine.model_config import ModelConfig
+from engine.weights.parameter import Parameter
+from kernels.metadata import AttentionMeta
+
+
+def attention_block(build: Builder, tables: Tables) -> Attention:
+    """The plain block wherever it serves."""
+    return (EditedAttention if _edits(build.config) else Attention)(build, tables)
+
+
+def _edits(config: ModelConfig) -> bool:
+    return (
+        config.qk_norm in ("heads", "flat")
+        or config.qk_norm_after
+        or config.qkv_clip is not None
+        or config.query_temperature[0] != 0
+    )
+
+
+class HeadNorm:
+    """Of queries or keys [n, heads, head_dim]; weights for all elements of all heads.
+
+    flat: an RMS norm over all heads together; else a layer norm of each.
+    """
+
+    def __init__(self, build: Builder, ours: str, heads: int, size: int, flat: bool) -> None:
+        self.kernels, self.flat, self.eps = build.kernels, flat, build.config.norm_eps
+        parameter = build.head_norm(ours, heads, size)
+        self.weight = parameter.tensor
+        self.parameters: tuple[Parameter, ...] = (parameter,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.flat:
+            return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
+        normed = self.kernels.layer_norm(x, None, None, self.eps)
+        return normed.mul_(self.weight.view(x.shape[1:]))
+
+
+class EditedAttention(Attention):
+    """Norms and rotations that are made here are followed by a rotation by nothing, which writes
+    the keys into the cache."""
+
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        super().__init__(build, tables)
+        config = build.config
+        layer = config.attention[build.layer or 0]
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        self.clip = config.qkv_clip
+        self.heads = (heads, kv_heads)
+        self.turning: Tensor | None = None
+        self.apart: tuple[Norm, ...] = ()
+        if config.qk_norm in ("heads", "flat"):
+            if build.group.size > 1:
+                raise ConfigError(
+                    f"{config.architecture} norms queries over all heads, which a model on several "
+                    "devices cannot do; use one device",
+                    param="tensor_parallel",
+                )
+            flat = config.qk_norm == "flat"
+            self.norms = self.apart = (
+                HeadNorm(build, "q_norm", heads, dim, flat),
+                HeadNorm(build, "k_norm", kv_heads, dim, flat),
+            )
+        elif config.qk_norm_after:
+            self.apart, self.q_norm, self.k_norm = self.norms, None, None
+            self.turning, self.cos_sin = self.cos_sin, tables(None, dim)
+        self.temperatures: Tensor | None = None
+        if config.query_temperature[0]:
+            self.temperatures = tables.temperatures(*config.query_temperature)
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention."""
+        qkv = self.qkv.forward(x, meta.lora, norm=norm)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        self._edit(qkv, meta)
+        q = self.kernels.rope_kv_write(
+            qkv, self.cos_sin, self.q_norm, self.k_norm, self.eps, *kv, self.num_heads, meta
+        )
+        if self.temperatures is not None:
+            q.mul_(self.temperatures.index_select(0, meta.positions)[:, None, None])
+        attended = self.kernels.attention(q, *kv, self.scale, meta)
+        return self.out.forward(attended, meta.lora, residual=residual)
+
+    def _edit(self, qkv: Tensor, meta: AttentionMeta) -> None:
+        """Rotation and norms of queries and keys, written over them."""
+        if not self.apart:
+            return
+        heads, kv_heads = self.heads
+        split = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+        for part, norm in zip(
+            (split[:, :heads], split[:, heads : heads + kv_heads]), self.apart, strict=True
+        ):
+            if self.turning is not None:
+                _turn(part, self.turning.index_select(0, meta.positions)[:, None])
+            part.copy_(norm(part.contiguous()))
+
+
+def _turn(x: Tensor, rows: Tensor) -> None:
+    """x [n, heads, head_dim], written over. rows [n, 1, rotary_dim]: cosines, then sines."""
+    cos, sin = rows.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = first * cos - second * sin, second * cos + first * sin
+    x[..., :half], x[..., half : 2 * half] = turned

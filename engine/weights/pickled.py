@@ -1,0 +1,46 @@
+"""What a pickled shard (`pytorch_model*.bin`) holds, without running what it says and without
+reading its tensors: torch's unpickler for weights alone tells where in the file each begins."""
+
+import zipfile
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.weights.stored import StoredTensor, file_error
+
+
+def read_pickled(file: Path) -> list[StoredTensor]:
+    """The tensors of one file. Raises ConfigError for one that is damaged, has anything but tensors
+    in it, or is of a format that cannot be read in place."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            stored = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+        with FakeTensorMode():
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise file_error(file, f"cannot be read: {error.strerror}") from None
+    except zipfile.BadZipFile:
+        raise file_error(
+            file, "truncated, or written by a torch before 1.6; save it as safetensors"
+        ) from None
+    except Exception as error:  # the unpickler raises whatever a damaged file makes it
+        reason = str(error).split("\n")[0][:200]
+        raise file_error(file, f"cannot be read as weights alone: {reason}") from None
+    if not stored:
+        raise file_error(file, "is a compressed archive; save it as safetensors")
+    if not isinstance(found, dict):
+        raise file_error(file, f"must hold a dictionary of tensors, not {type(found).__name__}")
+    return [_stored(file, str(name), value) for name, value in found.items()]
+
+
+def _stored(file: Path, name: str, value: object) -> StoredTensor:
+    if not isinstance(value, torch.Tensor):
+        raise file_error(file, f"{name}: not a tensor but {type(value).__name__}")
+    if not value.is_contiguous():
+        raise file_error(file, f"tensor {name}: is not contiguous; save the model as safetensors")
+    begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+    if begin is None:
+        raise file_error(file, f"tensor {name}: is not in the file")
+    offset = begin + value.storage_offset() * value.itemsize
+    return StoredTensor(name, file, value.dtype, tuple(value.shape) or (1,), offset, value.nbytes)

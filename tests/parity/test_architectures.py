@@ -1,0 +1,62 @@
+"""Each architecture against transformers, or its nearest relative there: logits within 1e-5; and
+with an adapter on every linear layer as with the adapter's change in the checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.checkpoints import Paged, adapter_on, load_model
+from tests.parity.cases import CASES, Case, relative, save
+
+BOUND = 1e-5
+IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
+OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
+
+
+@torch.inference_mode()
+def differences(case: Case, folder: Path) -> dict[str, float]:
+    """The largest relative difference of the logits, for each way to compute them."""
+    theirs = save(case, folder)
+    model = load_model(folder)
+    want, want_other = case.logits(theirs, IDS), case.logits(theirs, OTHER)
+    assert want.std() > 0.05, "logits too flat to tell right from wrong"
+    paged = Paged(model)
+    found = {"whole": relative(paged.run((IDS, [3, 1, 9, 4, 8, 2, 0, 5, 7, 6], 0))[0], want)}
+    chunked = [12, 18, 11, 13, 19, 14, 10, 16, 15, 17]
+    chunks = [
+        paged.run((IDS[:end], chunked, start))[0]
+        for start, end in ((0, 7), (7, 14), (14, 27), (27, 36), (36, 37), (37, 38), (38, 39))
+    ]
+    found["chunks"] = relative(torch.cat(chunks), want[:39])
+    # The last token as a decode, beside a request that reads the first's two blocks.
+    decode, rest = paged.run((IDS, chunked, 39), (OTHER, [12, 18, 20, 21, 22], 8))
+    found["batch"] = relative(decode, want[39:])
+    found["prefix"] = relative(rest, want_other[8:])
+    return found
+
+
+@torch.inference_mode()
+def with_adapter(folder: Path) -> float:
+    """The largest relative difference between an adapter beside the weights and in them."""
+    model = load_model(folder)
+    lora, deltas = adapter_on(model, len(IDS))
+    beside = Paged(model).run((IDS, list(range(10)), 0), lora=lora)[0]
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if (delta := deltas.pop(model.tensor_name(name), None)) is not None:
+            tensors[name] = (tensor + delta).contiguous()
+    assert not deltas, "not in the checkpoint"
+    save_file(tensors, folder / "model.safetensors")
+    return relative(beside, Paged(load_model(folder)).run((IDS, list(range(10)), 0))[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, tmp_path: Path) -> None:
+    """A switch that is read and not applied, a layout taken for ours, a norm in the wrong place:
+    each is a model that answers fluently and wrongly. An adapter whose rows stay where the
+    checkpoint's were, or that is added behind a factor, does so for its users alone."""
+    found = differences(CASES[name], tmp_path)
+    found["adapter"] = with_adapter(tmp_path)
+    assert max(found.values()) < BOUND, found
