@@ -47,6 +47,7 @@ from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.step import SchedulerCounters
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
+from engine.text.token_ids import missing_ids
 from engine.weights import load_weights
 from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
@@ -246,7 +247,9 @@ def _build_runner(
         rows = RequestRows.allocate(
             max_num_seqs, max_model_len, config.block_size, device, len(groups.groups)
         )
-        sampler = Sampler(max_num_seqs + 1, resolved.model.vocab_size, device)
+        vocab_size = resolved.model.vocab_size
+        never = missing_ids(resolved.folder, vocab_size)
+        sampler = Sampler(max_num_seqs + 1, vocab_size, device, never)
 
     def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
         kv = KVCache.allocate(groups, num_blocks, config.block_size, resolved.dtype, device)

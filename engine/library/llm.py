@@ -120,7 +120,7 @@ class LLM(RequestManager):
         detokenize: bool,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        params_each = each_params(params, len(prompts))
+        params_each = each_params(params, len(prompts), self.tokenizer)
         adapters = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
         if len(adapters) != len(prompts):
             raise InvalidRequest(

@@ -58,7 +58,7 @@ class RequestManager:
         prefixes are shared within one salt only. adapter: a name known by `add_adapter`.
         Raises InvalidRequest, EngineDead.
         """
-        (params,) = each_params(params, 1)
+        (params,) = each_params(params, 1, self.tokenizer)
         return self._submit(
             self._prompts.encode(prompt),
             params,
@@ -177,10 +177,16 @@ class RequestManager:
                 future.set_exception(error)
 
 
-def each_params(params: Any, count: int) -> list[SamplingParams]:
-    """For each of `count` prompts; params: None, one for all, or a list. Raises InvalidRequest."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def each_params(
+    params: Any, count: int, tokenizer: Tokenizer | None = None
+) -> list[SamplingParams]:
+    """For each of `count` prompts; params: None, one for all, or a list. None is what the model's
+    authors recommend (`Tokenizer.sampling_defaults`). Raises InvalidRequest."""
+    if params is None:
+        defaults: dict[str, Any] = {} if tokenizer is None else tokenizer.sampling_defaults
+        return [SamplingParams(**defaults)] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     many: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
     for item in many:
         if not isinstance(item, SamplingParams):

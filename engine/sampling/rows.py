@@ -62,12 +62,19 @@ class ParameterRows:
         words[word.MIN_TOKENS] = params.min_tokens
         words[word.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
 
-        bias = {token: value for token, value in params.logit_bias.items() if value != 0}
+        # What cannot be chosen needs no bias and no ban.
+        vocab = self._vocab_size
+        bias = {
+            token: value
+            for token, value in params.logit_bias.items()
+            if value != 0 and token < vocab
+        }
         assert len(bias) <= word.MAX_BIAS
         words[word.NUM_BIAS] = len(bias)
         words[word.BIAS_IDS : word.BIAS_IDS + len(bias)] = list(bias)
         floats[word.BIAS_VALUES : word.BIAS_VALUES + len(bias)] = list(bias.values())
-        stops = sorted(set(new.stop_ids)) if params.min_tokens > 0 else []
+        stops = sorted({token for token in new.stop_ids if token < vocab})
+        stops = stops if params.min_tokens > 0 else []
         assert len(stops) <= word.MAX_STOP
         words[word.NUM_STOP] = len(stops)
         words[word.STOP_IDS : word.STOP_IDS + len(stops)] = stops

@@ -100,9 +100,22 @@ class Sampled:
 
 
 class Sampler:
-    """Holds the parameters of every row. Nothing here waits for the device."""
+    """Holds the parameters of every row. Nothing here waits for the device.
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    never: ids that are never chosen, ascending, since no text has them. Log-probabilities are of
+        all ids all the same.
+    """
+
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, never: Sequence[int] = ()
+    ) -> None:
+        # Those at the end cost nothing: what chooses does not look there.
+        gone = set(never)
+        while vocab_size - 1 in gone:
+            vocab_size -= 1
+        self._width = vocab_size
+        holes = [token for token in never if token < vocab_size]
+        self._holes = torch.tensor(holes, device=device) if holes else None
         self._rows = ParameterRows(max_rows, vocab_size, device)
         self._scratch: Tensor | None = None
         if device.type == "cuda":
@@ -179,8 +192,12 @@ class Sampler:
         words = self._rows.device_words
         assert words is not None and self._scratch is not None
         raw = logits
-        if (plan.edits or masked is not None) and plan.logprobs >= 0:
+        logits = logits[:, : self._width]
+        changes = plan.edits or masked is not None or self._holes is not None
+        if changes and plan.logprobs >= 0:
             logits = logits.clone()
+        if self._holes is not None:
+            logits.index_fill_(1, self._holes, -torch.inf)
         if plan.biased:
             add_bias(logits, rows, words)
         if plan.penalised:
@@ -209,8 +226,10 @@ class Sampler:
         raw = logits.float().numpy()
         row_list: list[int] = rows.tolist()
         at = positions.numpy()
-        changes = plan.edits or plan.filtered or masked is not None
-        edited = raw.copy() if changes and plan.logprobs >= 0 else raw
+        changes = plan.edits or plan.filtered or masked is not None or self._holes is not None
+        edited = (raw.copy() if changes and plan.logprobs >= 0 else raw)[:, : self._width]
+        if self._holes is not None:
+            edited[:, self._holes.numpy()] = -np.inf
         if plan.edits:
             history = tokens.numpy()
             for s, row in enumerate(row_list):

@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 
 from engine.errors import ConfigError, InvalidRequest
 from engine.model_config import no_folder
+from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.text_stream import Tables, TextStream
 
@@ -41,6 +42,7 @@ class Tokenizer:
 
     vocab_size: number of ids, added tokens included (the logits may be wider).
     bos_token_id: None if the model has none.
+    sampling_defaults: fields of SamplingParams that generation_config.json sets.
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
@@ -53,6 +55,7 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
+        sampling_defaults: Mapping[str, Any] | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
         backend.no_truncation()
@@ -60,6 +63,7 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         # Characters of the longest token, as the vocabulary writes it.
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
@@ -121,6 +125,7 @@ class Tokenizer:
             backend,
             special_tokens=special,
             eos_token_ids=ends,
+            sampling_defaults=_sampling_defaults(folder / "generation_config.json"),
             chat_template=ChatTemplate.load(folder, special),
         )
 
@@ -287,6 +292,21 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
     return found if isinstance(found, dict) else {}
+
+
+def _sampling_defaults(path: Path) -> dict[str, Any]:
+    """What the model's authors would have requests ask for that do not say otherwise, as fields of
+    SamplingParams. Raises ConfigError for values that these do not take."""
+    values = _json(path)
+    if values.get("do_sample") is False:  # what stands beside it is not meant
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: values[name] for name in names if values.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        raise ConfigError(f"{path}: {error.message}", param="model") from None
+    return found
 
 
 def _named(name: str, value: Any) -> str | None:

@@ -55,12 +55,16 @@ def load_weights(
         stored = _named(model, read_index(folder))
         run_transfers(_match(model, parameters, stored, folder), model.device, progress)
         _check_finite(parameters, stored)
-    for parameter in parameters:
-        parameter.settle()
+    _settle(parameters)
     del parameters  # else what is packed is there twice until the last one is
     model.finish()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
+
+
+def _settle(parameters: list[Parameter]) -> None:
+    for parameter in parameters:
+        parameter.settle()
 
 
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -332,7 +332,7 @@ def test_unwritable_cache(tmp_path: Path) -> None:
         ("{tmp}", "no config.json"),
         ("{tmp}/text.txt", "must be a .gguf"),
         ("{tmp}/fake.gguf", "not a GGUF file"),
-        ("{tmp}/pickled", "convert them to safetensors"),
+        ("{tmp}/pickled", r"only pytorch_model\*\.bin are read, not model\.bin"),
         ("{tmp}/gguf", r"give the file itself: .*m\.gguf"),
     ],
 )

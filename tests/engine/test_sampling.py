@@ -439,3 +439,31 @@ def test_bfloat16_logits_and_padding_rows() -> None:
         logits, rows, torch.zeros(3, dtype=torch.int64), torch.zeros(2, 1), SamplePlan()
     )
     assert torch.equal(got.tokens, logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("never", [[8, 9], [2, 5], [0, 3, 9]], ids=str)
+def test_ids_without_text_are_never_chosen(never: list[int], temperature: float) -> None:
+    """Rows that pad the vocabulary are trained as little as they are tested: one is chosen now and
+    then, and no text has it. Their place in log-probabilities is the model's all the same."""
+    logits = torch.zeros(64, 10)
+    logits[:, never] = 50.0
+    sampler = Sampler(64, 10, CPU, never)
+    params = SamplingParams(
+        temperature=temperature,
+        logprobs=3,
+        logit_bias={never[0]: 100.0, 1: 0.5},
+        min_tokens=1,
+        stop_token_ids=never,
+    )
+    for row in range(64):
+        sampler.set_row(new_row(row, params, row, stop_ids=never))
+    rows = torch.arange(64)
+    plan = sampler.plan(rows.tolist())
+    at, history = torch.ones(64, dtype=torch.int64), torch.zeros(64, 1, dtype=torch.int32)
+    found = sampler.sample(logits.clone(), rows, at, history, plan)
+    assert not found.bad.any()
+    assert not set(found.tokens.tolist()) & set(never)
+    assert found.logprob is not None
+    want = logits.log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.logprob, want)

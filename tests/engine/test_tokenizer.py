@@ -306,6 +306,20 @@ def test_template_files(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_sampling_defaults(tmp_path: Path) -> None:
+    """A model whose authors recommend a temperature rambles at OpenAI's default of 1."""
+    small_tokenizers.byte_level().backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).sampling_defaults == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 9}))
+    assert Tokenizer.load(tmp_path).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    file.write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    assert Tokenizer.load(tmp_path).sampling_defaults == {"temperature": 0.0}
+    file.write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature"):
+        Tokenizer.load(tmp_path)
+
+
 def test_broken_folders_are_named(tmp_path: Path) -> None:
     """A user who gave the wrong folder reads a Rust panic."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -332,7 +332,10 @@ def _common(
     body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
 ) -> OpenAIRequest:
     refuse_tools(body)
-    params = sampling_params(body, max_tokens=max_tokens, chat=chat)
+    tokenizer = backend.tokenizer(card.id)
+    params = sampling_params(
+        body, max_tokens=max_tokens, chat=chat, defaults=tokenizer.sampling_defaults
+    )
     try:
         params.check_vocabulary(card.vocab_size)
     except InvalidRequest as error:
@@ -352,7 +355,7 @@ def _common(
             raise invalid("best_of cannot be streamed", "best_of")
     return OpenAIRequest(
         card=card,
-        tokenizer=backend.tokenizer(card.id),
+        tokenizer=tokenizer,
         params=params,
         prompts=[],
         seed=secrets.randbits(63),

@@ -1,5 +1,6 @@
 """sampling_params: from a request's fields to SamplingParams, with its own names in errors."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.errors import invalid, wrong_type
@@ -10,16 +11,22 @@ from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 _AS_GIVEN = SAMPLING - {"logit_bias", "logprobs", "top_k", "max_tokens"}
 
 
-def sampling_params(body: dict[str, Any], *, max_tokens: int | None, chat: bool) -> SamplingParams:
-    """Defaults are OpenAI's; null is the default. max_tokens: the route's default.
+def sampling_params(
+    body: dict[str, Any],
+    *,
+    max_tokens: int | None,
+    chat: bool,
+    defaults: Mapping[str, float] | None = None,
+) -> SamplingParams:
+    """Defaults are the model's, then OpenAI's; null is the default. max_tokens: the route's
+    default. defaults: of the model (`Tokenizer.sampling_defaults`).
 
     chat: logprobs is a boolean with top_logprobs beside it, and max_tokens may be called
         max_completion_tokens.
     Raises ApiError 400 naming the field.
     """
-    given: dict[str, Any] = {
-        name: body[name] for name in _AS_GIVEN & body.keys() if body[name] is not None
-    }
+    given: dict[str, Any] = dict(defaults or {})
+    given |= {name: body[name] for name in _AS_GIVEN & body.keys() if body[name] is not None}
     limit_name = "max_tokens"
     if (limit := body.get("max_tokens")) is None:
         limit = max_tokens

@@ -204,6 +204,24 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
     assert backend.requests[-1].seed != backend.requests[-2].seed
 
 
+def test_the_model_s_defaults_hold_where_a_request_says_nothing(
+    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """generation_config.json is read and thrown away; or it wins over what a client asks for."""
+    defaults = {"temperature": 0.6, "top_k": 20}
+    tokenizer = backend.tokenizer(MODEL)
+    monkeypatch.setattr(tokenizer, "sampling_defaults", defaults)
+    asked: tuple[tuple[dict[str, Any], tuple[float, int]], ...] = (
+        ({"temperature": None}, (0.6, 20)),
+        ({"temperature": None, "top_k": None}, (0.6, 20)),
+        ({"temperature": 1.5, "top_k": -1}, (1.5, 0)),
+    )
+    for fields, want in asked:
+        run(client.chat(**fields))
+        params = backend.requests[-1].params
+        assert (params.temperature, params.top_k) == want
+
+
 def test_the_engine_s_seed_decides_where_a_request_gives_none(
     backend: FakeBackend, client: Client
 ) -> None:
