@@ -24,10 +24,10 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
-One YAML file describes one served model. `manta serve manta.yaml` runs it, `manta plan manta.yaml`
-tells what it takes, and both check it first: a misspelt key, a wrong value or a missing model
-folder ends with exit code 2, the file, the line and the nearest right name, before Ray or a model
-is touched.
+One YAML file describes one served model. `manta serve manta.yaml` runs it, and `manta plan
+manta.yaml` tells what it takes. Both check the file first. A misspelt key, a wrong value or a
+missing model folder ends the command with exit code 2, before Ray or a model is touched; the error
+names the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package

@@ -20,18 +20,18 @@ class AdaptersConfig(BaseModel):
 
     paths: dict[str, str] = Field(
         default_factory=dict,
-        description="Name -> folder in PEFT's format, or a URL that fsspec knows. Read when first "
-        "asked for.",
+        description="Name -> folder in PEFT's format, or a URL that fsspec knows. An adapter is "
+        "read when it is first asked for.",
     )
     watch: str | None = Field(
         None,
         description="A folder whose subfolders are adapters of their names, looked at each second: "
-        "what comes is served, what goes is not, and what is replaced is read again.",
+        "new adapters are served, removed ones are not, and replaced ones are read again.",
     )
     roots: list[str] = Field(
         default_factory=list,
-        description="Folders and URLs that adapters may be added from while it runs, `watch` "
-        "always being one. Default none.",
+        description="Folders and URLs that adapters may be added from while the server runs; "
+        "`watch` is always one. Default none.",
     )
 
     @field_validator("paths", "watch", "roots")

@@ -79,36 +79,36 @@ class PoolConfig(_Section):
         None,
         ge=1,
         le=4096,
-        description="With it the pool scales between min_replicas and this. Default: it has "
-        "`replicas`, always.",
+        description="If set, the pool scales between min_replicas and this number. Default: the "
+        "pool always has `replicas`.",
     )
     min_replicas: int = Field(
         1,
         ge=0,
         le=4096,
-        description="Where max_replicas is set: how many there are at first, and always. 0: the "
-        "pool may go, if nothing is asked or another pool carries all; the first request then "
-        "waits for a start (see router.wait_seconds).",
+        description="Where max_replicas is set: how many replicas there are at first, and at "
+        "least. 0: the pool may become empty, if no request comes or another pool carries all; "
+        "the first request then waits for a start (see router.wait_seconds).",
     )
     price: float | None = Field(
         None,
         gt=0,
         le=10_000,
-        description="Of a replica's hour, in any unit: which pool carries the work, and which the "
-        "overflow. Default: 1 for gpu, 0.1 for cpu.",
+        description="Price of a replica's hour, in any unit. It decides which pool carries the "
+        "work and which pool the overflow. Default: 1 for gpu, 0.1 for cpu.",
     )
     start_seconds: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="From the decision to a replica's first answer, until it was measured: how far "
-        "ahead to look.",
+        description="Seconds from the decision to a replica's first answer, until that time was "
+        "measured. The pool looks so far ahead.",
     )
     start_first: bool = Field(
         False,
         description="In an update a new replica starts before an old one stops, which needs room "
-        "for one more. Off: a machine that is full could not be updated; of a single replica "
-        "requests wait until the new one is there.",
+        "for one more. Off by default, because a full machine could not be updated; then requests "
+        "to a single replica wait until the new one is ready.",
     )
     num_cpus: float | None = Field(
         None,
@@ -117,13 +117,13 @@ class PoolConfig(_Section):
         description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
         "Default: 1 in a gpu pool (the step loop); in a cpu pool the cores of the machine that "
         "builds the configuration, or of the largest node if Ray runs, shared out among the "
-        "replicas. Name it for a cluster, whose nodes may be others.",
+        "replicas. Set it for a cluster, whose nodes may be of another size.",
     )
     num_gpus: float | None = Field(
         None,
         ge=0,
         le=64,
-        description="GPUs of a replica: 1, or a part of one that replicas share. Default: 1 in a "
+        description="GPUs of a replica: 1, or a part of a GPU that replicas share. Default: 1 in a "
         "gpu pool, 0 in a cpu pool.",
     )
     resources: dict[str, float] = Field(
@@ -162,27 +162,29 @@ class ScalingConfig(_Section):
         2.0,
         gt=0,
         le=600,
-        description="Seconds to the first token that users were promised. What waits longer makes "
-        "replicas come.",
+        description="Seconds to the first token that users were promised. Requests that wait "
+        "longer make the pool grow.",
     )
     busy: float = Field(
         0.93,
         gt=0.1,
         le=1,
-        description="Share of a replica's time that is planned for. The rest is for chance: "
-        "less is quicker, more is cheaper.",
+        description="Share of a replica's time that is planned for. The rest is a reserve for "
+        "chance. A smaller share is quicker, a larger one is cheaper.",
     )
     calm_seconds: float = Field(
         120.0,
         ge=0,
         le=86400,
-        description="Replicas go only when the rest would have carried the most of so long.",
+        description="Replicas go only when the remaining ones would have carried the highest work "
+        "of the last so many seconds.",
     )
     idle_seconds: float = Field(
         300.0,
         ge=0,
         le=86400,
-        description="Without a request before the last replica goes, where the minimum is 0.",
+        description="Seconds without a request before the last replica goes, where min_replicas "
+        "is 0.",
     )
 
 
@@ -193,15 +195,15 @@ class RouterConfig(_Section):
         2,
         ge=1,
         le=256,
-        description="Router processes. Fixed, because a change reloads the HTTP edge, which cuts "
-        "long streams; 2, so that one can fail.",
+        description="Router processes. The number is fixed, because a change reloads the HTTP "
+        "edge, which cuts long streams. 2: one can fail.",
     )
     num_cpus: float = Field(
         0.0,
         ge=0,
         le=64,
-        description="CPU cores that Ray reserves for each. 0: on a small machine the engines get "
-        "them all, and a router that is idle needs none.",
+        description="CPU cores that Ray reserves for each router. 0: on a small machine the "
+        "engines get all cores, and an idle router needs none.",
     )
     wait_seconds: float = Field(
         30.0,
@@ -209,26 +211,29 @@ class RouterConfig(_Section):
         le=3600,
         description="How long a request waits at most, for a replica to be ready (then 503 "
         "no_replica) or to have room (503 overloaded). 30 "
-        "s: a replaced replica of a small model is back by then, and clients' own limits are "
-        "longer.",
+        "s: a replaced replica of a small model is ready again by then, and clients' own limits "
+        "are longer.",
     )
     losses: int = Field(
         1,
         ge=0,
         le=100,
-        description="Replicas that a request may lose, killed from outside, without one new token "
-        "before it fails: it may be the cause. What engines die of by themselves is given up at "
-        "the second.",
+        description="Replicas killed from outside that a request may lose without one new token, "
+        "before the request fails, as it may be the cause. Where engines die by themselves, the "
+        "request fails at the second death.",
     )
     heartbeat_seconds: float = Field(
-        0.5, gt=0, le=60, description="Between signs of life on a channel; costs nothing."
+        0.5,
+        gt=0,
+        le=60,
+        description="Seconds between signs of life on a channel; they cost nothing.",
     )
     silence_seconds: float = Field(
         2.5,
         gt=0,
         le=600,
-        description="A channel silent for so long is dead and its requests move: how soon a lost "
-        "machine is noticed. Five beats: a busy interpreter may miss one.",
+        description="A channel silent for so many seconds is dead and its requests move. So soon a "
+        "lost machine is noticed. Five heartbeats: a busy interpreter may miss one.",
     )
 
     @model_validator(mode="after")
@@ -243,11 +248,11 @@ class TlsConfig(_Section):
 
     certificate: str | None = Field(
         None,
-        description="File in PEM with the certificate and those between it and a root. Default "
-        "none: plain HTTP. Read when the edge starts or is reloaded.",
+        description="File in PEM with the certificate and the certificates between it and a root. "
+        "Default none: plain HTTP. The file is read when the edge starts or is reloaded.",
     )
     key: str | None = Field(
-        None, description="File in PEM with its key, not encrypted, readable by few."
+        None, description="File in PEM with the certificate's key, not encrypted, readable by few."
     )
 
     @model_validator(mode="after")
@@ -265,7 +270,7 @@ class HttpConfig(_Section):
         min_length=1,
         max_length=255,
         description="Address to listen on. Loopback: nothing is open to the network until you "
-        "say so; on a single machine the engines' channels then stay on loopback too.",
+        "change it; on a single machine the engines' channels then stay on loopback too.",
     )
     port: int = Field(
         8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
@@ -285,35 +290,36 @@ class HttpConfig(_Section):
     )
     api_keys_file: str | None = Field(
         None,
-        description="File with one API key a line, readable by its owner only; `priority=-8` "
-        "behind a key lets its requests set `priority` down to that, else 0 is the least. Default "
-        "none: no key is asked for, which suits loopback.",
+        description="File with one API key a line, readable by its owner only. `priority=-8` "
+        "behind a key lets the key's requests set `priority` down to -8; otherwise 0 is the "
+        "least. Default none: no key is asked for, which suits loopback.",
     )
     admin_keys_file: str | None = Field(
         None,
-        description="The same for keys that may also change what is served: /v1/adapters. Default "
-        "none: no key may where api_keys_file is set, and every client where keys are not used.",
+        description="The same for keys that may also change what is served (/v1/adapters). "
+        "Default none: where api_keys_file is set no key may change it, and where keys are not "
+        "used every client may.",
     )
     share_prefixes: bool = Field(
         False,
-        description="Requests of different API keys share the prefix cache. Off: by the time to "
-        "the first token one key could tell what another has asked. On: for keys of one owner, "
-        "whose common prompts are then computed once.",
+        description="Requests of different API keys share the prefix cache. Off: otherwise the "
+        "time to the first token would tell one key what another has asked. On: for keys of one "
+        "owner, whose common prompts are then computed once.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,
-        description="Origins of web pages that may ask, as a browser names them: "
+        description="Origins of web pages that may send requests, as a browser names them: "
         "https://chat.example.com, without a path; `*` is any. Default none: browsers keep all "
-        "pages away. Without API keys whoever may be named here can use the service through "
-        "your browser.",
+        "pages away. Without API keys a page named here can use the service through your browser.",
     )
     keepalive_seconds: float = Field(
         5.0,
         ge=0,
         le=600,
-        description="A stream that has no token after so long gets the head of its answer, and a "
-        "comment line each so many seconds until it has one: proxies cut what is silent, often "
-        "after 60 s. What fails later has no status of its own: see docs/http.md. 0: never.",
+        description="A stream without a token after so many seconds gets the head of its answer, "
+        "and then a comment line as often until its first token, because proxies cut silent "
+        "connections, often after 60 s. A later failure has no status of its own: see "
+        "docs/http.md. 0: never.",
     )
     tls: TlsConfig = Field(default_factory=TlsConfig)
     connections: int = Field(
@@ -328,10 +334,10 @@ class HttpConfig(_Section):
         8192,
         ge=0,
         le=1_000_000,
-        description="Of them, from one address, at most half of all; beyond, 429 "
-        "too_many_connections. So many that a load generator does not notice, so few that one "
-        "address never keeps out the others. 0: no bound, for a proxy in front that all clients "
-        "come through.",
+        description="Connections from one address, at most half of `connections`; beyond them 429 "
+        "too_many_connections. 8192: a load generator does not notice the bound, and one address "
+        "never keeps out the others. 0: no bound, for a proxy in front that all clients come "
+        "through.",
     )
     strict: bool = Field(
         False,
@@ -351,8 +357,8 @@ class HttpConfig(_Section):
             return ""
         admin = "" if self.admin_keys_file is not None else ", change adapters"
         return (
-            f"http.host {self.host} is open to the network and no key is asked for: whoever "
-            f"reaches port {self.port} may use it{admin} and read what became of all requests"
+            f"http.host {self.host} is open to the network and no key is asked for: every client "
+            f"that reaches port {self.port} may use it{admin} and read what became of all requests"
         )
 
     @field_validator("cors_origins")
@@ -373,7 +379,7 @@ class LogConfig(_Section):
     level: Literal["info", "debug"] = Field(
         "info",
         description="debug: lines for each request in router, replica and engine, with its id. "
-        "info: those of requests that failed or moved.",
+        "info: lines for requests that failed or moved.",
     )
     format: Literal["text", "json"] = Field(
         "text", description="json: an object a line, with the request's id and our fields."
@@ -387,24 +393,25 @@ class LimitsConfig(_Section):
         4096,
         ge=1,
         le=1_000_000,
-        description="Requests in flight a router, then 503 overloaded. 4096: of two routers half "
-        "of http.connections, so that refusals have room beside them.",
+        description="Requests in flight at one router; beyond them 503 overloaded. 4096: two "
+        "routers then take half of http.connections, so that refusals have room beside them.",
     )
     waiting: int = Field(
         1024,
         ge=0,
         le=1_000_000,
-        description="Choices a router that may wait while no replica is ready.",
+        description="Choices that may wait at one router while no replica is ready.",
     )
     queue_seconds: float | None = Field(
         None,
         gt=0,
         le=3600,
-        description="Work a router that may wait for room at the replicas, in seconds at the "
-        "rate at which they were seen to work; beyond, 503 overloaded with the time until there "
-        "is room. Default: 0.75 of `scaling.ttft`, so that what is let in has its first token "
-        "within twice that (p99), with the answers that it waits for. A burst that fits into the "
-        "free rows may wait four times as long, and less waits where an engine is slow to begin.",
+        description="Work that may wait at one router for room at the replicas, in seconds at the "
+        "rate at which they were seen to work; beyond it 503 overloaded with the time until there "
+        "is room. Default: 0.75 of `scaling.ttft`, so that a request that is let in has its first "
+        "token within twice `scaling.ttft` (p99), the answers that it waits for included. A burst "
+        "that fits into the free rows may wait four times as long, and less may wait where an "
+        "engine is slow to begin.",
     )
     queue_tokens: int = Field(
         1_000_000,
@@ -416,15 +423,15 @@ class LimitsConfig(_Section):
     share_by: str = Field(
         "api_key",
         pattern=r"^(api_key|user|x-[a-z0-9-]{1,62})$",
-        description="By what waiting requests take turns: `api_key`, `user` (the request's field) "
+        description="What waiting requests take turns by: `api_key`, `user` (the request's field) "
         "or the name of a header, such as x-tenant. The last two are for a gateway in front that "
-        "sets them: whoever can choose them can take more turns.",
+        "sets them: a client that can choose them can take more turns.",
     )
     deadline_seconds: float | None = Field(
         None,
         gt=0,
         le=7 * 86400,
-        description="Time for an answer that names none itself (x-deadline-seconds), then 408 "
+        description="Time for a request that sets none itself (x-deadline-seconds); after it 408 "
         "deadline_exceeded. Default: any time.",
     )
     age_seconds: float = Field(
@@ -432,7 +439,7 @@ class LimitsConfig(_Section):
         gt=0,
         le=3600,
         description="Waiting time that outweighs one step of a request's `priority`, so that "
-        "nothing waits for ever.",
+        "no request waits for ever.",
     )
     body_bytes: int = Field(
         4 * 2**20,
@@ -445,24 +452,24 @@ class LimitsConfig(_Section):
         60.0,
         ge=0,
         le=3600,
-        description="How long a replica that is to stop lets its requests end before they move "
-        "elsewhere; when `manta serve` is to stop, how long before they end with an error.",
+        description="How long requests may go on at a replica that is to stop, before they move "
+        "elsewhere. When `manta serve` is to stop, how long before they end with an error.",
     )
     restarts: int = Field(
         5,
         ge=0,
         le=1000,
         description="How often in an hour `manta serve` starts its own Ray and the application "
-        "again when that is lost (its raylet or GCS has ended). Beyond, it ends with exit code 1, "
-        "for a supervisor; 0: at once. 5: enough for chance, and no endless circle.",
+        "again when that Ray is lost (its raylet or GCS has ended). Beyond that it ends with exit "
+        "code 1, for a supervisor; 0: at once. 5: enough for chance, and no endless circle.",
     )
     stall_seconds: float = Field(
         30.0,
         ge=1,
         le=3600,
-        description="An engine whose step takes so long is replaced. 30 s: a CPU may need it for a "
-        "prompt. One that computes nothing meanwhile is told after 8 s, one without a sign of life "
-        "after 3 s.",
+        description="An engine whose step takes so many seconds is replaced. 30 s: a CPU may need "
+        "them for a prompt. An engine that computes nothing meanwhile is noticed after 8 s, an "
+        "engine without a sign of life after 3 s.",
     )
 
 
@@ -488,13 +495,13 @@ class MantaConfig(_Section):
     app_name: str = Field(
         "manta",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
-        description="Serve application name, which other Ray jobs find it by. Deploying removes "
-        "applications of other names: a cluster serves one configuration.",
+        description="Serve application name, by which other Ray jobs find the application. "
+        "Deploying removes applications of other names: a cluster serves one configuration.",
     )
     route_prefix: str = Field(
         "/",
         pattern=r"^/([A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*)?$",
-        description="Where its paths begin.",
+        description="What every path of the HTTP API begins with.",
     )
     engine: EngineOptions = Field(
         default_factory=dict, description="EngineConfig fields for all pools; see engine/config.py."
@@ -503,7 +510,7 @@ class MantaConfig(_Section):
         1,
         ge=0,
         le=4096,
-        description="Engine replicas, where there is one pool: gpu if a GPU is there, else cpu.",
+        description="Engine replicas, where there is one pool: gpu if there is a GPU, else cpu.",
     )
     pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
@@ -528,8 +535,8 @@ class MantaConfig(_Section):
             for pool in self.pools.values() or [PoolConfig()]:
                 if not self.engine_options(pool).get("max_loras"):
                     raise ValueError(
-                        "adapters: engine.max_loras is 0, so none could be loaded; set it to how "
-                        "many are on a device at once"
+                        "adapters: engine.max_loras is 0, so no adapter could be loaded; set it to "
+                        "how many are on a device at once"
                     )
         return self
 
