@@ -103,7 +103,7 @@ class ReplicaServer:
         self._limits = limits
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
-        self._suspects = SuspectQueue(self._begin)
+        self._suspects = SuspectQueue(self._begin, asyncio.get_running_loop().call_later)
         self._memory = StreamMemory()
         self._server: asyncio.Server | None = None
         self._unauthenticated = UnauthenticatedConnections()

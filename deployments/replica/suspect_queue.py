@@ -7,28 +7,36 @@ from collections.abc import Callable, Iterable
 from deployments.replica.adapters import SubmittedRequest
 from deployments.transport.channel import ReplicaEnd, Turn
 
+_SUSPECTS_FIRST = 0.1  # seconds in which all routers hear of a death and send its suspects
+
 
 class SuspectQueue:
-    """start(submitted) gives a request to the engine.
+    """start(submitted) gives a request to the engine. later(seconds, call) calls after so long.
 
     suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
     end of the probation. deaths: the replicas that it may have killed. given: the engine has it;
     before that its adapter may be on its way, and an engine that is gone takes nothing.
 
     A request that was at a death and is no suspect of it (it has passed) starts when no suspect is
-    on probation. It may have been the cause all the same, slowly, so a suspect that dies beside it
-    is not convicted.
+    on probation, and not before all routers can have sent the suspects of that death. It may have
+    been the cause all the same, slowly, so a suspect that dies beside it is not convicted.
     """
 
-    def __init__(self, start: Callable[[SubmittedRequest], None]) -> None:
+    def __init__(
+        self,
+        start: Callable[[SubmittedRequest], None],
+        later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
         self.suspect: SubmittedRequest | None = None
         self.deaths: list[str] = []
         self.given = False
         self._start = start
+        self._later = later
         self._suspects: list[tuple[SubmittedRequest, list[str]]] = []
-        self._passed: deque[tuple[SubmittedRequest, list[str]]] = (
-            deque()
-        )  # they go on when no suspect is left
+        # They go on when no suspect is left.
+        self._passed: deque[tuple[SubmittedRequest, list[str]]] = deque()
+        self._known: set[str] = set()  # deaths whose suspects have come, or had their time to
+        self._expected = 0  # deaths whose suspects may be on their way
         self._company: list[tuple[SubmittedRequest, list[str]]] = []  # running, and were at deaths
 
     def submit(self, submitted: SubmittedRequest, turn: Turn, deaths: list[str]) -> None:
@@ -36,10 +44,19 @@ class SuspectQueue:
         if turn == "alone":
             self._suspects.append((submitted, deaths))
             self.advance()
-        elif turn == "after" and self.suspect is not None:
+        elif turn == "after":
+            if new := set(deaths) - self._known:
+                self._known |= new
+                self._expected += 1
+                self._later(_SUSPECTS_FIRST, self._all_here)
             self._passed.append((submitted, deaths))
+            self.advance()
         else:
             self._run(submitted, deaths)
+
+    def _all_here(self) -> None:
+        self._expected -= 1
+        self.advance()
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
         """These requests are not wanted any more. Those that wait here are dropped."""
@@ -85,7 +102,7 @@ class SuspectQueue:
                 self.suspect, self.deaths = submitted, deaths
                 self._start(submitted)
                 return
-        while self._passed:
+        while self._passed and not self._expected:
             submitted, deaths = self._passed.popleft()
             if submitted.wanted:
                 self._run(submitted, deaths)

@@ -66,7 +66,7 @@ def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
     that stays suspected, until it has been at too many deaths."""
     suspect, waiting, passed, bystander, new = (Suspicion() for _ in range(5))
     for suspicion in (suspect, waiting, passed):
-        assert not suspicion.lost("r0", 1, 20, OWN, 1)
+        assert not suspicion.lost("r0", 1, PROOF - 1, OWN, 1)
         assert (suspicion.turn, suspicion.tokens, suspicion.deaths) == ("alone", PROBATION, ["r0"])
     passed.passes()
     assert passed.turn == "after"
@@ -85,10 +85,11 @@ def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
 def test_a_death_of_which_no_trial_tells():
     """A poison that is slower than the trials, which kills engines for ever."""
     slow = Suspicion()
-    for replica, given, tokens in (("r0", 100, PROBATION), ("r1", 10, 10 + PROBATION)):
-        assert not slow.lost(replica, 1, given, OWN, 1)
-        assert slow.tokens == tokens
-        slow.passes()
+    assert not slow.lost("r0", 1, PROOF, OWN, 1)
+    assert (slow.turn, slow.tokens) == ("after", 0), "those that had hardly begun are tried first"
+    assert not slow.lost("r1", 1, 10, OWN, 1)
+    assert (slow.turn, slow.tokens) == ("alone", 10 + PROBATION)
+    slow.passes()
     assert slow.lost("r2", 1, 100, OWN, 1)
     bystander = Suspicion()
     for replica in ("r0", "r1"):
@@ -116,7 +117,7 @@ def test_deaths_from_outside_are_nobodys_fault_unless_they_go_on(failed):
 
 KINDS = {
     "before any token": ("", 2),
-    "at its 50th token": (",lethal_at=49", 2),
+    "at its 50th token": (",lethal_at=49", 3),
     "after 2 tokens each time": (",lethal_after=2", 2),
     "after 12 tokens each time": (",lethal_after=12", 3),
 }
@@ -218,7 +219,9 @@ def test_suspects_are_tried_in_the_order_of_the_engine():
         async with Fleet(1, limits=LIMITS) as fleet:
             replica_server = fleet.replica_servers["r0"]
             tried = []
-            suspects = SuspectQueue(lambda held: tried.append(held.request.id))
+            suspects = SuspectQueue(
+                lambda held: tried.append(held.request.id), asyncio.get_running_loop().call_later
+            )
             (router,) = replica_server._routers.values()
 
             def suspect(id: int, priority: int, begun: bool) -> None:
@@ -235,6 +238,41 @@ def test_suspects_are_tried_in_the_order_of_the_engine():
                 suspects.advance()
             assert tried == [1, 4, 3, 2]
             router.live.discard(tried[-1])
+
+    run(case())
+
+
+def test_those_that_wait_for_suspects_wait_for_those_on_their_way():
+    """A long stream that starts before the suspect of another router comes is company: the
+    suspect's engine dies, no request is convicted, and a third engine dies."""
+
+    async def case():
+        async with Fleet(1, limits=LIMITS) as fleet:
+            (router,) = fleet.replica_servers["r0"]._routers.values()
+            started, timers = [], []
+            suspects = SuspectQueue(
+                lambda held: started.append(held.request.id),
+                lambda seconds, call: timers.append(call),
+            )
+
+            def submit(id: int, turn: str, deaths: list[str]) -> None:
+                request = EngineRequest(id, [5, 6, 7], 3, SamplingParams(), 0)
+                router.live.add(id)
+                suspects.submit(SubmittedRequest(router, request, "", 0), turn, deaths)
+
+            submit(1, "after", ["dead"])
+            submit(2, "", [])
+            assert started == [2], "a request that was at no death does not wait"
+            submit(3, "alone", ["dead"])
+            assert started == [2, 3] and len(timers) == 1
+            timers.pop()()
+            assert started == [2, 3], "the suspect is on probation"
+            router.live.discard(3)
+            suspects.advance()
+            assert started == [2, 3, 1] and not suspects.accused()
+            submit(4, "after", ["dead"])
+            assert started[-1] == 4 and not timers, "its suspects have had their time"
+            router.live.clear()
 
     run(case())
 
@@ -256,7 +294,7 @@ def test_several_routers_try_their_suspects_one_after_the_other():
             fleet.dispatcher = one
             await given_up(poison)
             await whole(streams)
-            assert deaths(fleet) == 2
+            assert deaths(fleet) == 3, "each is tried after the second"
             other.close()
 
     run(case())
@@ -316,7 +354,7 @@ def test_suspects_of_the_last_replica_wait_for_the_next():
     it together."""
 
     async def case():
-        async with Fleet(1, limits=LIMITS, options=LETHAL + ",lethal_at=20") as fleet:
+        async with Fleet(1, limits=LIMITS, options=LETHAL + ",lethal_at=4") as fleet:
             poison = fleet.generate(max_tokens=TOKENS, prompt=POISON)
             others = [fleet.generate(max_tokens=TOKENS) for _ in range(8)]
             for number in (1, 2):
@@ -366,7 +404,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
     async def case():
         async with Fleet(0, limits=LIMITS) as fleet:
             model = f"fake:{LETHAL},step_seconds=0.02{KINDS[kind][0]}"
-            for number in range(3):
+            for number in range(4):
                 replica_server = fleet.replica_servers[f"r{number}"] = ReplicaServer(
                     FAST, StallLimits()
                 )
@@ -388,7 +426,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
                 assert tokens == WHOLE
 
             watching = [asyncio.create_task(watch(i, one)) for i, one in enumerate(others)]
-            await until(lambda: len(fleet.dispatcher.state().replicas) == 3)
+            await until(lambda: len(fleet.dispatcher.state().replicas) == 4)
             await asyncio.sleep(0.5)
             await given_up(poison)
             await asyncio.gather(*watching)
@@ -397,7 +435,7 @@ def test_real_processes_and_how_long_bystanders_are_held_up(kind: str):
                     replica_server.failed is not None
                     for replica_server in fleet.replica_servers.values()
                 )
-                == 2
+                == KINDS[kind][1]
             )
             gaps.sort()
             print(f"{kind}: longest gap {gaps[-1]:.2f} s, median {gaps[len(gaps) // 2]:.2f} s")

@@ -15,9 +15,6 @@ from engine.errors import RequestFailed
 logger = logging.getLogger("manta.router")
 
 _SUSPECT_PAUSE = 0.25  # seconds: as long as news of replicas that died together may take
-_SUSPECTS_FIRST = (
-    0.05  # seconds in which all routers send the suspects of a death to their probation
-)
 
 
 class ReplicaLosses:
@@ -48,7 +45,6 @@ class ReplicaLosses:
         level = logging.WARNING if choices or not client.retired else logging.INFO
         logger.log(level, "replica %s: %s; %d choices move", client.replica, reason, len(choices))
         moving: dict[InflightRequest, list[InflightChoice]] = {}
-        passed: dict[InflightRequest, list[InflightChoice]] = {}
         for choice in choices:
             if choice.done or self._give_up(client, choice):
                 continue  # done: its request failed with another choice of this loop
@@ -65,8 +61,6 @@ class ReplicaLosses:
                 # This choice may be the cause. Choices that are not go first, to be ahead of the
                 # next death; and all news of replicas that died at once can arrive meanwhile.
                 self._place_later([choice], _SUSPECT_PAUSE)
-            elif choice.suspicion.turn == "after":
-                passed.setdefault(choice.inflight, []).append(choice)
             else:
                 moving.setdefault(choice.inflight, []).append(choice)
         if client.failed is not None and by_itself(client.failed):
@@ -77,8 +71,6 @@ class ReplicaLosses:
             left = [choice for choice in together if not choice.done]
             if left:
                 self._place(left)
-        for together in passed.values():
-            self._place_later([choice for choice in together if not choice.done], _SUSPECTS_FIRST)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
         """Whether the request has cost too many replicas; then it has failed."""

@@ -1,10 +1,13 @@
 """Suspicion: is a choice a poison request, one that its engines die of?
 
 A kill from outside says nothing about the requests in the engine. An engine that died by itself may
-have died of any request in it, so all of them are suspects. Each suspect is put on probation: it is
-placed at another replica to give a few tokens there, as the only suspect that runs
-(replica/suspect_queue.py). A suspect that gives them has passed. It goes on once all suspects at
-that replica have had their turn, so that it cannot kill the engine under the next one.
+have died of any request in it. Requests that had hardly begun there are suspects: most poison
+requests kill at their prompt. Each suspect is put on probation: it is placed at another replica to
+give a few tokens there, as the only suspect that runs (replica/suspect_queue.py). A suspect that
+gives them has passed. It goes on once all suspects at that replica have had their turn, so that it
+cannot kill the engine under the next one. Requests that had given PROOF tokens go on like that
+without a probation. If each of them had one, a crash of no request's making would pause all streams
+for as long as all probations take.
 
 When an engine dies while a suspect is on probation, that suspect is given up: it was at two deaths.
 This death blames only requests that had given no token in that engine yet, and the first death
@@ -12,7 +15,9 @@ blames no other request any more. A request that was at two unexplained deaths i
 however many tokens it had given.
 
     what happened to the engine        what becomes of the requests in it
-    died by itself, none on probation  all go on probation; a request's third such death: given up
+    died by itself, none on probation  those that had hardly begun go on probation, the others wait
+                                       for them; at two such deaths: on probation however many
+                                       tokens it had given; at three: given up
     died by itself, one on probation   that one is given up; those without a token go on probation
     the same, beside a request that    none is given up; the two go on probation again
       was at the same deaths
@@ -25,7 +30,7 @@ from engine.messages import Failed
 PROBATION = 3  # tokens: an engine may have computed two more than it has told when it died
 LONG_PROBATION = 64  # tokens, at most, for a choice that has passed once: a poison may be slow
 DEATHS = 3  # unexplained ones: the choice is given up, also if no probation shows it
-PROOF = 8  # tokens from one replica that clear a choice of its loss, if that came from outside
+PROOF = 8  # tokens from one replica: the choice is hardly what that replica was lost for
 
 
 def by_itself(failed: Failed) -> bool:
@@ -38,7 +43,7 @@ class Suspicion:
 
     deaths: replicas whose engines died by themselves while the choice was there, unexplained so
     far. tokens: what the choice has to give on its next probation; 0: it is no suspect. passed: it
-    was a suspect, has passed its probation and has given nothing since.
+    has passed its probation, or needs none after this death, and has given nothing since.
     losses: replicas lost from outside in a row before a token came from them; silent replicas do
     not count. doubts: replicas lost before PROOF tokens.
     """
@@ -114,5 +119,10 @@ class Suspicion:
         # An innocent choice may have been beside a poison request once more: allow it one death.
         if len(self.deaths) >= DEATHS + failed.doubt:
             return f"{len(self.deaths)} engines died while they ran this request"
-        self.tokens = PROBATION if len(self.deaths) == 1 else min(given + PROBATION, LONG_PROBATION)
+        if len(self.deaths) > 1:
+            self.tokens = min(given + PROBATION, LONG_PROBATION)
+        elif given < PROOF:
+            self.tokens = PROBATION
+        else:
+            self.passed = True
         return ""
