@@ -277,7 +277,7 @@ def held() -> str:
         return f"port {PORT}"
     except TimeoutError:
         return f"port {PORT}"
-    except OSError:  # nobody listens
+    except OSError:  # no process listens
         pass
     import torch
 

@@ -7,7 +7,7 @@ FOLDER needs a config.json only: weights are random on both sides, and so are th
 of N adapters drawn zipf, as many slots as adapters. N = 0 is a side that takes no adapters at all.
 With others a side starts once for each N, warms up, and runs with adapters, without, and with them
 in the same process. `kept` is the best output tokens/s with them over the best of that side without
-any, with N = 0 or not: slots that nobody uses are to cost nothing. Both sides read the same files
+any, with N = 0 or not: slots that no request uses must cost nothing. Both sides read the same files
 and get the same adapter for the same request.
 
 A third side, `loads`, is ours alone: the times between tokens of one of 64 streams while 32

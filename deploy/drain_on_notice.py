@@ -27,7 +27,7 @@ Notice = Callable[[], int | None]  # seconds left; None: no notice
 
 
 def ask(url: str, method: str = "GET", **headers: str) -> str | None:
-    """None: there is no such thing, or nobody answers."""
+    """The answer's text. None: the page does not exist, or no server answers."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(url, method=method, headers=named)
     try:

@@ -67,8 +67,9 @@ def set_for_children(variables: dict[str, str]) -> None:
 
 
 def no_ray_metrics() -> dict[str, str]:
-    """Variables without which Ray tells its metrics on all interfaces, to all who ask; those that
-    are set already are the user's wish. A port that does not exist is the only way to say none."""
+    """Variables without which Ray serves its metrics on all interfaces, to every client.
+    Variables that are set already are the user's wish. A port that does not exist is the only way
+    to say none."""
     wanted = {
         "RAY_enable_metrics_collection": "0",
         "AUTOSCALER_METRIC_PORT": "65536",

@@ -2,10 +2,10 @@
 
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client())
 
-A streamed completion that breaks goes on after the last whole event, at whatever router answers: to
-who reads it that is a pause. So is an edge that is away for a moment when a completion begins, once
-it has served one. Every other request passes through as it is. For httpx and httpx2, so
-for all generations of the client since 1.0 and for what is built on it.
+A streamed completion that breaks goes on after the last whole event, at whatever router answers:
+the caller sees a pause. An edge that is away for a moment when a completion begins is a pause too,
+once it has served a completion. Every other request passes through as it is. The module is for
+httpx and httpx2, so for all generations of the client since 1.0 and for libraries built on it.
 """
 
 import asyncio
@@ -157,8 +157,8 @@ class _Parts:
         return self._httpx.NetworkError, self._httpx.RemoteProtocolError
 
     def refused(self, response: Any = None) -> float | None:
-        """Seconds until the request is made again, when it met nobody, or an edge that does not
-        know its routers yet: then a path that was there is not."""
+        """Seconds until the request is made again, when no server took the connection, or when the
+        edge does not know its routers yet: then a path that was there is not."""
         if response is None:
             return self._resuming.pause()
         status = response.status_code

@@ -32,7 +32,7 @@ NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtyp
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one engine.
 
-    model: a local folder with config.json and safetensors; whoever starts the engine makes one of a
+    model: a local folder with config.json and safetensors; the caller makes such a folder of a
         .gguf file or a hub name.
     revision: of that hub name; the engine itself does not read it.
     device: "auto" takes CUDA where there is one.

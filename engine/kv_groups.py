@@ -145,8 +145,8 @@ def blocks_for(kinds: Sequence[KVKind], tokens: int, size: int) -> int:
 
 
 def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
-    """How many positions of requests of TYPICAL tokens so many blocks last for: what people and
-    routers count, who know nothing of kinds."""
+    """How many positions of requests of TYPICAL tokens so many blocks last for. People and
+    routers, which know nothing of kinds, count in these positions."""
     return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
 
 

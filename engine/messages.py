@@ -160,9 +160,9 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
     """prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
-    ticket: the newest of an order that the engine had carried out when it made this frame.
-    taken: ids of requests that `stats` is the first to count; those that it refused, too. Who has
-        sent one counts it on top of the figures until its id is here.
+    ticket: of the newest order that the engine had carried out when it made this frame.
+    taken: ids of requests that `stats` is the first to count, refused ones among them. The router
+        that has sent a request counts it on top of the figures until its id is here.
     """
 
     stats: EngineStats

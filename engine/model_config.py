@@ -204,7 +204,7 @@ class ModelConfig:
         return renamed(stored, self.record.renames)
 
     def ignores(self, stored: str) -> bool:
-        """Whether nobody needs the checkpoint's tensor of this name."""
+        """Whether the model does not use the checkpoint's tensor of this name."""
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
         return self.record.ignores(self.tensor_name(stored))

@@ -173,7 +173,7 @@ class Compilers:
 
 
 def _ours(module: str) -> bool:
-    """Not torch's: what reads its results may need them, and nobody knows what it imports."""
+    """Not torch's: code that reads its results may need them, and its imports are not known."""
     return module.startswith("kernels.")
 
 

@@ -1,5 +1,5 @@
 """The CUDA back end where a token's numbers depend on its request alone
-(`engine.config.EngineConfig.deterministic`): not on who else is in the step, nor on how its own
+(`engine.config.EngineConfig.deterministic`): not on the step's other requests, nor on how its own
 prompt was cut into chunks, found in the prefix cache, or computed again after a preemption.
 
 So there is one way to do each thing: products in one order of summation whatever their rows, and

@@ -1,6 +1,6 @@
 """device -> back end: one table.
 
-Layers hold the Kernels they were built with; nobody asks again at run time.
+Layers hold the Kernels they were built with; no choice is made again at run time.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a person who starts a load test can do wrong, and what can then fail."""
+"""The errors of a load test: mistakes in the scenario or the command, and failures of the run."""
 
 import difflib
 

@@ -140,7 +140,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             handler.on_end(now)
 
     def _idle(self, data: bytes, now: float) -> None:
-        raise ValueError("bytes that nobody asked for")
+        raise ValueError("bytes without a request")
 
     def _head(self, data: bytes, now: float) -> None:
         data = self._rest + data

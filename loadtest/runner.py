@@ -217,7 +217,7 @@ async def _until_done(
             options.on_progress([worker.progress for worker in crew])
 
     def meet() -> None:
-        """Everyone who still runs waits for the next phase: they begin it together."""
+        """All running workers wait for the next phase, and begin it together."""
         running = [worker for worker in crew if not worker.over]
         if all(worker.waiting for worker in running):
             start = clock() + _MEET_S + (_FAR_S if options.ray else 0)

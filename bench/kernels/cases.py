@@ -379,7 +379,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (64, 256):
         for part, name in enumerate(("qkv", "o", "gate_up", "down")):
             cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
-    # The last, because nobody knows how a library fails.
+    # The last case, because it is not known how a library fails.
     others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
     make = partial(prefill, s, [8192], [8192], PREFILL_TARGET, others)
     cases["prefill/1 x 8192"] = make

@@ -46,7 +46,8 @@ class RoutingOutcome:
     seed: int
 
     def waits(self) -> list[float]:
-        """Seconds to the first token, shortest first; who got none has waited till the end."""
+        """Seconds to the first token, shortest first. A request without one has waited till the
+        end."""
         return sorted(
             (job.first if job.first >= 0 else self.stopped) - job.arrival for job in self.jobs
         )

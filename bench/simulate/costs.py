@@ -1,4 +1,5 @@
-"""What routing itself costs: microseconds of a decision, and of telling who has which prefix.
+"""What routing itself costs: microseconds of a decision, and of recording which replica has which
+prefix.
 
 CPU time, the best of many rounds: on a busy machine too it is what the work takes, less what others
 do to the caches.

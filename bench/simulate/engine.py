@@ -35,7 +35,7 @@ class SimEngine:
 
     @property
     def pulses(self) -> int:
-        """A sign of life whenever somebody looks."""
+        """A sign of life at each look."""
         self._pulses += 1
         return self._pulses
 

@@ -164,7 +164,7 @@ class SimReplica:
         return self.began + self.steps * self.seconds
 
     def finish(self, now: float) -> list[Job]:
-        """The stretch is over: who has ended. First tokens are stamped."""
+        """The requests that ended in the stretch that is over. First tokens are stamped."""
         self.step += self.steps
         self.busy_seconds += self.steps * self.seconds
         self.outputs += self.steps * len(self.decoding)

@@ -163,7 +163,7 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
 
 
 def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:
-    """Belady: whoever is wanted latest goes."""
+    """Belady: the adapter that is wanted latest goes."""
     following: list[int] = [0] * len(work)
     last: dict[str, int] = {}
     for at in range(len(work) - 1, -1, -1):

@@ -277,7 +277,7 @@ def _poisson(dice: Random, mean: float) -> int:
 
 
 def compare(case: str) -> tuple[list[RoutingRow], list[ScalingRun]]:
-    """promise kept against Serve's default; cost against who knows the future."""
+    """Promise kept against Serve's default; cost against the clairvoyant policy."""
     ours = simulate(case, MantaScaling())
     default = simulate(case, ServeDefault())
     best = simulate(case, Clairvoyant(CASES[case][0]))

@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def create_connection(self, factory: Any, _: Any = None, port: Any = 0, **__: Any) -> Any:
         listener = self._listeners.get(port)
         if listener is None:
-            raise ConnectionRefusedError(f"nobody listens on port {port}")
+            raise ConnectionRefusedError(f"nothing listens on port {port}")
         ours, theirs = factory(), listener()
         near, far = _Transport(self, ours), _Transport(self, theirs)
         near.peer, far.peer = far, near

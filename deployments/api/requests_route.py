@@ -15,7 +15,7 @@ async def explain_request(exchange: HttpExchange, options: ApiOptions) -> None:
     found = []
     # One that we could have given out.
     if options.explain is not None and request_id([id.encode("utf-8", "replace")]) == id:
-        # An admin may ask about everyone's, others about those of their key.
+        # An admin key may ask about all requests, any other key about its own.
         caller = exchange.caller
         found = await options.explain(id, None if caller.admin else caller.id)
     if not found:

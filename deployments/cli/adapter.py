@@ -40,8 +40,8 @@ def add(
     key: _Key = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
-    # Whether somebody is there that takes the key, which is told at once; what is added may be long
-    # to fetch.
+    # Whether a server is there and takes the key shows at once here; fetching an adapter may take
+    # long.
     _ask(url, key, "GET", "/adapters")
     body = {"name": name}
     if path is not None:

@@ -8,8 +8,8 @@ from engine.errors import ConfigError
 
 
 def check_certificate(certificate: str, key: str) -> None:
-    """That a server can use the two and a client would take them today, apart from names and who
-    signed them. Raises ConfigError (param http.tls.certificate or .key)."""
+    """Check that a server can use the two files and a client would take them today. Names and
+    signers are not checked. Raises ConfigError (param http.tls.certificate or .key)."""
     for name, path in (("certificate", certificate), ("key", key)):
         param = f"http.tls.{name}"
         try:

@@ -85,7 +85,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
     except (MantaError, OSError) as error:
         print(f"{_COMPLAINT}{error}", file=sys.stderr)
         sys.exit(1)
-    _outlive_nobody(parent)
+    _end_with_parent(parent)
     os.execv(binary, [binary, *arguments])
 
 
@@ -100,13 +100,13 @@ def complaint() -> str:
     return ""
 
 
-def _outlive_nobody(parent: int) -> None:
-    """When Serve's actor ends, however it does, this HAProxy takes no new connection, lets its
-    streams end and ends: an orphan would go on to send requests to any process that gets a router's
+def _end_with_parent(parent: int) -> None:
+    """When Serve's actor ends, in whatever way, this HAProxy takes no new connection, lets its
+    streams end and ends. An orphan would go on to send requests to any process that gets a router's
     port.
 
-    In a process group of its own, because the raylet kills that of an actor that has died, and the
-    streams with it."""
+    HAProxy gets a process group of its own, because the raylet kills the group of an actor that has
+    died, and its streams would end with it."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -229,7 +229,9 @@ class InflightRequest:
         """The client does not read. The unfinished choices give their places to other requests
         until it does; then they go on as after the loss of a replica."""
         self._metrics.paused.add()
-        self.trace.moves(self.choices[0].place, "nobody read what came", time.monotonic())
+        self.trace.moves(
+            self.choices[0].place, "the client did not read its answer", time.monotonic()
+        )
         error = MantaError(
             f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
         )

@@ -43,7 +43,7 @@ class UnauthenticatedConnections:
             most = max(counts, key=counts.__getitem__)
             victim = next(one for one, address in self._places.items() if address == most)
             del self._places[victim]
-            victim.close("others came who have no handshake yet either")
+            victim.close("other connections came without a handshake")
         self._places[connection] = connection.address
 
     def discard(self, connection: ReplicaEnd) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from engine.model_config import ModelConfig
 
-# numpy is imported by those who load a model: routers and the command line read records too.
+# Only code that loads a model imports numpy: routers and the command line read records too.
 
 
 def half_pairs(heads: int, size: int, turning: int | None = None) -> "NDArray[np.int64]":

@@ -75,7 +75,7 @@ class Architecture:
     only: keys that we compute for these values alone; the first is what absence means.
     variant: the name of the record that a config.json asks for, if not of this one.
     renames: of checkpoints whose names begin otherwise.
-    ignored: patterns of tensors that nobody needs.
+    ignored: patterns of tensors that the model does not use.
     network: the class that computes it, a key of `registry.MODELS`.
     """
 

@@ -42,8 +42,8 @@ class AsyncEngine(RequestManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield what is new as it comes; options as for `start_request`. Closing the iterator, or
-        cancelling who iterates, cancels the request.
+        """Yield new output as it comes; options as for `start_request`. Closing the iterator, or
+        cancelling the task that iterates, cancels the request.
 
         Raises RequestFailed when a choice failed, after everything else was yielded.
         """

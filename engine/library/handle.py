@@ -46,9 +46,9 @@ class RequestHandle:
         self._abort = abort
         self._error: MantaError | None = None
         self._lock = threading.Lock()
-        self._waits: dict[Wake, Find] = {}  # who waits, and for what
+        self._waits: dict[Wake, Find] = {}  # each waiting reader, and what it waits for
 
-    # For who started it.
+    # For the code that started the request.
 
     def push(self, choice: int, delta: Delta) -> bool:
         """Take a delta. True: a stop string ended this choice, and the engine should hear of it."""

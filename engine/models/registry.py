@@ -67,7 +67,7 @@ class Model(Protocol):
         ...
 
     def ignores(self, stored: str) -> bool:
-        """Whether nobody needs the checkpoint's tensor of this name."""
+        """Whether the model does not use the checkpoint's tensor of this name."""
         ...
 
     def linears(self) -> Iterator[Linear]:

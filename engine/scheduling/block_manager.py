@@ -142,8 +142,8 @@ class BlockManager:
     def drop_behind(self, request: Request, position: int) -> None:
         """Give back what no token of it from `position` on reads.
 
-        Legal when a launched step still reads it: whoever takes the block writes it in a later
-        step, and the device runs steps in order.
+        Legal while a launched step still reads the block: the next request that takes it writes it
+        in a later step, and the device runs steps in order.
         """
         table, groups = request.blocks, self.num_groups
         dropped = []

@@ -76,7 +76,7 @@ class Constraint:
         there is none, or ""."""
         matcher = self._matcher
         if matcher.is_error() or matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
-            mask[:] = _ALL  # nobody will read it
+            mask[:] = _ALL  # the mask will not be read
             return TOO_COMPLEX
         if (self._stops or self._left > 0 or not self._free_ends) and matcher.is_accepting():
             ends = self.vocabulary.end_ids

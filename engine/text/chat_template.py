@@ -1,8 +1,8 @@
 """Chat templates: the model's own jinja file, rendered in a sandbox with limits on time and size.
 
-The template comes from the operator's checkpoint, the messages from anybody. So nothing of a
-request is ever compiled, and what a request can make a template do is bounded: time is checked at
-every turn of every loop, size at every piece of output.
+The template comes from the operator's checkpoint, the messages from any client. So nothing of a
+request is ever compiled, and the work that a request can cause in a template is bounded: time is
+checked at every turn of every loop, size at every piece of output.
 """
 
 import json
@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ConfigError, InvalidRequest
 
-# Of this thread, so that a busy machine refuses nobody; a thousand messages take some 10 ms.
+# Of this thread, so that a busy machine refuses no request; a thousand messages take some 10 ms.
 MAX_SECONDS = 0.25
 MAX_CHARS = 8_000_000  # above any context length in text
 MAX_REPEAT = 1_000_000  # 'x' * n and n ** n inside a template

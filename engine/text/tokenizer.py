@@ -195,8 +195,8 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat, equal to transformers' ``apply_chat_template``.
 
-        Control tokens typed inside a message or a tool are encoded as the characters they are:
-        nobody can end a turn or start another role by writing ``<|im_end|>``.
+        Control tokens typed inside a message or a tool are encoded as the characters they are: a
+        message cannot end its turn or start another role by ``<|im_end|>``.
 
         max_tokens: a chat that surely has more is not encoded.
         Raises InvalidRequest as `render_chat`, TooManyTokens.

@@ -19,7 +19,7 @@ DTYPES = {
     "F16": torch.float16,
     "U8": torch.uint8,  # blocks of a GGUF file
     "I32": torch.int32,  # words of packed integers
-    # of tensors that nobody reads
+    # of tensors that are never read
     "BOOL": torch.bool,
     "I8": torch.int8,
     "I16": torch.int16,

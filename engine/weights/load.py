@@ -68,7 +68,7 @@ def _settle(parameters: list[Parameter]) -> None:
 
 
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """By the names of the model's record, less what nobody needs."""
+    """By the names of the model's record, without the tensors that it ignores."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if model.ignores(name):

@@ -6,7 +6,7 @@ entries alone, walks (split, kv head) pairs; so one CUDA graph serves all length
 done with its pair draws the next from a counter, so that all end at about the same time however
 the lengths are mixed. Where an entry has several splits,
 each writes its partial output and log-sum-exp; the last to arrive merges them, or a second small
-grid does, always in the order of the keys, so that results do not depend on who came last.
+grid does, always in the order of the keys, so results do not depend on which split came last.
 
 What decides the time, in this order: enough bytes in flight from the first moment (few programs
 take long tiles); one round of equal shares rather than two; as few splits as that allows, because

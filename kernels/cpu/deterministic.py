@@ -1,5 +1,5 @@
 """The CPU back end where a token's numbers depend on its request alone
-(`engine.config.EngineConfig.deterministic`): not on who else is in the step, nor on how its own
+(`engine.config.EngineConfig.deterministic`): not on the step's other requests, nor on how its own
 prompt was cut into chunks, found in the prefix cache, or computed again after a preemption.
 
 Generated products treat each row alike as it is. Generated attention is asked for every token as if

@@ -1,8 +1,8 @@
 """collapse: move this process's large, resident memory to 2 MiB pages.
 
 A decode step of one token reads every weight once, and with 4 KiB pages a sixth of that time goes
-into page tables. Linux gives large pages to those who ask (transparent_hugepage = madvise, the
-default of Debian and Ubuntu); torch does not ask.
+into page tables. Linux gives large pages to programs that ask for them (transparent_hugepage =
+madvise, the default of Debian and Ubuntu); torch does not ask.
 """
 
 import ctypes

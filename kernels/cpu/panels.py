@@ -28,7 +28,7 @@ def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
         place = writer.at("%out", writer.mul("%stride", row))
         for half in (0, 1):
             address = writer.at(place, half * size)
-            # Branch-free would read memory that nobody wrote; a NaN there must not count.
+            # Branch-free code would read memory that was never written; a NaN there must not count.
             value = values[2 * row + half]
             before = writer._block
             number = next(writer._names)

@@ -3,8 +3,8 @@ deterministic mode.
 
 A library takes another algorithm for another number of rows, and with it another order of
 summation. Here every output is one chain of multiply-adds along the columns, from the first to the
-last, never split; the tile decides only which outputs a program makes. That other tiles go through
-the same chain is what the hardware does and nobody promises, so it is tried: a tile is used for a
+last, never split; the tile decides only which outputs a program makes. The hardware goes through
+the same chain for other tiles, but no document promises it. So it is tried: a tile is used for a
 weight's shape only after it gave the first tile's bits on that weight (`agreeing`).
 """
 

@@ -113,8 +113,9 @@ def _penalty_kernel(
     APPLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """First launch: count each token of the history. Second: whoever takes a token's count, leaving
-    0, edits its logit; so each is edited once, and the scratch is clean again."""
+    """The first launch counts each token of the history. In the second, the program that takes a
+    token's count, leaving 0, edits its logit. So each logit is edited once, and the scratch is
+    clean again."""
     s = tl.program_id(1)
     row = tl.load(rows + s)
     words += row * _NUM_WORDS

@@ -293,7 +293,7 @@ class Chaos:
                 if not waits:
                     return
                 self._stop.wait(max(0.0, min(waits) - self._now()))
-        except Exception as error:  # told by stop(): a thread has nobody else to tell
+        except Exception as error:  # told by stop(): a thread cannot raise it to a caller
             self._error = error
 
     def _strike(self, fault: Fault) -> None:

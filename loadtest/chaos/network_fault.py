@@ -58,7 +58,7 @@ class NetworkProxy:
         try:
             far_reader, far = await asyncio.open_connection(self._address.host, self._address.port)
         except OSError:
-            writer.transport.abort()  # nobody there: as without us, but for the wording
+            writer.transport.abort()  # no server there: as without us, but for the wording
             return
         self._writers |= {writer, far}
         ways = (self._pump(reader, far), self._pump(far_reader, writer))

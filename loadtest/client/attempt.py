@@ -13,7 +13,7 @@ from loadtest.scenario.schedule import PhasePlan
 
 
 class _Timing(msgspec.Struct):
-    """What Manta's usage has for those who send x-return-timing."""
+    """What Manta's usage has for requests that send x-return-timing."""
 
     queue_ms: float | None = None
     migrations: int | None = None

@@ -332,7 +332,7 @@ class LoadClient:
             self._sink(record)
         if after is None or self._stop.is_set():
             return
-        if record.error_class == "connect":  # nobody there: no storm of refusals
+        if record.error_class == "connect":  # no server there: no storm of refusals
             loop = asyncio.get_running_loop()
             loop.call_later(_REFUSED_PAUSE_S, lambda: after(clock()))
         else:

@@ -103,10 +103,10 @@ def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
 
 
 def service_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
-    """(start, end) of every stretch in which somebody waited and no chunk came, in order.
+    """(start, end) of every stretch in which a request waited and no chunk came, in order.
 
-    A stretch starts with the last chunk, or with the first request after a time in which nobody
-    waited. Requests that fail do not end it: a server that refuses at once gives no service.
+    A stretch starts with the last chunk, or with the first request after a time in which no request
+    waited. Failed requests do not end a stretch: a server that refuses at once gives no service.
     """
     start, chunk, end = 0, 1, 2
     events: list[tuple[float, int, bool]] = []
@@ -166,7 +166,7 @@ def summarise(
     sending = sending_s or (last - begin)
     # The last answer may be there before the phase is over; what comes is not faster for that.
     span = max(duration, sending)
-    # Tokens of failures are shown as lost: nobody could use them.
+    # Tokens of failures are shown as lost: no client could use them.
     tokens = sum(r.output_tokens for r in measured if not r.failed)
     prompt = sum(r.prompt_tokens or 0 for r in measured if not r.failed)
 

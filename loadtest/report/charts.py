@@ -107,7 +107,7 @@ def line_chart(
     height: int = 240,
     limits: Sequence[Mark] = (),
 ) -> str:
-    """One plot. name: for those who cannot see it. limits: vertical lines, such as an SLO's."""
+    """One plot. name: for screen readers. limits: vertical lines, such as an SLO's."""
     body = _Plot(series, x, y, width, height, top=14, bottom=44 if x.label else 26).draw(limits)
     return _svg(width, height, name, body)
 

@@ -132,7 +132,7 @@ class RequestSpec(NamedTuple):
         return msgspec.json.encode(fields)
 
     def key(self) -> str:
-        """The same for the same question, streamed or not, whoever asks it."""
+        """The same for the same question, streamed or not, from any tenant."""
         data = msgspec.json.encode([self.path, self.fields])
         return blake2b(data, digest_size=12).hexdigest()
 
@@ -315,7 +315,7 @@ class RequestGenerator:
             filler = length.draw(rng) - len(asked.split())
             text = f"{filler_text.filler(rng, filler)}\n\n{asked}" if filler > 0 else asked
             messages.append({"role": "user", "content": text})
-            if turn < index:  # an answer of the right length, the same whoever served it
+            if turn < index:  # an answer of the right length, the same from any server
                 reply = filler_text.filler(rng, self._output(turn, None))
                 messages.append({"role": "assistant", "content": reply})
         return messages

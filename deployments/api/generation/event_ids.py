@@ -196,8 +196,8 @@ def lost() -> ApiError:
     return ApiError(
         409,
         "stream_lost",
-        "the stream cannot go on: nobody has its tokens any more, and they were computed otherwise "
-        "this time",
+        "the stream cannot go on: no replica has its tokens any more, and they were computed "
+        "otherwise this time",
         param="last-event-id",
         kind=SERVER,
         headers=NO_RETRY,

@@ -51,8 +51,8 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class OpenAIRequest:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
-    seed: drawn, for requests that nobody gives one.
-    key, owner, cache_salt: whose it is, for turns, for questions and for the prefix cache.
+    seed: the request's, or one that was drawn.
+    key, owner, cache_salt: the request's owner, for turns, for questions and for the prefix cache.
     deadline: monotonic seconds.
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).

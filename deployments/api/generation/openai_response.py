@@ -245,8 +245,8 @@ class OpenAIResponse:
                         ended = decoded.finish_reason is not None
                         ids.took(index, shown, choice.cached, ended)
                     if plain:
-                        # Without text too, while a character or a stop string is unfinished: that
-                        # tokens come is news to whoever waits for the first or watches the pace.
+                        # Without text too, while a character or a stop string is unfinished: a
+                        # client may wait for the first token or measure the pace.
                         if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
                             if ids is not None:
                                 out.append(ids.line())

@@ -56,7 +56,7 @@ def priority_of(exchange: HttpExchange, body: dict[str, Any]) -> int:
         raise ApiError(
             403,
             "permission_denied",
-            f"this key may set priority to {least} or more; who runs the service grants less by "
+            f"this key may set priority to {least} or more; the operator grants less by "
             "`priority=` behind the key in http.api_keys_file",
             param="priority",
             kind=PERMISSION,

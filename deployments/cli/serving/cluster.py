@@ -47,8 +47,8 @@ class Cluster:
         self._deployed = 0.0  # when Serve took our deployment
 
     def start(self, config: MantaConfig, folder: str | None = None) -> None:
-        """folder: for haproxy's sockets and files, which whoever gives it removes; by default one
-        that `close` removes. Raises ClusterError."""
+        """folder: for haproxy's sockets and files; the caller removes it. By default a folder that
+        `close` removes. Raises ClusterError."""
         if not self.own:
             assert self.address is not None
             join(self.address)
@@ -88,8 +88,8 @@ class Cluster:
             self._deployed = _deployed_at(app_name)
 
     def close(self, app_name: str, drain_seconds: float | None = None) -> None:
-        """Stop what we started: our own Ray, or our application in a joined one, unless somebody
-        has deployed it anew since then.
+        """Stop what we started: our own Ray, or our application in a joined one, unless the
+        application was deployed anew since then.
 
         drain_seconds: nothing new is taken, and what is in flight has so long to end first. None:
         no time. Takes at most so long and STOP_SECONDS, whatever Ray does.
@@ -109,7 +109,7 @@ class Cluster:
         import ray
         from ray import serve
 
-        # Nothing to delete if the controller is gone or never came up, and nobody to ask if Ray is.
+        # Nothing to delete if the controller is gone or never came up, or if Ray is gone.
         gone = (
             ray.exceptions.RayError,
             serve.exceptions.RayServeException,

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What a look at the files says. stamp: changes when they do; "" if nobody can tell."""
+    """What a look at the files says. stamp: changes when the files do; "" if a store does not
+    tell."""
 
     kind: str
     rank: int

@@ -8,8 +8,8 @@ _MOST = 1e100
 
 
 class Popularity:
-    """Counts grow instead of fading, and are scaled down before they overflow; names that nobody
-    has asked for since long before then are forgotten. now: seconds of any one clock."""
+    """Counts grow instead of fading, and are scaled down before they overflow. Names whose last
+    request was long before then are forgotten. now: seconds of any one clock."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -17,7 +17,7 @@ class Popularity:
         self._last = 0.0
 
     def count(self, name: str, now: float) -> None:
-        """It was asked for."""
+        """Count a request for this name."""
         self._gain = self.one(now) * FADE
         self._last = now
         self._counts[name] = self._counts.get(name, 0.0) + self._gain
@@ -27,7 +27,7 @@ class Popularity:
             self._gain = 1.0
 
     def __getitem__(self, name: str) -> float:
-        """Comparable with others of this moment."""
+        """The name's count, comparable with other counts of the same moment."""
         return self._counts.get(name, 0.0)
 
     def one(self, now: float) -> float:
