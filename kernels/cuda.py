@@ -93,7 +93,10 @@ class Cuda(Kernels):
         if meta.num_decodes:
             assert meta.counts is not None
             kv_len = meta.kv_len[: meta.num_decodes]
-            meta.plan = plan(kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1])
+            meta.plan = plan(
+                kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1],
+                meta.window, meta.chunk,
+            )  # fmt: skip
 
     def rope_kv_write(
         self,
@@ -112,7 +115,16 @@ class Cuda(Kernels):
         )
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Leading decodes and the rest each have their kernel."""
         num_tokens, num_heads, head_dim = q.shape
@@ -120,9 +132,12 @@ class Cuda(Kernels):
         if meta.counts is None:
             self.prepare(meta, num_heads, k_cache)
         if meta.num_decodes:
-            attention_decode(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan)
+            attention_decode(
+                q, k_cache, v_cache, out, meta.block_table, scale, meta.plan,
+                softcap, sinks, slopes,
+            )  # fmt: skip
         if num_tokens > meta.num_decodes:
-            attention_prefill(q, k_cache, v_cache, out, scale, meta)
+            attention_prefill(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
         return out
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:

@@ -40,10 +40,19 @@ class CudaDeterministic(Cuda):
         _count(meta)
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         out = q.new_empty((num_tokens, num_heads * head_dim))
         _count(meta)
-        attention_prefill(q, k_cache, v_cache, out, scale, meta, deterministic=True)
+        attention_prefill(q, k_cache, v_cache, out, scale, meta, True, softcap, sinks, slopes)
         return out

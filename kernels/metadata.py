@@ -38,6 +38,19 @@ class AttentionMeta:
     # [2] int32 on the device: decodes, entries. What follows them pads. None: num_decodes, all.
     counts: Tensor | None = None
     lora: "LoraStep | None" = None  # None: no token of the step has an adapter
+    # What the token at position t does not see: > 0: keys at s <= t - window; keys of another piece
+    # of `chunk` tokens. Blocks of keys that no token of the step sees may be another request's.
+    window: int = 0
+    chunk: int = 0
+
+    def first_key(self, position: Any) -> Any:
+        """The first key that the token at `position` sees, of an int or a tensor of them."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        if not self.window:
+            return position * 0
+        first = position - (self.window - 1)
+        return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
         """The same step for layers whose keys are in other blocks. Not planned yet."""

@@ -12,7 +12,7 @@ make all of them long.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -193,27 +193,41 @@ class Kernels:
         return turned[:, :num_heads].to(qkv.dtype)
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of each entry's queries over its cached keys (this step's included).
+        """Causal attention of each entry's queries over its cached keys (this step's included), as
+        far as meta.window and meta.chunk let them see.
 
         q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]. The last query
         token of entry e stands at position kv_len[e] - 1. Padding tokens give finite values of no
-        meaning.
+        meaning. The score of the query at t and the key at s is scale * q k; with softcap > 0 then
+        softcap * tanh(score / softcap) (Gemma 2). sinks [num_heads] float32: logits that join each
+        softmax and have no value (gpt-oss). slopes [num_heads] float32: slope * (s - t) is added
+        (ALiBi).
         """
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k_cache.shape[1]
         group = num_heads // num_kv_heads
         plan = _plan(meta, k_cache)
         grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
+        how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
         if plan.whole is not None:
-            attended = _decode(grouped, k_cache, v_cache, scale, plan.whole)
+            attended = _decode(grouped, k_cache, v_cache, how, plan.whole)
             return attended.reshape(num_tokens, num_heads * head_dim)
         out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
         for part in plan.decodes:
-            out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, scale, part)
+            out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, how, part)
         for chunk in plan.chunks:
-            out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
+            out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, how, chunk)
         return out.view(num_tokens, num_heads * head_dim)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
@@ -245,23 +259,85 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], dtype=torch.float32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How queries and keys become weights: see `Kernels.attention`. sinks, slopes: as
+    [num_kv_heads, group]."""
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        num_kv_heads: int,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> "Scores":
+        by_head = [
+            None if each is None else each.view(num_kv_heads, -1) for each in (sinks, slopes)
+        ]
+        return cls(scale, softcap, by_head[0], by_head[1])
+
+    def attend(
+        self, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
+    ) -> Tensor:
+        """q [..., queries, head_dim] over keys and values [..., keys, head_dim], with mask added to
+        the scores. sinks count where they can be broadcast to [..., queries, 1]."""
+        if self.softcap == 0.0 and self.sinks is None:
+            return scaled_dot_product_attention(
+                q, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
+            )
+        score = q.float() @ key.float().transpose(-1, -2) * self.scale
+        if self.softcap:
+            score = self.softcap * torch.tanh(score / self.softcap)
+        if causal:
+            above = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+            score = score.masked_fill(above, float("-inf"))
+        if mask is not None:
+            score = score + mask
+        if self.sinks is not None:
+            sinks = self.sinks.expand(*score.shape[:-1], 1)
+            weight = torch.cat((score, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weight = score.softmax(-1)
+        return (weight @ value.float()).to(q.dtype)
+
+
 def attend_chunk(
-    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, chunk: "PrefillChunk"
+    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, chunk: "PrefillChunk"
 ) -> Tensor:
     """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
     # Products over many queries are faster in float32 than in 16 bits without AMX.
     key, value = (
-        half[:, :, : chunk.kv_len].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
+        half[:, :, : chunk.num_keys].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
         for half in chunk.gather.read(k_cache, v_cache)
     )
-    attended = scaled_dot_product_attention(
+    length = chunk.end - chunk.begin
+    mask, causal = chunk.mask, chunk.mask is None and length > 1
+    if how.slopes is not None:
+        at = torch.arange(chunk.num_keys, device=key.device)
+        ahead = at - at[-length:, None]  # [length, num_keys]: s - t
+        mask = (
+            ahead * how.slopes[..., None, None]
+            if mask is None
+            else mask + ahead * how.slopes[..., None, None]
+        )
+        if causal:
+            mask, causal = mask.masked_fill(ahead > 0, float("-inf")), False
+    if how.sinks is not None:
+        how = replace(how, sinks=how.sinks[..., None, None])
+    attended = how.attend(
         # Heads that share keys stand side by side, their keys expanded without a copy.
         grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
         key,
         value,
-        attn_mask=None if chunk.mask is None else chunk.mask.to(grouped.dtype),
-        is_causal=chunk.mask is None and chunk.end - chunk.begin > 1,
-        scale=scale,
+        None if mask is None else mask.to(grouped.dtype),
+        causal,
     )
     return attended.permute(2, 0, 1, 3)
 
@@ -296,6 +372,7 @@ class _DecodeBatch:
     # there, and weight 0 times NaN is NaN.
     unused: Tensor  # int64
     mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
+    ahead: Tensor  # [n, 1, 1, blocks * block_size] int64: the key's position less the query's
 
 
 @dataclass(slots=True)
@@ -304,9 +381,9 @@ class PrefillChunk:
 
     begin: int
     end: int
-    kv_len: int
+    num_keys: int  # from the first block that one of its queries sees
     gather: _Gather  # of num_kv_heads * blocks rows
-    mask: Tensor | None  # [end - begin, kv_len] float32; None = no prefix: plain causal
+    mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
 
 
 @dataclass(slots=True)
@@ -339,8 +416,10 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
     plan = _ReferencePlan(write_rows.flatten(), written)
 
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
-    groups = _groups(kv_lens[: meta.num_decodes], block_size)
-    plan.decodes = [_plan_decodes(meta, cache, entries, kv_lens) for entries in groups]
+    first = [meta.first_key(max(0, n - 1)) // block_size * block_size for n in kv_lens]
+    seen = [n - at for n, at in zip(kv_lens, first, strict=True)]
+    groups = _groups(seen[: meta.num_decodes], block_size)
+    plan.decodes = [_plan_decodes(meta, cache, entries, seen) for entries in groups]
     if len(groups) == 1 and len(groups[0]) == len(meta.slots):
         plan.whole = plan.decodes[0]
     plan.chunks = plan_chunks(meta, cache)
@@ -348,23 +427,29 @@ def _make_plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
 
 
 def _plan_decodes(
-    meta: AttentionMeta, cache: Tensor, entries: list[int], kv_lens: list[int]
+    meta: AttentionMeta, cache: Tensor, entries: list[int], seen: list[int]
 ) -> _DecodeBatch:
+    """seen: of each entry, its keys from the first block on that its query sees."""
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
-    blocks = -(-max(kv_lens[entry] for entry in entries) // block_size)
+    blocks = -(-max(seen[entry] for entry in entries) // block_size)
     index = torch.tensor(entries, device=device)
     kv_len = meta.kv_len.index_select(0, index).clamp_(min=1)[:, None]
-    table = meta.block_table.index_select(0, index)[:, :blocks]
-    # What stands in a table behind the entry's own blocks means nothing.
-    own = torch.arange(blocks, device=device) * block_size < kv_len
-    rows = _block_rows(torch.where(own, table, table[:, :1]), num_kv_heads)
-    outside = torch.arange(blocks * block_size, device=device) >= kv_len
+    first = meta.first_key(kv_len - 1)  # [n, 1]
+    at = first // block_size + torch.arange(blocks, device=device)  # [n, blocks]
+    table = meta.block_table.index_select(0, index)
+    table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
+    # What stands in a table before and behind the entry's own blocks means nothing.
+    rows = _block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
+    position = first // block_size * block_size
+    position = position + torch.arange(blocks * block_size, device=device)
+    outside = (position >= kv_len) | (position < first)
     unused = outside[None, :, None].expand(2, -1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
     mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
     mask.masked_fill_(outside, float("-inf"))
     gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
-    return _DecodeBatch(index, gather, unused, mask[:, None, None])
+    ahead = position - (kv_len - 1)
+    return _DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
 
 
 def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
@@ -380,14 +465,24 @@ def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
 def _plan_chunk(
     meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
 ) -> PrefillChunk:
-    blocks = -(-kv_len // cache.shape[2])
-    rows = _block_rows(meta.block_table[entry : entry + 1, :blocks], cache.shape[1])
+    length, size = end - begin, cache.shape[2]
+    first = meta.first_key(kv_len - length) // size
+    rows = _block_rows(
+        meta.block_table[entry : entry + 1, first : -(-kv_len // size)], cache.shape[1]
+    )
     gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
-    length = end - begin
-    if length == 1 or length == kv_len:
-        return PrefillChunk(begin, end, kv_len, gather, None)
-    mask = torch.full((length, kv_len), float("-inf"), device=cache.device)
-    return PrefillChunk(begin, end, kv_len, gather, mask.triu_(kv_len - length + 1))
+    num_keys = kv_len - first * size
+    whole = not (meta.window or meta.chunk)
+    if whole and (length == 1 or length == kv_len):
+        return PrefillChunk(begin, end, num_keys, gather, None)
+    if whole:
+        mask = torch.full((length, num_keys), float("-inf"), device=cache.device)
+        return PrefillChunk(begin, end, num_keys, gather, mask.triu_(num_keys - length + 1))
+    key = torch.arange(first * size, kv_len, device=cache.device)
+    query = key[-length:, None]
+    hidden = (key > query) | (key < meta.first_key(query))
+    mask = torch.zeros(hidden.shape, device=cache.device).masked_fill_(hidden, float("-inf"))
+    return PrefillChunk(begin, end, num_keys, gather, mask)
 
 
 def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
@@ -412,16 +507,16 @@ def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
     return (table[:, None].long() * num_kv_heads + head).flatten()
 
 
-def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, part: _DecodeBatch
-) -> Tensor:
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, part: _DecodeBatch) -> Tensor:
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
-    attended = scaled_dot_product_attention(
-        q.to(key.dtype), key, value, attn_mask=part.mask, scale=scale
-    )
-    return attended.to(q.dtype)
+    mask = part.mask
+    if how.slopes is not None:
+        mask = mask + (part.ahead * how.slopes[..., None]).to(mask.dtype)
+    if how.sinks is not None:
+        how = replace(how, sinks=how.sinks[..., None])
+    return how.attend(q.to(key.dtype), key, value, mask).to(q.dtype)
 
 
 def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

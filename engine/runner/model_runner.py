@@ -310,6 +310,7 @@ class ModelRunner:
         """The same. metas: of each group of layers; they are planned here."""
         layers = self.kv.layers
         for group, meta in zip(self.kv.groups.groups, metas, strict=True):
+            meta.window, meta.chunk = group.attention.window, group.attention.chunk
             self.kernels.prepare(meta, group.attention.num_heads, layers[group.layers[0]][0])
         return self.model.forward(token_ids, metas, layers)
 

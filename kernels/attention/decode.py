@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
+LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys
 CUTS = 8  # splits a program may get on average, at most; 3 where entries are many
@@ -64,7 +65,8 @@ class DecodePlan:
     """Splits of one step, and the memory that all its layers use in turn."""
 
     count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
-    # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item
+    # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item, the
+    # query's position
     items: Tensor
     entries: Tensor  # [num_entries, 2] int32: first item, splits
     arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
@@ -96,11 +98,20 @@ def _plan_kernel(
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
     WRITE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     entry = tl.program_id(0)
     index = tl.arange(0, ENTRIES)
     num_entries = tl.load(decodes)
     length = tl.load(kv_len + index, mask=index < num_entries, other=0)
+    start_key = 0
+    if WINDOW:
+        start_key = tl.maximum(tl.load(kv_len + entry) - WINDOW, 0)
+        length = tl.minimum(length, WINDOW)
+    if CHUNK:
+        start_key = tl.maximum(tl.load(kv_len + entry) - 1, 0) // CHUNK * CHUNK
+        length = length - tl.maximum(length - 1, 0) // CHUNK * CHUNK
     real = index < num_entries
     # Try sizes from "one split for each program" down (and "no split"), and take the one that
     # should end first: programs walk equal shares of the keys, then wait for the longest split.
@@ -137,10 +148,12 @@ def _plan_kernel(
         target = items + (first + split) * 8
         mask = split < mine
         tl.store(target, entry, mask=mask)
-        tl.store(target + 1, split * even, mask=mask)
-        tl.store(target + 2, tl.minimum((split + 1) * even, own_length), mask=mask)
+        tl.store(target + 1, start_key + split * even, mask=mask)
+        end = start_key + tl.minimum((split + 1) * even, own_length)
+        tl.store(target + 2, end, mask=mask)
         tl.store(target + 3, mine, mask=mask)
         tl.store(target + 4, first, mask=mask)
+        tl.store(target + 5, start_key + own_length - 1, mask=mask)
     tl.store(entries + entry * 2, first)
     tl.store(entries + entry * 2 + 1, mine)
     heads = tl.arange(0, HEADS)
@@ -148,6 +161,12 @@ def _plan_kernel(
     if entry == 0:
         tl.store(counted, tl.sum(splits, axis=0))
         tl.store(counted + 1, 0)
+
+
+@triton.jit
+def capped(score, cap_log2):
+    """cap_log2 * tanh(score), without overflow."""
+    return cap_log2 - 2.0 * cap_log2 / (tl.exp2(score * (2.0 * LOG2E)) + 1.0)
 
 
 @triton.jit
@@ -236,7 +255,10 @@ def _decode_kernel(
     arrived,
     partial,
     partial_lse,
+    sinks,  # [num_heads] float32, if SINKS
+    slopes,  # [num_heads] float32, if SLOPES
     scale_log2,
+    cap_log2,
     table_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a kv head
@@ -248,6 +270,9 @@ def _decode_kernel(
     MERGE: tl.constexpr,  # splits merged at a time
     MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
     LAST_MERGES: tl.constexpr,  # else _merge_kernel does
+    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
@@ -276,6 +301,13 @@ def _decode_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIMS], tl.float32)
+        if SINKS:  # in the first split, as a key without a value
+            sink = tl.load(sinks + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+            top = tl.where(item == first, sink, top)
+            denominator += tl.where(item == first, 1.0, 0.0)
+        if SLOPES:
+            slope = tl.load(slopes + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+            last = tl.load(items + item * 8 + 5)
         # Block ids are read a tile ahead of the keys, which the compiler reads ahead in turn.
         position = begin + keys
         page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -296,6 +328,11 @@ def _decode_kernel(
             mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+            if SOFTCAP:
+                score = capped(score, cap_log2)
+            if SLOPES:
+                ahead = start + keys - last
+                score += slope[:, None] * ahead[None, :].to(tl.float32)
             score = tl.where(seen[None, :], score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1))
             weight = tl.exp2(score - new_top[:, None])
@@ -336,8 +373,10 @@ def plan(
     k_cache: Tensor,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
     max_kv_len: int,
     decodes: Tensor,  # [1] int32: the leading entries that are decodes
+    window: int = 0,
+    chunk: int = 0,
 ) -> DecodePlan:
-    """Cut the keys of a step's decodes."""
+    """Cut the keys of a step's decodes, those that window and chunk let their queries see."""
     num_entries = kv_len.shape[0]
     device = kv_len.device
     sms = num_sms(device)
@@ -347,7 +386,8 @@ def plan(
     shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
     fill = max(1, sms * shape.per_sm // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3
-    most = min(fill * cuts, num_entries * triton.cdiv(max_kv_len, MIN_SPLIT)) + num_entries
+    seen = min(max_kv_len, window or chunk or max_kv_len)
+    most = min(fill * cuts, num_entries * triton.cdiv(seen, MIN_SPLIT)) + num_entries
     result = DecodePlan(
         count=torch.empty(2, dtype=torch.int32, device=device),
         items=torch.empty((most, 8), dtype=torch.int32, device=device),
@@ -378,6 +418,8 @@ def plan(
         ENTRIES=max(32, triton.next_power_of_2(num_entries)),
         HEADS=triton.next_power_of_2(num_kv_heads),
         WRITE=128,
+        WINDOW=window,
+        CHUNK=chunk,
         num_warps=4,
     )
     return result
@@ -391,8 +433,12 @@ def attention_decode(
     block_table: Tensor,  # [num_entries, max_blocks] int32
     scale: float,
     plan: DecodePlan,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
-    """out = softmax(scale q k^T) v over the keys that the plan lists, for its entries' tokens."""
+    """out = softmax(scale q k^T) v over the keys that the plan lists, for its entries' tokens; see
+    `kernels.reference.Kernels.attention`."""
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -412,7 +458,10 @@ def attention_decode(
         plan.arrived,
         plan.partial,
         plan.partial_lse,
-        scale * 1.4426950408889634,
+        q if sinks is None else sinks,
+        q if slopes is None else slopes,
+        scale / softcap if softcap else scale * 1.4426950408889634,
+        softcap * 1.4426950408889634,
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -424,6 +473,9 @@ def attention_decode(
         MERGE=max(2, shape.merge // (merge_rows * dims)),
         MERGE_ROWS=merge_rows,
         LAST_MERGES=plan.last_merges,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        SLOPES=slopes is not None,
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

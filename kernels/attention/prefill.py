@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.decode import LOG2E, capped
 from kernels.metadata import AttentionMeta
 
 
@@ -35,14 +36,23 @@ def _walk(
     denominator,
     acc,
     scale_log2,
+    cap_log2,
+    slope,  # of each row, if SLOPES
+    lowest,  # the first key that any row sees
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
+    # Of a tile's first keys nobody may see any, and their block may be another request's.
+    PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)
     PAGE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
@@ -56,7 +66,10 @@ def _walk(
         in_block = _in_block(begin + keys, dims, head, HEAD_DIM, BLOCK_SIZE)
         ids = table + (begin + keys) // BLOCK_SIZE
     # They are read a tile ahead of the keys, which the compiler reads ahead in turn.
-    page = tl.load(ids, mask=begin + keys < end, other=0)
+    own = begin + keys < end
+    if PART:
+        own = own & (begin + keys >= lowest)
+    page = tl.load(ids, mask=own, other=0)
     for start in range(begin, end, KEYS):
         position = start + keys
         where = (page.to(tl.int64) * PAGE)[:, None] + in_block
@@ -67,7 +80,10 @@ def _walk(
             ids = table + (position + KEYS) // BLOCK_SIZE
         page = tl.load(ids, mask=position + KEYS < end, other=0)
         if MASKED:
-            mask = (position < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            seen = position < end
+            if PART:
+                seen = seen & (position >= lowest)
+            mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(k_cache + where, mask=mask, other=0.0)
         elif HEAD_DIM < DIMS:
             mask = (dims < HEAD_DIM)[None, :]
@@ -75,11 +91,26 @@ def _walk(
         else:
             key = tl.load(k_cache + where)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if SOFTCAP:
+            score = capped(score * scale_log2, cap_log2)
+        elif SLOPES:
+            ahead = position[None, :] - row_position[:, None]
+            score = score * scale_log2 + slope[:, None] * ahead.to(tl.float32)
         if MASKED:
             score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)
-        weight = tl.exp2(score * scale_log2 - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        if PART:
+            first_key = row_position - (WINDOW - 1)
+            if CHUNK:
+                first_key = row_position // CHUNK * CHUNK
+            score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
+        scaled: tl.constexpr = SOFTCAP or SLOPES
+        factor = 1.0 if scaled else scale_log2
+        new_top = tl.maximum(top, tl.max(score, axis=1) * factor)
+        base = new_top
+        if PART:  # rows that have seen no key yet: a finite stand-in keeps inf - inf out
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        weight = tl.exp2(score * factor - base[:, None])
+        shrink = tl.exp2(top - base)
         # In parts that no two threads share: they are added up once, behind the loop.
         part = tl.sum(tl.reshape(weight, [weight.shape[0], KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
@@ -106,7 +137,10 @@ def _prefill_kernel(
     query_start,
     kv_len,
     counts,
+    sinks,  # [num_heads] float32, if SINKS
+    slopes,  # [num_heads] float32, if SLOPES
     scale_log2,
+    cap_log2,
     table_stride,
     num_tokens,
     NUM_KV_HEADS: tl.constexpr,
@@ -116,6 +150,11 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -169,16 +208,46 @@ def _prefill_kernel(
     if DETERMINISTIC:
         full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
     end = tl.minimum(first_position + QUERIES, length)
+    # Keys that some rows see and earlier or later ones do not: lowest .. all_see, and full .. end.
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(first_position - (WINDOW - 1), 0)
+        all_see = tl.maximum(end - WINDOW, 0)
+    if CHUNK:
+        lowest = first_position // CHUNK * CHUNK
+        all_see = (end - 1) // CHUNK * CHUNK
+    begin_full = 0
+    if WINDOW or CHUNK:
+        begin_full = tl.minimum(tl.cdiv(all_see, KEYS) * KEYS, tl.cdiv(end, KEYS) * KEYS)
+        if DETERMINISTIC:
+            begin_full = lowest // KEYS * KEYS
+        full = tl.maximum(full, begin_full)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
+    query_head = head * GROUP + rows % GROUP
+    if SINKS:  # as a key without a value
+        top = tl.load(sinks + query_head) * LOG2E
+        denominator += tl.where(tl.arange(0, 8) == 0, 1.0, 0.0)[None, :]
+    slope = top
+    if SLOPES:
+        slope = tl.load(slopes + query_head) * LOG2E
+    if WINDOW or CHUNK:
+        top, denominator, acc = _walk(
+            query, k_cache, v_cache, table, head, lowest // KEYS * KEYS,
+            tl.minimum(begin_full, end), row_position, top,
+            denominator, acc, scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_SIZE, DIMS, KEYS, True, WINDOW, CHUNK, SOFTCAP, SLOPES,
+        )  # fmt: skip
     top, denominator, acc = _walk(
-        query, k_cache, v_cache, table, head, 0, full, row_position, top, denominator, acc,
-        scale_log2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS, MASKED=False,
+        query, k_cache, v_cache, table, head, begin_full, full, row_position, top, denominator,
+        acc, scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        False, WINDOW, CHUNK, SOFTCAP, SLOPES,
     )  # fmt: skip
     top, denominator, acc = _walk(
         query, k_cache, v_cache, table, head, full, end, row_position, top, denominator, acc,
-        scale_log2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS, MASKED=True,
+        scale_log2, cap_log2, slope, lowest, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        True, WINDOW, CHUNK, SOFTCAP, SLOPES,
     )  # fmt: skip
     acc = acc / tl.sum(denominator, axis=1)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -207,6 +276,9 @@ def attention_prefill(
     scale: float,
     meta: AttentionMeta,
     deterministic: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attention of the entries counts[0] .. counts[1] - 1 of meta; tokens after the last get zeros.
 
@@ -231,7 +303,10 @@ def attention_prefill(
         meta.query_start,
         meta.kv_len,
         meta.counts,
-        scale * 1.4426950408889634,
+        q if sinks is None else sinks,
+        q if slopes is None else slopes,
+        scale / softcap if softcap else scale * 1.4426950408889634,
+        softcap * 1.4426950408889634,
         meta.block_table.stride(0),
         num_tokens,
         NUM_KV_HEADS=num_kv_heads,
@@ -241,6 +316,11 @@ def attention_prefill(
         ROWS=rows,
         DIMS=dims,
         KEYS=shape.keys,
+        WINDOW=meta.window,
+        CHUNK=meta.chunk,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        SLOPES=slopes is not None,
         DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -31,8 +31,8 @@ class _DeterministicPlan:
     """What the layers of a step share."""
 
     kernels: CpuAttention | None  # None: reference, token by token
-    # All tokens as decodes; without kernels, each as a step of its own.
-    parts: list[AttentionMeta]
+    every: AttentionMeta  # all tokens as decodes
+    apart: list[AttentionMeta] | None = None  # each as a step of its own, for the reference
 
 
 class Deterministic(Kernels):
@@ -103,34 +103,49 @@ class Deterministic(Kernels):
                 k_cache.dtype,
             )
             every = _as_decodes(meta)
-            meta.plan = _DeterministicPlan(
-                kernels, [every] if kernels is not None else _apart(every)
-            )
+            meta.plan = _DeterministicPlan(kernels, every)
         if meta.plan.kernels is not None:
             return meta.plan.kernels.rope_kv_write(
                 qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
             )
+        if meta.plan.apart is None:
+            meta.plan.apart = _apart(meta.plan.every)
         write = super().rope_kv_write
         queries = [
             write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
-            for row, part in zip(qkv.split(1), meta.plan.parts, strict=True)
+            for row, part in zip(qkv.split(1), meta.plan.apart, strict=True)
         ]
         return torch.cat(queries)
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         plan = meta.plan
-        if plan.kernels is not None:
+        special = softcap or sinks is not None or slopes is not None
+        if plan.kernels is not None and not special:
             num_tokens, num_heads, head_dim = q.shape
             out = q.new_empty(num_tokens, num_heads * head_dim)
-            plan.kernels.decode(q, k_cache, v_cache, scale, plan.parts[0], out)
+            plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out)
             return out
+        if plan.apart is None:
+            plan.apart = _apart(plan.every)
         attend = super().attention
         rows = [
-            attend(row.clone(), k_cache, v_cache, scale, part)
-            for row, part in zip(q.split(1), plan.parts, strict=True)
-        ]
+            attend(
+                row.clone(), k_cache, v_cache, scale, part,
+                softcap=softcap, sinks=sinks, slopes=slopes,
+            )
+            for row, part in zip(q.split(1), plan.apart, strict=True)
+        ]  # fmt: skip
         return torch.cat(rows)
 
 
@@ -149,6 +164,8 @@ def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
         num_decodes=num_tokens,
         max_query_len=1,
         max_kv_len=meta.max_kv_len,
+        window=meta.window,
+        chunk=meta.chunk,
     )
 
 
@@ -164,6 +181,8 @@ def _apart(every: AttentionMeta) -> list[AttentionMeta]:
             num_decodes=1,
             max_query_len=1,
             max_kv_len=length,
+            window=every.window,
+            chunk=every.chunk,
         )
         for at, length in enumerate(every.kv_len.tolist())
     ]

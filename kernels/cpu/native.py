@@ -1,11 +1,13 @@
 """The CPU back end: the reference, with rotation and decode attention by generated kernels where
 the machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta
-from kernels.reference import Kernels, PrefillChunk, attend_chunk, plan_chunks
+from kernels.reference import Kernels, PrefillChunk, Scores, attend_chunk, plan_chunks
 
 
 class _NativePlan:
@@ -14,6 +16,7 @@ class _NativePlan:
     def __init__(self, kernels: CpuAttention) -> None:
         self.kernels = kernels
         self.chunks: list[PrefillChunk] | None = None
+        self.reference: AttentionMeta | None = None  # the step as the reference plans it
 
 
 class Native(Kernels):
@@ -54,23 +57,42 @@ class Native(Kernels):
         )
 
     def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         plan = meta.plan
         if not isinstance(plan, _NativePlan):
-            return super().attention(q, k_cache, v_cache, scale, meta)
+            return super().attention(
+                q, k_cache, v_cache, scale, meta, softcap=softcap, sinks=sinks, slopes=slopes
+            )
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k_cache.shape[1]
         decodes = meta.num_decodes
         out = q.new_empty(num_tokens, num_heads * head_dim)
+        if decodes and (softcap or sinks is not None or slopes is not None):
+            if plan.reference is None:
+                plan.reference = replace(meta, plan=None)
+            return super().attention(
+                q, k_cache, v_cache, scale, plan.reference,
+                softcap=softcap, sinks=sinks, slopes=slopes,
+            )  # fmt: skip
         if decodes:
             plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
         if decodes < num_tokens:
             if plan.chunks is None:
                 plan.chunks = plan_chunks(meta, k_cache)
             grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+            how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
             out[plan.chunks[-1].end if plan.chunks else decodes :].zero_()  # padding
             for chunk in plan.chunks:
-                attended = attend_chunk(grouped, k_cache, v_cache, scale, chunk)
+                attended = attend_chunk(grouped, k_cache, v_cache, how, chunk)
                 out[chunk.begin : chunk.end].view_as(attended).copy_(attended)
         return out

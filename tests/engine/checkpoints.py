@@ -77,6 +77,7 @@ class Paged:
         metas = []
         for group in self.kv.groups.groups:
             metas.append(meta.elsewhere(meta.slots, meta.block_table))
+            metas[-1].window, metas[-1].chunk = group.attention.window, group.attention.chunk
             keys = self.kv.layers[group.layers[0]][0]
             self.kernels.prepare(metas[-1], group.attention.num_heads, keys)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)

@@ -85,7 +85,14 @@ def paged(
 
 
 def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, meta: AttentionMeta
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    meta: AttentionMeta,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Float64, entry by entry; [num_tokens without padding, num_heads, head_dim]."""
     num_heads = q.shape[1]
@@ -97,10 +104,27 @@ def attention(
         query = q[starts[entry] : starts[entry + 1]].double()
         at = torch.arange(length, device=q.device)
         blocks = meta.block_table[entry, at // block_size].long()
+        blocks = torch.where(blocks < len(k_cache), blocks, 0)  # behind a window
         key = k_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
         value = v_cache[blocks, :, at % block_size].double().repeat_interleave(group, 1)
-        score = torch.einsum("qhd,khd->hqk", query, key) * scale
+        score = torch.einsum("qhd,khd->hqk", query, key).nan_to_num() * scale
         position = torch.arange(length - len(query), length, device=q.device)
-        score.masked_fill_(at[None, None, :] > position[None, :, None], -torch.inf)
-        rows.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), value))
+        key_at, query_at = at[None, :], position[:, None]
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score += slopes.double()[:, None, None] * (key_at - query_at)
+        hidden = key_at > query_at
+        if meta.window:
+            hidden |= query_at - key_at >= meta.window
+        if meta.chunk:
+            hidden |= query_at // meta.chunk != key_at // meta.chunk
+        score.masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(num_heads, len(query), 1)
+            score = torch.cat((score, sink), -1)
+        weight = score.softmax(-1)[..., :length]
+        # What no query sees may be anything.
+        value = torch.where(hidden.all(0)[:, None, None], 0.0, value)
+        rows.append(torch.einsum("hqk,khd->qhd", weight, value))
     return torch.cat(rows)
