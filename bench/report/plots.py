@@ -44,6 +44,7 @@ MADE_BY = {
     "step-profile": "`python -m bench.step_profile`: kernels of a step, floors and gaps",
     "structured": "`python -m bench.structured`: schemas against two suites of documents",
     "versus-cpu": "`python -m bench.versus_cpu`: Manta's engine against transformers",
+    "versus-cpu-sides": "`python -m bench.versus_cpu_sides`: formats of weights against peers",
     "versus-engine": "`python -m bench.versus_engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m bench.versus_http`: Manta's server against another",
     "versus-lora": "`python -m bench.versus_lora`: many adapters, against none or a peer",

@@ -1,5 +1,8 @@
 """What formats of weights cost in accuracy, on the default model (`bench.accuracy`)."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench import accuracy
@@ -7,6 +10,7 @@ from deployments.checkpoints.resolve import resolve_model
 from kernels.cpu.compiler import has_int8
 from tests.kernels.test_generated import able
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 # Nats a token from float32: the mean of 929 tokens, and twice what was measured.
 KL_BOUNDS = {
     "bf16": 0.0005,
@@ -27,3 +31,12 @@ def test_next_token_distributions() -> None:
         case = row["case"].removeprefix("smollm2-135m/")
         assert row["kl"] < KL_BOUNDS[case], row
         assert abs(row["perplexity_ratio"] - 1) < PERPLEXITY_BOUND, row
+
+
+def test_the_result_is_of_all_formats() -> None:
+    """Bug: a format is quoted that nobody measured, or one is left out because it was bad."""
+    newest = max(RESULTS.glob("accuracy-*.json"))
+    rows = {row["case"]: row for row in json.loads(newest.read_text())["rows"]}
+    assert set(rows) == {f"smollm2-135m/{case}" for case in accuracy.CASES}
+    for case, bound in KL_BOUNDS.items():
+        assert rows[f"smollm2-135m/{case}"]["kl"] < bound

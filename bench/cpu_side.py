@@ -1,0 +1,93 @@
+"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus_cpu --sides`;
+prints `RESULT {json}`.
+
+    python -m bench.cpu_side MODEL --workload FILE --quantization gguf
+
+The workload has a JSON object a line: kind (single, prefill or batch), prompt_ids, max_tokens.
+Greedy, end tokens ignored, no prefix cache; each column once warm, then the best of --repeat.
+    prefill  tokens of the first such prompt / seconds to its first token
+    single   (tokens - 1) / (seconds of all - seconds to the first)
+    batch    new tokens of all such requests, handed in at once / seconds to the last
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("prefill", "single", "batch")
+KEYS = {"prefill": "prefill_tok_s", "single": "single_decode_tok_s", "batch": "batch_tok_s"}
+
+Generate = Callable[[list[list[int]], list[int]], None]
+"""(prompts, tokens of each): returns when all are done."""
+
+
+def measure(
+    generate: Generate, requests: list[dict[str, Any]], columns: list[str], repeat: int
+) -> dict[str, float]:
+    """{key of KEYS: tokens a second}."""
+
+    def best(rows: list[dict[str, Any]], counts: list[int]) -> float:
+        seconds = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            generate([row["prompt_ids"] for row in rows], counts)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    found = {}
+    for column in columns:
+        rows = [row for row in requests if row["kind"] == column]
+        rows = rows if column == "batch" else rows[:1]
+        counts = [row["max_tokens"] for row in rows]
+        generate([row["prompt_ids"] for row in rows], [min(4, count) for count in counts])
+        if column == "prefill":
+            rate = len(rows[0]["prompt_ids"]) / best(rows, [1])
+        elif column == "single":
+            first = best(rows, [1])
+            rate = (counts[0] - 1) / (best(rows, counts) - first)
+        else:
+            rate = sum(counts) / best(rows, counts)
+        found[KEYS[column]] = round(rate, 1)
+    return found
+
+
+def main() -> None:
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", help="as `manta serve` takes it")
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--columns", nargs="*", default=COLUMNS, choices=COLUMNS)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    from deployments.checkpoints.resolve import resolve_model
+    from engine import LLM, SamplingParams
+
+    folder = resolve_model(args.model, blocks=args.quantization == "gguf")
+    options: dict[str, Any] = {"dtype": "bfloat16", "quantization": args.quantization}
+    with LLM(folder, device="cpu", prefix_caching=False, max_num_seqs=32, **options) as llm:
+        ready = time.perf_counter() - started
+
+        def generate(prompts: list[list[int]], counts: list[int]) -> None:
+            params = [
+                SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+                for count in counts
+            ]
+            outputs = llm.generate(prompts, params, detokenize=False, progress=False)
+            assert [len(out.outputs[0].token_ids) for out in outputs] == counts
+
+        requests = [json.loads(line) for line in args.workload.read_text().splitlines()]
+        result: dict[str, Any] = measure(generate, requests, args.columns, args.repeat)
+    peaks = [resource.getrusage(who).ru_maxrss for who in _WHO]
+    result |= {"ready_s": round(ready, 2), "peak_rss_mb": sum(peaks) // 1024}
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+_WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+if __name__ == "__main__":
+    main()

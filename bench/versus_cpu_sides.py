@@ -1,0 +1,148 @@
+"""Formats of weights against peers in turns on this machine's CPU; ratios and, on a quiet machine,
+the result file.
+
+    python -m bench.versus_cpu_sides --workload FILE --out bench/results \\
+        --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \\
+        --peer q4_0:llama.cpp='VENV/bin/python peer.py smol-Q4_0.gguf'
+
+--ours FORMAT=MODEL:QUANTIZATION is run by `bench.cpu_side`. --peer FORMAT:NAME=COMMAND is a command
+line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
+single_decode_tok_s and batch_tok_s, which are defined in `bench.cpu_side`. Each side starts anew in
+every round, one after the other, and its best quiet round counts. A round in which other processes
+were busy is no measurement, and without a quiet one of each side nothing is written.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cpu_side import COLUMNS, KEYS
+from bench.report.result_file import print_ratios, write
+
+BUSY = 0.05  # cores that others may keep busy
+
+
+@dataclass(slots=True)
+class Side:
+    """name: "" for ours. rounds: what it printed, and `other`."""
+
+    format: str
+    name: str
+    command: list[str]
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def quiet(self) -> list[dict[str, Any]]:
+        return [each for each in self.rounds if each["other"] <= BUSY]
+
+    def best(self, column: str) -> float | None:
+        rates = [each[KEYS[column]] for each in self.quiet if KEYS[column] in each]
+        return max(rates, default=None)
+
+
+def ours(text: str, workload: Path) -> Side:
+    """FORMAT=MODEL:QUANTIZATION"""
+    form, found, rest = text.partition("=")
+    model, colon, quantization = rest.rpartition(":")
+    if not (found and colon):
+        raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
+    command = [sys.executable, "-m", "bench.cpu_side", model, "--quantization", quantization]
+    return Side(form, "", [*command, "--workload", str(workload)])
+
+
+def peer(text: str, workload: Path) -> Side:
+    """FORMAT:NAME=COMMAND"""
+    head, found, command = text.partition("=")
+    form, colon, name = head.partition(":")
+    if not (found and colon):
+        raise SystemExit(f"--peer {text}: not FORMAT:NAME=COMMAND")
+    return Side(form, name, [*shlex.split(command), "--workload", str(workload)])
+
+
+def _busy() -> float:
+    """CPU seconds of the whole machine so far."""
+    with open("/proc/stat") as file:
+        ticks = [int(number) for number in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _own() -> float:
+    """Of this process and its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def turn(side: Side) -> dict[str, Any]:
+    """Runs it once. Raises SystemExit with the end of what it said if it gave no result."""
+    busy, own, start = _busy(), _own(), time.perf_counter()
+    done = subprocess.run(side.command, capture_output=True, text=True, check=False)
+    wall = time.perf_counter() - start
+    other = max(0.0, _busy() - busy - (_own() - own)) / wall
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        said = (done.stderr or done.stdout)[-2000:]
+        raise SystemExit(f"{shlex.join(side.command)}: no RESULT line\n{said}")
+    return {**json.loads(lines[-1].removeprefix("RESULT ")), "other": round(other, 3)}
+
+
+def rows(sides: list[Side]) -> list[dict[str, Any]]:
+    """A row for each peer and column that both have."""
+    mine = {side.format: side for side in sides if not side.name}
+    found = []
+    for side in sides:
+        for column in COLUMNS:
+            if not side.name or side.format not in mine:
+                continue
+            one, other = mine[side.format].best(column), side.best(column)
+            if one is None or other is None:
+                continue
+            found.append(
+                {
+                    "case": f"{side.format}/{column}/{side.name}",
+                    "ours": one,
+                    "peer": other,
+                    "unit": "tok/s",
+                    "ratio": round(one / other, 2),
+                }
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--ours", action="append", default=[], metavar="FORMAT=MODEL:QUANTIZATION")
+    parser.add_argument("--peer", action="append", default=[], metavar="FORMAT:NAME=COMMAND")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    sides = [ours(text, args.workload) for text in args.ours]
+    sides += [peer(text, args.workload) for text in args.peer]
+    lines = []
+    for _ in range(args.rounds):
+        for side in sides:
+            side.rounds.append(turn(side))
+            told = {"format": side.format, "side": side.name or "manta", **side.rounds[-1]}
+            print(json.dumps(told), flush=True)
+            lines.append(told)
+    found = rows(sides)
+    print_ratios(found)
+    if unquiet := [f"{side.format} {side.name or 'manta'}" for side in sides if not side.quiet]:
+        raise SystemExit(
+            f"nothing is written: other processes were busy in every round of {', '.join(unquiet)}"
+        )
+    if args.out:
+        config = {"sides": {f"{side.format}:{side.name}": side.command[1:] for side in sides}}
+        write(args.out, "versus-cpu-sides", config, found, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Formats of weights against peers on the CPU: what counts, and what is refused."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import versus_cpu_sides as versus
+from bench.cpu_side import measure
+
+
+def saying(text: str, code: int = 0) -> str:
+    """A command line that prints this."""
+    program = f"import sys; print({text!r}); sys.exit({code})"
+    return shlex.join([sys.executable, "-c", program])
+
+
+def test_the_best_quiet_round_counts(tmp_path: Path) -> None:
+    """A figure of a busy machine, another format's, or a column that only one side has."""
+    mine, other, alone = (
+        versus.Side(form, name, []) for form, name in (("q4", ""), ("q4", "peer"), ("int8", "peer"))
+    )
+    mine.rounds = [
+        {"prefill_tok_s": 90.0, "other": 0.9},
+        {"prefill_tok_s": 30.0, "batch_tok_s": 8.0, "other": 0.0},
+        {"prefill_tok_s": 40.0, "other": 0.01},
+    ]
+    other.rounds = alone.rounds = [{"prefill_tok_s": 20.0, "single_decode_tok_s": 5.0, "other": 0}]
+    (row,) = versus.rows([mine, other, alone])
+    assert row["case"] == "q4/prefill/peer" and row["ratio"] == 2.0 and row["ours"] == 40.0
+
+
+def test_a_turn_is_a_process(tmp_path: Path) -> None:
+    """A peer that failed counted as slow, or its message lost."""
+    side = versus.peer(f"q4:x={saying('RESULT ' + json.dumps({'batch_tok_s': 3.5}))}", tmp_path)
+    assert side.command[-2:] == ["--workload", str(tmp_path)]
+    said = versus.turn(side)
+    assert said["batch_tok_s"] == 3.5 and said["other"] >= 0
+    with pytest.raises(SystemExit, match="no RESULT line\nno such model"):
+        versus.turn(versus.peer(f"q4:x={saying('no such model', 1)}", tmp_path))
+    for text in ("q4=default", "q4"):
+        with pytest.raises(SystemExit, match="FORMAT=MODEL:QUANTIZATION"):
+            versus.ours(text, tmp_path)
+
+
+def test_a_busy_machine_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios of a machine that did something else meanwhile."""
+    command = saying("RESULT " + json.dumps({"batch_tok_s": 3.5}))
+    arguments = ["--workload", "w", "--peer", f"q4:x={command}", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["versus", *arguments, "--out", str(tmp_path)])
+    monkeypatch.setattr(versus, "BUSY", -1.0)
+    with pytest.raises(SystemExit, match="busy in every round of q4 x"):
+        versus.main()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(versus, "BUSY", 1e9)
+    versus.main()
+    assert list(tmp_path.glob("versus-cpu-sides-*.json"))
+
+
+def test_columns_are_what_they_say() -> None:
+    """Prompt tokens counted as made, or the first token's time in the decode rate."""
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def generate(prompts: list[list[int]], counts: list[int]) -> None:
+        asked.append(([len(prompt) for prompt in prompts], counts))
+
+    requests: list[dict[str, Any]] = [
+        {"kind": "prefill", "prompt_ids": [1] * 100, "max_tokens": 1},
+        {"kind": "single", "prompt_ids": [1] * 10, "max_tokens": 8},
+        *({"kind": "batch", "prompt_ids": [1] * 5, "max_tokens": 6} for _ in range(3)),
+    ]
+    found = measure(generate, requests, ["prefill", "single", "batch"], 2)
+    assert set(found) == {"prefill_tok_s", "single_decode_tok_s", "batch_tok_s"}
+    single = [counts for lengths, counts in asked if lengths == [10]]
+    assert single == [[4], [1], [1], [8], [8]]
+    assert [counts for lengths, counts in asked if len(lengths) == 3][1:] == [[6, 6, 6]] * 2
