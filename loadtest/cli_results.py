@@ -1,4 +1,4 @@
-"""The commands that look at results, or make many: report, compare, search."""
+"""The commands that read results, or make many of them: report, compare, search."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,7 +143,7 @@ def search(
 
 
 def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
-    """The scenario values that the load is, and its unit. Raises ScenarioError."""
+    """The scenario values that set the load, and the load's unit. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
 
     keys, units = [], set()

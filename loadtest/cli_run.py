@@ -40,7 +40,8 @@ def read(
 
 
 def execute(task: "Task", options: "RunOptions", plans: "list[PhasePlan]") -> "RunResult":
-    """A run with its live table. Ctrl-C ends it early and keeps what there is; twice: at once."""
+    """A run with its live table. Ctrl-C ends it early and keeps the results so far; a second
+    Ctrl-C ends it at once."""
     import asyncio
     import signal
     from dataclasses import replace

@@ -19,7 +19,7 @@ class RunError(Exception):
 
 
 def hint(word: str, known: list[str]) -> str:
-    """What to add to a message about a word that means nothing."""
+    """The addition to a message about an unknown word: the nearest known one."""
     near = difflib.get_close_matches(word, known, 1, 0.6)
     if near:
         return f"; did you mean {near[0]!r}?"

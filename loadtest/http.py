@@ -1,5 +1,6 @@
-"""HTTP/1.1 for load: one connection a request at a time, kept for the next, read with one clock
-look for each arrival. No retries and no redirects: a load test counts what the server did."""
+"""HTTP/1.1 for load. A connection carries one request at a time and is kept for the next. The clock
+is read once for each arrival of bytes. There are no retries and no redirects: a load test counts
+what the server did."""
 
 import asyncio
 import contextlib
@@ -18,7 +19,7 @@ IDLE_S = 2.0  # servers drop idle connections after 5 s or more; a request must 
 
 
 class ResponseHandler(Protocol):
-    """What takes an answer. Each method gets the time of the bytes' arrival."""
+    """The receiver of an answer. Each method gets the time of the bytes' arrival."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None: ...
 
@@ -32,7 +33,8 @@ class ResponseHandler(Protocol):
 
 
 class Address(NamedTuple):
-    """Where a URL leads. prefix: its path, without a slash at the end. name: what TLS expects."""
+    """Where a URL leads. prefix: its path, without a slash at the end. name: the host name that
+    TLS expects."""
 
     host: str
     port: int
@@ -195,8 +197,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._handler.on_body(data, now)
 
     def _chunks(self, data: bytes, now: float) -> None:
-        """left: bytes until the chunk's end, 0 = its line break is due, -1 = a size line is due,
-        -2 = the last chunk has been: trailers, then an empty line."""
+        """left: bytes until the chunk's end; 0 = its line break is due; -1 = a size line is due;
+        -2 = the last chunk has come, and trailers and an empty line are due."""
         if self._rest:
             data, self._rest = self._rest + data, b""
         body: list[bytes] = []
@@ -274,7 +276,7 @@ class ConnectionPool:
                     server_hostname=name,
                 )
                 return made
-            # A small receive buffer, so that what we do not read is felt by the server.
+            # A small receive buffer, so that the server notices when we do not read.
             family, kind, proto, _, where = (
                 await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             )[0]

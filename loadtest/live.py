@@ -1,4 +1,4 @@
-"""What the terminal shows: a bar a phase and a table under load, the figures at its end."""
+"""The terminal's display: a bar for each phase and a table under load, the figures at its end."""
 
 import contextlib
 import time

@@ -23,9 +23,9 @@ def make(
 ) -> tuple[int, int, bool]:
     """Writes `out`. Returns (questions, answers, interrupted).
 
-    One request at a time, whole, never cancelled or read slowly. A closed loop must say how many
-    requests it sends, or nobody knows which they will be: ScenarioError. So is a scenario whose
-    every question is sampled without a seed.
+    Requests are sent one at a time, whole, never cancelled or read slowly. A closed loop without
+    a number of requests is a ScenarioError, as its questions are not known beforehand. So is a
+    scenario whose every question is sampled without a seed.
     """
     for plan in plans:
         if plan.total is None:
@@ -37,7 +37,7 @@ def make(
 
 
 def _specs(plan: PhasePlan) -> Iterator[tuple[int, RequestSpec]]:
-    """Every request of a phase, without what would spoil its answer."""
+    """Every request of a phase, without cancellations and slow reading."""
     visits = plan.visits or [Visit(0.0, number) for number in range(plan.requests or 0)]
     for visit in visits:
         for turn in range(1 + len(visit.thinks)):

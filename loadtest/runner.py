@@ -35,10 +35,10 @@ _FAR_S = 0.7  # what the start, and a meeting, take longer where orders cross a 
 
 
 class RunClock:
-    """The run's time, for what happens beside the load. mark(): a line in the summary's faults."""
+    """The run's time, for faults beside the load. mark(): a line in the summary's faults."""
 
     def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
-        """proxies: the ways to the servers, if the clients go through them."""
+        """proxies: those between clients and servers, if there are any."""
         self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
         self.spoilt: list[str] = []  # why the run is not what was asked for
@@ -57,9 +57,10 @@ class RunOptions:
     "auto". verify: a reference file. keep: write one instead.
 
     proxied: clients reach the servers through proxies of ours, for faults of the network.
-    beside: runs along with the load and is cancelled at its end, e.g. to kill replicas.
+    beside: a coroutine that runs along with the load and is cancelled at its end, e.g. to kill
+        replicas.
     on_progress: gets each process's ClientProgress four times a second, the totals once.
-    stop: set it to end early; the summary then says so.
+    stop: set this event to end the run early; the summary then says so.
     """
 
     procs: int = 1
@@ -153,7 +154,7 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
 async def _connections(
     scenario: Scenario, options: RunOptions, folder: Path
 ) -> Sequence[ProcessConnection]:
-    """A way to each client process; none runs yet. Raises RunError."""
+    """A connection to each client process; no process runs yet. Raises RunError."""
     folders = [folder / str(number) for number in range(options.procs)]
     if options.ray is None:
         return [LocalProcess(folder) for folder in folders]
@@ -278,7 +279,7 @@ def _info(
 
 
 def _commit() -> str | None:
-    """Of the load tester, where it runs from a checkout."""
+    """The load tester's commit, where it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

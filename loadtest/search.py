@@ -1,10 +1,10 @@
 """The highest load that keeps an SLO, and sweeps over loads.
 
-A limit such as p99_ttft<500ms asks that 99 % of the requests be quicker; failures are not. After
-a trial the Wilson interval of that share is above 99 % (kept), below it (broken), or holds it
-(unclear). An unclear load is tried again with another seed and the counts are added, up to
-`repeats` times; then the share itself decides and the trial stays marked as unclear. One lucky
-trial cannot raise the answer, nor an unlucky one lower it.
+A limit such as p99_ttft<500ms asks that 99 % of the requests be quicker; a failure counts as
+slower. After a trial the Wilson interval of that share lies above 99 % (kept), below it (broken),
+or contains it (unclear). An unclear load is tried again with another seed and the counts are added,
+up to `repeats` times. Then the share itself decides and the trial stays marked as unclear. One
+lucky trial cannot raise the answer, nor can an unlucky one lower it.
 
     start ─ x2 ─ x2 ─ x2 broken        then bisection of the logarithm, until the load that kept and
             kept  kept                 the load that broke the SLO are within `tolerance`
@@ -78,8 +78,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search(msgspec.Struct, kw_only=True):
-    """key: what makes trials of another search useless here. ended: why it stopped, "" if it has
-    not. best: the highest load that kept the SLO; first_broken: the lowest that did not."""
+    """key: the settings without which stored trials are of another search. ended: why the search
+    stopped, "" if it has not. best: the highest load that kept the SLO. first_broken: the lowest
+    load that did not."""
 
     schema: str = SCHEMA
     key: str = ""
@@ -114,7 +115,7 @@ def parse_slo(text: str) -> list[Limit]:
 
 
 def count(records: Sequence[RequestRecord], limit: Limit) -> Count:
-    """Failures keep no limit. Requests that we cancelled or read slowly are not asked."""
+    """Failures keep no limit. Requests that we cancelled or read slowly are left out."""
     good, total = 0.0, 0
     for record in records:
         if record.cancelled or record.warmup or record.slow_reader:
@@ -141,7 +142,7 @@ def _kept(record: RequestRecord, limit: Limit) -> float | None:
 
 
 def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
-    """Of all limits together."""
+    """The verdict of all limits together."""
     state: State = "kept"
     for limit in slo:
         found = counts[limit.text]
@@ -154,10 +155,10 @@ def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
 
 
 def is_saturated(records: Sequence[RequestRecord]) -> bool:
-    """More comes in than goes out: latency grows with the time at which a request came.
+    """Whether more requests come in than go out: latency grows with a request's time of arrival.
 
     A server that does less than SATURATED of an open loop's load lets a request wait a tenth of a
-    second longer for every second that it comes later, however long answers take as such.
+    second longer for every second that the request comes later, however long answers take.
     """
     for metric in ("ttft_s", "e2e_s"):
         known = sorted(
@@ -175,10 +176,10 @@ def is_saturated(records: Sequence[RequestRecord]) -> bool:
 
 
 class Trials:
-    """Runs loads, each until it is clear, and keeps them in a folder.
+    """Runs loads, each until its verdict is clear, and keeps them in a folder.
 
-    A run in which the client was the bottleneck is done again, up to `repeats` times; unless
-    `lenient`, which takes it as it is.
+    A run in which the client was the bottleneck is done again, up to `repeats` times. With
+    `lenient` it counts as it is.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ def sweep(trials: Trials, loads: Sequence[float]) -> Search:
 
 def knee(trials: Sequence[Trial]) -> float | None:
     """The load with the most throughput for its latency (Kleinrock's power, served over mean end to
-    end): beyond it, latency is bought for little. None with fewer than three loads."""
+    end). Beyond it latency grows for little throughput. None with fewer than three loads."""
     known = [t for t in trials if t.e2e.count and t.e2e.mean > 0]
     if len(known) < 3:
         return None

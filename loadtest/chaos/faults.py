@@ -11,7 +11,7 @@ network between the clients and the server is slow, silent or broken.
     kill-network@10s                      every connection is reset
 
 Every fault, its victim and the moment at which a process of that kind was there again becomes a
-FaultMark of the run. Which victim: drawn from the seed among the live ones in order of age.
+FaultMark of the run. The victim is drawn by the seed among the live processes in order of age.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Fault:
 
 
 class FaultClock(Protocol):
-    """The run's: see runner.Clock."""
+    """The run's clock: see runner.RunClock."""
 
     @property
     def origin(self) -> float: ...
@@ -161,8 +161,8 @@ def needs_proxies(texts: Sequence[str]) -> bool:
 def beside(
     texts: Sequence[str], url: str, seed: int
 ) -> Callable[[FaultClock], Awaitable[None]] | None:
-    """What a run has going on beside its load, or None without faults. Raises ScenarioError if
-    there is nothing to harm at the URL."""
+    """The coroutine that carries out a run's faults beside its load, or None without faults. Raises
+    ScenarioError if there is no process to harm at the URL."""
     faults = [fault for text in texts for fault in parse_chaos(text)]
     if not faults:
         return None
@@ -253,7 +253,8 @@ class Chaos:
         self._thread.start()
 
     def stop(self) -> list[FaultMark]:
-        """The marks so far, in order. Whatever is still frozen is woken. Raises what went wrong."""
+        """The marks so far, in order. Processes that are still frozen are woken. Raises the error
+        of a fault that failed."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -16,7 +16,8 @@ _QUEUE = 1024  # pieces on their way in one direction; a longer delay slows the 
 
 
 class NetworkProxy:
-    """To one address. delay_s: how much later what arrives from now on goes on, each way."""
+    """A proxy to one address. delay_s: how much later bytes that arrive from now on go on, each
+    way."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -73,7 +74,8 @@ class NetworkProxy:
             self._tasks -= set(both)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One way, until its end or a broken connection; then the other way ends too."""
+        """Pass one direction's bytes on, until its end or a broken connection. Then the other
+        direction ends too."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
 
         async def take() -> None:

@@ -1,4 +1,4 @@
-"""One request under way: takes the answer apart and becomes a RequestRecord."""
+"""One request under way: it takes the answer apart and becomes a RequestRecord."""
 
 from collections.abc import Callable
 from typing import Any

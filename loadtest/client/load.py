@@ -1,11 +1,11 @@
-"""Sends what a plan says when it says so, in one process and one event loop.
+"""Sends the requests of a plan at the plan's times, in one process and one event loop.
 
     intended ----- lateness -----> sent --- connect ---> first byte --> chunks ... --> end
     |<------------------------- ttft -------------------------------->|
     |<------------------------- e2e ------------------------------------------------->|
 
-An open loop never waits for an answer before the next request: how many are under way is the
-server's doing. A closed loop's intended time is when a place came free.
+An open loop never waits for an answer before the next request, so the server decides how many
+requests are under way. In a closed loop the intended time is when a place came free.
 """
 
 import asyncio
@@ -120,7 +120,8 @@ class LoadClient:
             gc.unfreeze()
 
     async def ask(self, plan: PhasePlan, number: int, spec: RequestSpec) -> None:
-        """One request, alone and awaited; its record goes to the sink as any other's."""
+        """Send one request alone and wait for its answer; its record goes to the sink like any
+        other."""
         over = asyncio.Event()
         self._send(plan, number, None, spec, clock(), lambda ended: over.set())
         try:
@@ -352,7 +353,7 @@ class LoadClient:
             progress.ttft.append(attempt.first_token)
 
     async def _sweep(self) -> None:
-        """Ends what waits too long: one look at all, instead of a timer for each."""
+        """Ends requests that wait too long: one look at all, instead of a timer for each."""
         target = self._target
         while True:
             await asyncio.sleep(_SWEEP_S)

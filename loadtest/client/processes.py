@@ -28,8 +28,8 @@ _READY_TIMEOUT_S = 300.0
 
 
 class ProcessConnection(Protocol):
-    """The way to a client process (process.py). offset: what its clock shows more than ours.
-    where: a machine that is not ours; and how well its clock is known."""
+    """The connection to a client process (process.py). offset: what its clock shows more than ours.
+    where: another machine's name, and how well its clock is known."""
 
     offset: float
     where: str

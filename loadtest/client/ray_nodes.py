@@ -1,13 +1,14 @@
 """Client processes on the nodes of a Ray cluster, for loads that one machine cannot make.
 
-Each is a Ray actor beside a process of its own, the same as on one machine: it gets the same plan's
-share, and its records come back whole, so percentiles are of all requests and not of averages.
-Their times are on their node's clock; what it shows more than ours is measured at the start, from
-the quickest of some questions, and taken off by setting out from a common time 0. Every latency is
-measured on one clock; only what is told of requests of different nodes has that error.
+Each client is a Ray actor beside a process of its own, the same process as on one machine. It gets
+its share of the same plan, and its records come back whole, so percentiles are of all requests and
+not of averages. The records' times are on their node's clock. The difference of that clock to ours
+is measured at the start, from the quickest of some questions, and taken off by a common time 0.
+Every latency is measured on one clock; only comparisons of requests of different nodes have that
+error.
 
-Ray brings the package and the scenario's files along; msgspec, pydantic, numpy and ruamel.yaml must
-be there on the nodes. This module alone of loadtest/ imports ray.
+Ray brings the package and the scenario's files along. msgspec, pydantic, numpy and ruamel.yaml must
+be installed on the nodes. Of loadtest/ this module alone imports ray.
 """
 
 import asyncio

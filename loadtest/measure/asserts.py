@@ -1,4 +1,4 @@
-"""What must hold for a run to pass: --assert "failed==0, p99_ttft<500ms, goodput>=99%".
+"""Conditions for a run to pass: --assert "failed==0, p99_ttft<500ms, goodput>=99%".
 
 Durations are compared in seconds and may have a unit (us, ms, s, m), fractions may be in per cent.
 A figure that a run does not have (p99_ttft without a stream, different where no answer was

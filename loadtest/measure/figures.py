@@ -88,7 +88,7 @@ def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[in
 
 
 def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Kept every limit that applies to it: a unary answer has no ttft."""
+    """Whether the request kept every limit that applies to it: a unary answer has no ttft."""
     if not record.ok or record.verified == "different":
         return False
     if record.e2e_s > slo.get("e2e", math.inf):
@@ -164,7 +164,7 @@ def summarise(
     duration = max((record.end_s for record in measured), default=0.0) - begin
     last = max((record.intended_s for record in measured), default=0.0)
     sending = sending_s or (last - begin)
-    # The last answer may be there before the phase is over; what comes is not faster for that.
+    # The last answer may come before the phase is over; the rate is not higher for that.
     span = max(duration, sending)
     # Tokens of failures are shown as lost: no client could use them.
     tokens = sum(r.output_tokens for r in measured if not r.failed)

@@ -25,7 +25,7 @@ Verdict = Literal["ok", "client_bottleneck"]
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request, as the client saw it.
 
-    sent_s: the client turned to it: wrote it to an open connection, or began to connect; None if it
+    sent_s: the client wrote the request to an open connection, or began to connect; None if it
     never did. connect_s: how long connecting took, 0 on a connection that was open.
     first_byte_s: the first byte of the answer's head. chunks: (time, tokens) of each part of the
     answer that carried tokens; a unary answer is one chunk. Where the server does not tell how many
@@ -167,8 +167,9 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that kept every limit of the SLO. low, high: Wilson interval of fraction at 95 %.
 
-    total: all that were to be answered, failures included, our own cancellations and slow reads
-    not. A wrong answer (verified: different) is not good. per_s: good requests a second. slo:
+    total: all requests that were to be answered, with failures, without our own cancellations and
+    slow reads.
+    A wrong answer (verified: different) is not good. per_s: good requests a second. slo:
     limits in seconds, by metric: ttft, tpot, itl (its worst), e2e; empty: every success is good.
     """
 

@@ -2,10 +2,12 @@
 
 Latencies: the 95 % interval of the relative change comes from a bootstrap. With fewer than three
 runs on a side the requests are drawn again, each with all its tokens, as tokens of one request are
-alike; with three or more on both sides runs are drawn first and then requests in them, as requests
-of one run are alike too. Throughput: runs, or with few of them twenty stretches of a run's time,
-are drawn again. Shares (error rate, goodput): Newcombe's interval of the difference. Whether two
-distributions differ at all: Mann-Whitney's test on the values of requests, two-sided, with ties.
+alike. With three or more runs on both sides, runs are drawn first and then requests in them, as
+requests of one run are alike too.
+Throughput: runs are drawn again; with few runs, twenty stretches of a run's time are.
+Shares (error rate, goodput): Newcombe's interval of the difference.
+Mann-Whitney's test on the values of requests, two-sided, with ties, says whether two distributions
+differ at all.
 """
 
 import math
@@ -60,7 +62,7 @@ class ComparisonRow:
 
     @property
     def shown(self) -> bool:
-        """Chance alone would rarely make it."""
+        """Whether chance alone would rarely make the change."""
         return self.low > 0 or self.high < 0
 
     @property

@@ -49,7 +49,7 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> Floats:
-    """One a success, or for itl one a token: what percentiles are taken of."""
+    """The values that percentiles are taken of: one a success, or for itl one a token."""
     good = (r for r in records if r.ok and not r.slow_reader)
     if metric == "itl":
         parts = [_per_token(r) for r in good]

@@ -1,4 +1,4 @@
-"""What each request asks: request number i of a phase, as a pure function of the seed.
+"""The content of each request: request number i of a phase, as a pure function of the seed.
 
 Workloads of token ids go to /v1/completions, where a prompt is exactly as long as it says; chats go
 to /v1/chat/completions. Anything may be mixed in: shared prefixes, adapters, tenants, JSON schemas,
@@ -138,7 +138,8 @@ class RequestSpec(NamedTuple):
 
     @property
     def repeatable(self) -> bool:
-        """Asked again it must give the same answer: greedy, or sampled with a seed."""
+        """Whether the same request must get the same answer again: greedy, or sampled with a
+        seed."""
         return self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
 

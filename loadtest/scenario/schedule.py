@@ -1,4 +1,5 @@
-"""A scenario laid out: for each phase when what is sent. The same in every process of a run."""
+"""A scenario's schedule: for each phase, which request is sent when. It is the same in every
+process of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A scenario: what is sent, when, where to, and what must hold.
+"""A scenario: which requests are sent, when and where to, and what must hold.
 
 Durations are seconds or text: 500ms, 30s, 5m, 1h.
 """
@@ -232,10 +232,11 @@ class JsonSchema(_Model):
 
 
 class Workload(_Model):
-    """What is asked. name: see `manta loadtest list`. input, output: instead of the name's own.
+    """The requests' content. name: see `manta loadtest list`. input, output: instead of the
+    workload's own lengths.
 
-    copies: each request of a named list so many times, with prompts of their own of its length: for
-    a server of so many replicas, so many times the work of one.
+    copies: each request of a named list is sent so many times, each time with another prompt of the
+    same length: for a server of so many replicas, so many times the work of one.
     """
 
     name: str = "dialogue"

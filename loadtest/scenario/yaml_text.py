@@ -1,5 +1,5 @@
-"""YAML with the line of every key, for messages that say where. Plain data only: no tags, no
-anchors, no duplicate keys."""
+"""YAML with the line of every key, for error messages. Plain data only: no tags, no anchors, no
+duplicate keys."""
 
 from typing import Any
 
