@@ -30,8 +30,8 @@ def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor
 class _DeterministicPlan:
     """What the layers of a step share."""
 
-    kernels: CpuAttention | None  # None: reference, token by token
     every: AttentionMeta  # all tokens as decodes
+    kernels: CpuAttention | None = None  # of the layer's turn; None: reference, token by token
     apart: list[AttentionMeta] | None = None  # each as a step of its own, for the reference
 
 
@@ -92,22 +92,19 @@ class Deterministic(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         if meta.plan is None:
-            _, num_kv_heads, block_size, head_dim = k_cache.shape
-            kernels = attention_for(
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                block_size,
-                cos_sin.shape[1],
-                q_norm is not None,
-                k_cache.dtype,
-            )
-            every = _as_decodes(meta)
-            meta.plan = _DeterministicPlan(kernels, every)
-        if meta.plan.kernels is not None:
-            return meta.plan.kernels.rope_kv_write(
-                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
-            )
+            meta.plan = _DeterministicPlan(_as_decodes(meta))
+        _, num_kv_heads, block_size, head_dim = k_cache.shape
+        kernels = meta.plan.kernels = attention_for(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            cos_sin.shape[1],
+            q_norm is not None,
+            k_cache.dtype,
+        )
+        if kernels is not None:
+            return kernels.rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta)
         if meta.plan.apart is None:
             meta.plan.apart = _apart(meta.plan.every)
         write = super().rope_kv_write
@@ -130,7 +127,7 @@ class Deterministic(Kernels):
         slopes: Tensor | None = None,
     ) -> Tensor:
         plan = meta.plan
-        special = softcap or sinks is not None or slopes is not None
+        special = softcap or sinks is not None or slopes is not None or meta.window or meta.chunk
         if plan.kernels is not None and not special:
             num_tokens, num_heads, head_dim = q.shape
             out = q.new_empty(num_tokens, num_heads * head_dim)

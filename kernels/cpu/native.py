@@ -11,12 +11,27 @@ from kernels.reference import Kernels, PrefillChunk, Scores, attend_chunk, plan_
 
 
 class _NativePlan:
-    """What the layers of a step share: kernels, chosen by the first rotation, and chunks."""
+    """What the layers of a step share: generated kernels, chunks, and the step as the reference
+    plans it, for what is not generated."""
 
-    def __init__(self, kernels: CpuAttention) -> None:
-        self.kernels = kernels
+    def __init__(self, meta: AttentionMeta) -> None:
+        self.reference = replace(meta, plan=None)
         self.chunks: list[PrefillChunk] | None = None
-        self.reference: AttentionMeta | None = None  # the step as the reference plans it
+        self.kernels: CpuAttention | None = None
+        self._turn: tuple[int, bool] | None = None
+
+    def choose(
+        self, num_heads: int, k_cache: Tensor, cos_sin: Tensor, q_norm: Tensor | None
+    ) -> CpuAttention | None:
+        """The kernels of a layer that turns and norms its heads so; None: the reference."""
+        turn = (cos_sin.shape[1], q_norm is not None)
+        if turn != self._turn:
+            self._turn = turn
+            _, num_kv_heads, block_size, head_dim = k_cache.shape
+            self.kernels = attention_for(
+                num_heads, num_kv_heads, head_dim, block_size, *turn, k_cache.dtype
+            )
+        return self.kernels
 
 
 class Native(Kernels):
@@ -36,24 +51,13 @@ class Native(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         if meta.plan is None:
-            _, num_kv_heads, block_size, head_dim = k_cache.shape
-            kernels = attention_for(
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                block_size,
-                cos_sin.shape[1],
-                q_norm is not None,
-                k_cache.dtype,
-            )
-            if kernels is not None:
-                meta.plan = _NativePlan(kernels)
-        if isinstance(meta.plan, _NativePlan):
-            return meta.plan.kernels.rope_kv_write(
-                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta
-            )
+            meta.plan = _NativePlan(meta)
+        kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
+        if kernels is not None:
+            return kernels.rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta)
+        reference = meta.plan.reference
         return super().rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta
+            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, reference
         )
 
     def attention(
@@ -68,22 +72,19 @@ class Native(Kernels):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        plan = meta.plan
-        if not isinstance(plan, _NativePlan):
-            return super().attention(
-                q, k_cache, v_cache, scale, meta, softcap=softcap, sinks=sinks, slopes=slopes
-            )
-        num_tokens, num_heads, head_dim = q.shape
-        num_kv_heads = k_cache.shape[1]
-        decodes = meta.num_decodes
-        out = q.new_empty(num_tokens, num_heads * head_dim)
-        if decodes and (softcap or sinks is not None or slopes is not None):
-            if plan.reference is None:
-                plan.reference = replace(meta, plan=None)
+        if meta.plan is None:
+            meta.plan = _NativePlan(meta)
+        plan, decodes = meta.plan, meta.num_decodes
+        # Generated decodes see all keys, and their scores are plain.
+        special = softcap or sinks is not None or slopes is not None or meta.window or meta.chunk
+        if plan.kernels is None or (decodes and special):
             return super().attention(
                 q, k_cache, v_cache, scale, plan.reference,
                 softcap=softcap, sinks=sinks, slopes=slopes,
             )  # fmt: skip
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = k_cache.shape[1]
+        out = q.new_empty(num_tokens, num_heads * head_dim)
         if decodes:
             plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
         if decodes < num_tokens:

@@ -169,3 +169,31 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     assert not PackedLinear.fits(3 * lanes(), 2 * lanes())
     assert attention_for(4, 2, 20, 16, 20, False, torch.bfloat16) is None
     assert attention_for(4, 2, 64, 16, 64, False, torch.float32) is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "special",
+    [{}, {"softcap": 4.0}, {"sinks": torch.ones(4)}, {"slopes": torch.rand(4)}],
+    ids=["plain", "cap", "sinks", "slopes"],
+)
+@pytest.mark.parametrize("sees", [(0, 0), (6, 0), (0, 8)], ids=["all", "window", "chunk"])
+def test_what_is_not_generated(
+    sees: tuple[int, int], special: dict[str, Tensor | float], deterministic: bool
+) -> None:
+    """Layers of one step that turn heads otherwise, and decodes that see a part of their keys: a
+    generated kernel taken that reads all of them, or that is another layer's."""
+    entries = [((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)]
+    meta = lay_out(entries, BLOCK)
+    meta.window, meta.chunk = sees
+    kernels = kernels_for("cpu", deterministic)
+    for rotary in (64, 32, 64):
+        caches = torch.randn(2, 12, 2, BLOCK, 64).bfloat16()
+        expected, theirs = caches.clone(), copy.copy(meta)
+        theirs.plan = None
+        qkv, cos_sin = torch.randn(len(meta.slots), 8 * 64), torch.randn(80, rotary)
+        q = kernels.rope_kv_write(qkv, cos_sin, None, None, 1e-5, *caches, 4, meta)
+        want = reference.rope_kv_write(qkv, cos_sin, None, None, 1e-5, *expected, 4, theirs)
+        assert error(q, want) < 1e-6
+        out = kernels.attention(q, *caches, 0.1, meta, **special)
+        assert error(out, reference.attention(want, *expected, 0.1, theirs, **special)) < 6e-3
