@@ -316,6 +316,37 @@ def test_partial_files_of_a_killed_process_go(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
+def test_blocks_are_kept_where_a_pool_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: quantization gguf gets the folder that was expanded before, or the other way round; a
+    router expands a model that its replicas do not; a file without blocks is served in 16 bits."""
+    from gguf import GGMLQuantizationType
+
+    from deployments.app import prepare_engine
+    from deployments.config.load import MantaConfig
+    from deployments.replica.deployment import ReplicaSettings
+
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "cache"))
+    source = str(tiny(tmp_path / "m.gguf", quant=GGMLQuantizationType.Q4_1))
+    types = {}
+    for quantization in ("none", "gguf", "none"):
+        options = {"model": source, "revision": None, "quantization": quantization}
+        folder = Path(prepare_engine(ReplicaSettings(engine=options)).model)
+        config = json.loads((folder / "config.json").read_text())
+        types[quantization] = config.get("quantization_config", {}).get("types", {})
+    assert not types["none"]
+    assert set(types["gguf"].values()) == {"Q4_1"} and "model.embed_tokens" in types["gguf"]
+    blocks, whole = (
+        (resolve_model(source, blocks=keep) / "model.safetensors").stat().st_size
+        for keep in (True, False)
+    )
+    assert blocks < 0.5 * whole
+    pools = {"cpu": {"engine": {"quantization": "gguf"}}, "gpu": {}}
+    assert MantaConfig(model=source, pools=pools).kept_blocks() == [False, True]
+    assert MantaConfig(model=source, engine={"quantization": "gguf"}).kept_blocks() == [True]
+    with pytest.raises(ConfigError, match=r"whole.gguf: quantization 'gguf' keeps blocks, and the"):
+        resolve_model(str(tiny(tmp_path / "whole.gguf")), blocks=True)
+
+
 def test_unwritable_cache(tmp_path: Path) -> None:
     """The way out of a full or read-only home directory is a variable that nobody knows."""
     source = tiny(tmp_path / "m.gguf")
