@@ -21,7 +21,6 @@ from ray.serve.handle import DeploymentHandle
 from deployments.adapters.record_store import RayRecordStore
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
-from deployments.api.generation.grammars import warm_up
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
 from deployments.checkpoints.resolve import ModelIdentity
@@ -149,7 +148,6 @@ class Router:
         )
         # Serve itself puts the request's id, or a new one, into request and answer.
         self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
-        await asyncio.to_thread(warm_up, tokenizer, card)
         # A garbage collection over all imported modules would hold every stream up for 70 ms.
         gc.collect()
         gc.freeze()

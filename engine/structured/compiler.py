@@ -172,16 +172,21 @@ class Compiler:
     def _try(self, kind: str, text: str) -> tuple[Any, str]:
         """A matcher, and what is wrong with it or ""."""
         try:
-            if kind == "json_schema":
-                native = llg.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
-            elif kind == "choice":
-                native = llg.LLMatcher.grammar_from_lark(_lark_of(json.loads(text)))
-            elif kind == "lark":
-                native = llg.LLMatcher.grammar_from_lark(text)
-            else:
-                native = llg.grammar_from("gbnf" if kind == "gbnf" else "regex", text)
-        except Exception as error:  # GBNF is translated in Python, and fails in many ways
+            return self._tried(kind, text)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
             return None, _words(error) or type(error).__name__
+
+    def _tried(self, kind: str, text: str) -> tuple[Any, str]:
+        if kind == "json_schema":
+            native = llg.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
+        elif kind == "choice":
+            native = llg.LLMatcher.grammar_from_lark(_lark_of(json.loads(text)))
+        elif kind == "lark":
+            native = llg.LLMatcher.grammar_from_lark(text)
+        else:
+            native = llg.grammar_from("gbnf" if kind == "gbnf" else "regex", text)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some are too large for their first step, some allow nothing at all.

@@ -12,30 +12,26 @@ from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
 from deployments.backend import ModelCard
 from engine.errors import InvalidRequest, Overloaded
-from engine.structured.compiler import Compiler, Vocabulary
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, without
+from engine.structured.trial import CHILDREN, Trials
 from engine.text.tokenizer import Tokenizer
 
 SECONDS = 5.0  # that one may take; most take milliseconds
+QUEUE_SECONDS = 20.0  # that a request waits for it
 _MOST_LEFT_OUT = 8  # keywords that only the compiler refuses, one compilation each
 # Of these, what a schema that is not strict may go without. A broken pattern or reference is a
 # mistake that its author wants to know of.
 _MAY_GO = ("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf")
 
-_pool = ThreadPoolExecutor(2, thread_name_prefix="grammars")
+_pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 
 
 @functools.lru_cache(maxsize=4)
-def compiler_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> Compiler:
-    """For one model. Made by `warm_up` before requests come: it keeps the interpreter to itself for
-    a tenth of a second."""
+def trials_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> Trials:
+    """For one model."""
     special = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
-    return Compiler(Vocabulary.outline(special, num_tokens, end_ids))
-
-
-def warm_up(tokenizer: Tokenizer, card: ModelCard) -> None:
-    compiler_of(tokenizer, card.vocab_size, card.eos_token_ids)
+    return Trials(special, num_tokens, end_ids)
 
 
 async def grammar_of(
@@ -45,19 +41,13 @@ async def grammar_of(
 
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """
-    compiler = compiler_of(tokenizer, card.vocab_size, card.eos_token_ids)
-    work = _pool.submit(_compiled, constraint, compiler)
+    trials = trials_of(tokenizer, card.vocab_size, card.eos_token_ids)
+    work = _pool.submit(_compiled, constraint, trials)
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(QUEUE_SECONDS):
             grammar, left_out = await asyncio.wrap_future(work)
     except TimeoutError:
-        if work.cancelled():  # it never began
-            raise Overloaded("too many grammars are being compiled") from None
-        raise invalid(
-            f"{constraint.where} takes more than {SECONDS:g} s to compile",
-            constraint.where,
-            "grammar_too_complex",
-        ) from None
+        raise Overloaded("too many grammars are being compiled") from None
     except UnsupportedSchema as error:
         where = f"{constraint.where}#{error.pointer}" if error.pointer else constraint.where
         raise invalid(f"{constraint.where}: {error.message}", where, error.code) from None
@@ -67,11 +57,11 @@ async def grammar_of(
     return grammar, constraint.ignored + name_fields(left_out, f"{constraint.where}#")
 
 
-def _compiled(constraint: RequestedGrammar, compiler: Compiler) -> tuple[Grammar, list[str]]:
+def _compiled(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, list[str]]:
     grammar, left_out = constraint.grammar()
     for _ in range(_MOST_LEFT_OUT):
         try:
-            compiler.compile(grammar)
+            trials.check(grammar, SECONDS)
             return grammar, left_out
         except UnsupportedSchema as error:
             name = error.pointer.rpartition("/")[2]
@@ -80,5 +70,5 @@ def _compiled(constraint: RequestedGrammar, compiler: Compiler) -> tuple[Grammar
             schema = without(msgspec.json.decode(grammar.text), error.pointer)
             grammar = Grammar("json_schema", msgspec.json.encode(schema).decode())
             left_out.append(error.pointer)
-    compiler.compile(grammar)
+    trials.check(grammar, SECONDS)
     return grammar, left_out

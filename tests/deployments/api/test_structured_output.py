@@ -148,28 +148,29 @@ def test_what_is_not_enforced_is_named(backend: FakeBackend, client: Client) -> 
     assert grammar is not None and "not" not in json.loads(grammar.text)["properties"]["a"]
 
 
-def test_a_grammar_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, client: Client) -> None:
-    """A request that waits for a compiler for ever; others that are refused for its sake."""
-    import time
+def test_grammars_that_would_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, client: Client
+) -> None:
+    """A router that one request kills, by a stack that overflows, or whose threads are taken for
+    minutes by a compilation that nothing can stop."""
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(6000)}
+    deep = {"$ref": "#/$defs/d0", "$defs": {**chain, "d6000": {"type": "null"}}}
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(9000))
+    monkeypatch.setattr(grammars, "SECONDS", 1.0)
+    for fields, where in (
+        ({"guided_json": deep}, "guided_json"),
+        ({"guided_grammar": f'start: r0\n{rules}\nr9000: "a"'}, "guided_grammar"),
+        ({"guided_regex": "a?" * 60_000}, "guided_regex"),
+    ):
+        reply = run(client.chat(**fields))
+        assert code_of(reply) == (400, "grammar_too_complex", where)
+        assert run(client.chat(guided_regex=f"{where}|b")).status == 200, "and goes on"
 
-    monkeypatch.setattr(grammars, "SECONDS", 0.2)
-    real = grammars._compiled
 
-    def slow(constraint: Any, compiler: Any) -> Any:
-        if constraint.value == "slow":
-            time.sleep(0.6)
-        return real(constraint, compiler)
-
-    monkeypatch.setattr(grammars, "_compiled", slow)
-
-    async def many() -> list[Reply]:
-        slow_ones = [asyncio.create_task(client.chat(guided_regex="slow")) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        return [await client.chat(guided_regex="a"), *[await one for one in slow_ones]]
-
-    waiting, *slow_ones = run(many())
-    assert code_of(waiting)[:2] == (503, "overloaded")
-    assert {code_of(one) for one in slow_ones} == {(400, "grammar_too_complex", "guided_regex")}
+def test_one_that_waits_too_long(monkeypatch: pytest.MonkeyPatch, client: Client) -> None:
+    """A request that waits for others' grammars for ever."""
+    monkeypatch.setattr(grammars, "QUEUE_SECONDS", 0.0)
+    assert code_of(run(client.chat(guided_regex="waits")))[:2] == (503, "overloaded")
 
 
 def test_strict_http_takes_the_fields(backend: FakeBackend) -> None:
