@@ -1,4 +1,4 @@
-"""What crosses the boundary of the engine process, as msgpack. Token ids only: no text.
+"""The messages across the boundary of the engine process, as msgpack. Token ids only: no text.
 
 client -> engine   EngineRequest | Abort | Control | AddAdapter | RemoveAdapter
 engine -> client   Progress while it starts, Ready, then one StepFrame for each step that

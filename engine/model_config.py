@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def plain_attention(self) -> LayerAttention:
-        """Of a layer that sees the whole context and has nothing special."""
+        """The attention of a layer that sees the whole context and has nothing special."""
         return LayerAttention(
             self.num_heads, self.num_kv_heads, self.head_dim, self.rope, self.head_dim**-0.5
         )
@@ -221,7 +221,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def no_folder(folder: Path) -> ConfigError:
-    """For a model that is none: the engine reads folders only."""
+    """The error for a model that is no folder: the engine reads folders only."""
     return ConfigError(
         f"{folder}: there is no such folder; deployments.checkpoints.resolve.resolve_model(...) "
         "makes one of 'default', a .gguf file or a hub name like org/name",

@@ -64,7 +64,7 @@ class AdapterReplicas(Protocol):
 
 
 class AdapterRegistry:
-    """All methods belong to the event loop. on_change(): `records` are others now."""
+    """All methods belong to the event loop. on_change(): called when `records` have changed."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AdapterRegistry:
         self.records = self._view()
 
     async def start(self) -> None:
-        """From now on what others change is noticed."""
+        """From now on the changes of other routers are noticed."""
         try:
             await self._look(first=True)
         except OSError as error:
@@ -160,12 +160,13 @@ class AdapterRegistry:
             await self._replicas.announce(pinned)
 
     def replica_came(self) -> None:
-        """It has not been told of what was changed before, so it would not refuse what is old."""
+        """Look again soon: the new replica has not heard of earlier changes, so it would not refuse
+        old revisions."""
         if self.records:
             self._soon = asyncio.get_running_loop().create_task(self.refresh())
 
     async def refresh(self) -> None:
-        """What other routers have written until now is known afterwards. Cheap if it is nothing."""
+        """Read what other routers have written until now. Cheap if they have written nothing."""
         asked = time.monotonic()
         async with self._lock:
             if self._looked <= asked:

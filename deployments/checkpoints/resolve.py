@@ -159,8 +159,8 @@ def _check_folder(folder: Path, weights: bool) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Changes when the file does. Reads only its ends: the header is in the first, and a download's
-    tail last.
+    """A stamp that changes when the file does. It reads only the file's ends: the header is at the
+    beginning, and the end of a file comes last in a download.
     """
     stat = path.stat()
     digest = hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode(), digest_size=8)
@@ -182,7 +182,8 @@ def _cached(
     build: Callable[[Path, Progress | None], None],
     progress: Progress | None,
 ) -> Path:
-    """The folder of a key, built at most once. It appears by a rename: what exists is whole."""
+    """The folder of a key, built at most once. It appears by a rename, so a folder that exists is
+    whole."""
     folder = models / f"{key}-v{_CONVERTER}"
     if folder.is_dir():
         return folder
@@ -213,7 +214,7 @@ def _cached(
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Exclusive among the processes of this machine; the kernel lets go if the holder dies."""
+    """A lock among the processes of this machine; the kernel releases it if the holder dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -51,7 +51,7 @@ def add(
 
 @app.command()
 def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
-    """Serve it no longer: requests that run finish. Its files stay."""
+    """Serve an adapter no longer: requests that run finish. Its files stay."""
     _ask(url, key, "DELETE", f"/adapters/{quote(name, safe='')}")
     print(f"{name} is removed")
 

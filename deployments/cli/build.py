@@ -9,7 +9,7 @@ from deployments.cli.target import read_target
 
 
 def run(spec: str) -> int:
-    """Print it. Raises ConfigError."""
+    """Print Serve's config file. Raises ConfigError."""
     config = read_target(spec)  # before Ray is imported, which takes a second
     from deployments.app import serve_config
 

@@ -59,7 +59,7 @@ def _lines() -> Report:
 
 
 class StatusLine:
-    """What is going on, and for how long: a spinner on a terminal, elsewhere a line per change."""
+    """The present phase and its duration: a spinner on a terminal, elsewhere a line per change."""
 
     def __init__(self, text: str) -> None:
         self._text = text

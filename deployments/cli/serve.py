@@ -62,7 +62,8 @@ def run(
 
 
 def _end_leftovers() -> None:
-    """What a `manta serve` has left that was killed: it may hold the port, the GPU and memory."""
+    """End the processes that a killed `manta serve` has left: they may hold the port, the GPU and
+    memory."""
     if found := leftovers():
         names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
         err.print(f"Ending what a killed manta serve has left: {names}", markup=False)
@@ -138,7 +139,7 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
 
 
 def _reason(app: Any) -> str:
-    """The line that says what went wrong: in a traceback the last, of the deepest cause."""
+    """The line that says what went wrong: in a traceback the last line, of the deepest cause."""
     messages = [deployment.message for deployment in app.deployments.values()]
     for message in (*messages, app.message):
         lines = [line.strip() for line in message.splitlines() if line.strip()]
@@ -229,7 +230,8 @@ def _about(config: MantaConfig) -> list[str]:
 
 
 def _stay(driver: Driver, app_name: str) -> None:
-    """Until the supervisor ends us. A call that hangs is noticed there, by the beats that lack."""
+    """Stay until the supervisor ends this process. It notices a call that hangs by missing
+    beats."""
     from ray import serve
 
     while not driver.stopping:

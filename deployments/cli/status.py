@@ -33,7 +33,7 @@ Told = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StatusSnapshot:
-    """What was told at one moment. time: Unix seconds. status: Serve's word for the application.
+    """The answers of one look. time: Unix seconds. status: Serve's word for the application.
     counts: pool -> {state of Serve's replicas: how many}. routers: their `state`. scaling: the last
     decision, if any. silent: routers that did not answer."""
 

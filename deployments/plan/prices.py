@@ -1,5 +1,6 @@
-"""What a pool costs: which node types hold its replicas, how many, and what an hour and a million
-tokens come to. Prices are a dated file; throughput is only what was measured and written down."""
+"""The costs of a pool: which node types hold its replicas, how many, and the price of an hour and
+of a million tokens. Prices are a dated file. Throughput is only what was measured and written
+down."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class NodeType(BaseModel):
     hour: float = Field(gt=0)
 
     def device(self) -> Hardware:
-        """What one replica of a GPU pool gets, or all replicas of a CPU pool."""
+        """The hardware of one replica of a GPU pool, or of all replicas of a CPU pool."""
         if self.gpu is not None:
             return Hardware.gpu(self.gpu)
         return Hardware(self.name, "cpu", int(_HOST_SHARE * self.memory_gib * GIB), self.cpus)
@@ -134,7 +135,7 @@ def offers(
 
 
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
-    """That Ray places on a node, by what each reserves."""
+    """The replicas that Ray places on a node, by what each reserves."""
     if kind == "gpu":
         by_gpus = int(node.gpus / (pool.num_gpus or 1.0))
         return min(by_gpus, int(node.cpus / (pool.num_cpus or 1.0)))

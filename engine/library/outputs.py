@@ -1,4 +1,4 @@
-"""What a caller of the library gets back: RequestOutput, with one CompletionOutput a choice."""
+"""RequestOutput, which a caller of the library gets back, with one CompletionOutput a choice."""
 
 import enum
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class RequestOutput:
     num_cached_tokens: prompt tokens that came from the prefix cache; None while unknown.
     prompt_logprobs: None for the first token, then one for each; only if asked for, and in a
         stream only with the output they arrived with.
-    finished: every choice has ended, and with this output all has been said.
+    finished: every choice has ended, and this output is the last.
     """
 
     prompt: str | None

@@ -1,7 +1,8 @@
 """ChoiceDecoder: the text of one choice, with stop strings and its end.
 
-Like `TextStream` it depends on the ids alone, never on how they were cut into calls; so one that is
-fed the ids emitted before a failover in a single call goes on exactly where the old one was.
+Like `TextStream` it depends on the ids alone, never on how they were cut into calls. So after a
+failover a new decoder that is fed the emitted ids in a single call goes on exactly where the old
+decoder was.
 """
 
 from collections.abc import Sequence
@@ -139,7 +140,7 @@ class ChoiceDecoder:
         return self._held[: end if self._include_stop else start], stop, end - held
 
     def _emit(self, *, final: bool) -> str:
-        """Give out what can no longer become part of a stop string."""
+        """Give out the text that can no longer become part of a stop string."""
         text = self._held
         keep = (
             len(text)

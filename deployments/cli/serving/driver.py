@@ -1,9 +1,10 @@
 """The process below `manta serve` that talks to Ray: it deploys, and stays with its deployment.
 
-It is a process of its own because Ray ends the one that talks to it when its node is lost, and
-because calls to a Ray that is gone may never return. It has a session of its own, so that signals
-to the server's process group, as of a terminal or of `timeout`, do not reach Ray's processes, which
-end when the server says so. What it has to say are lines of JSON, which `supervisor.py` reads:
+The driver is a process of its own because Ray ends the process that talks to it when its node is
+lost, and because calls to a Ray that is gone may never return. It has a session of its own. So
+signals to the server's process group, as of a terminal or of `timeout`, do not reach Ray's
+processes, which end when the server says so. The driver writes lines of JSON, which `supervisor.py`
+reads:
 
     {"model": true}                   the model is there, and what is next need not be put away
     {"ray": true}                     Ray is started, or joined

@@ -1,6 +1,6 @@
-"""What `manta serve` does itself: start the process that talks to Ray, see that it and Ray live,
-start both again when the node is lost, and at the end leave nothing behind. It never calls Ray, so
-there is nothing here that may not return.
+"""The process of `manta serve` itself. It starts the process that talks to Ray, sees that that
+process and Ray live, starts both again when the node is lost, and at the end leaves no process
+behind. It never calls Ray, so no call here can hang.
 
                             signal
     start driver -> serving ------> driver stops, and what is left is killed
@@ -118,7 +118,7 @@ class DriverProcess:
         theirs.close()
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
-        """What it has said; waits so long for something."""
+        """The driver's next messages; waits at most so long for one."""
         if self.ended:
             return []
         if self._selector.select(seconds):
@@ -153,12 +153,13 @@ class DriverProcess:
             raise RayLostError(f"Ray has not answered for {_SILENT:.0f} s")
 
     def stop(self, drain_seconds: float | None) -> None:
-        """Have it stop what it started; `ended` is true when it has."""
+        """Tell the driver to stop what it started; `ended` is true when it has."""
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps({"stop": drain_seconds}).encode() + b"\n")
 
     def end(self) -> None:
-        """Kill it and what it started. What a joined Ray runs for us is not touched."""
+        """Kill the driver and the processes that it started. Processes that a joined Ray runs for
+        us are not touched."""
         if not self.has_model:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
