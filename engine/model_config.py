@@ -147,6 +147,18 @@ class ModelConfig:
             alike = (self.plain_attention,) * self.num_layers
             object.__setattr__(self, "attention", alike)
 
+    def within(self, max_model_len: int) -> "ModelConfig":
+        """The same for texts up to so long: a window or chunk that holds them hides nothing."""
+        layers = tuple(
+            replace(
+                layer,
+                window=layer.window if layer.window < max_model_len else 0,
+                chunk=layer.chunk if layer.chunk < max_model_len else 0,
+            )
+            for layer in self.attention
+        )
+        return replace(self, max_positions=max_model_len, attention=layers)
+
     @property
     def plain_attention(self) -> LayerAttention:
         """The attention of a layer that sees the whole context and has nothing special."""

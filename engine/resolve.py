@@ -1,7 +1,7 @@
 """resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -75,7 +75,7 @@ def decide(
         config=config,
         folder=Path(config.model),
         # Tables of positions, and whether they are stretched, are for the texts that there may be.
-        model=replace(model, max_positions=max_model_len),
+        model=model.within(max_model_len),
         device=device,
         dtype=_dtype(config, model, cuda, None if bfloat16 else name),
         max_model_len=max_model_len,

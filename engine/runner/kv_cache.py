@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.kv_groups import KVGroups
 
 
@@ -16,8 +17,7 @@ class KVCache:
     """One (keys, values) pair a layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
-    several groups lie in the same memory, of which a block belongs to one group at a time; so do
-    several layers whose heads are smaller than those of others, and then blocks are further apart.
+    several groups lie in the same memory, of which a block belongs to one group at a time.
     """
 
     groups: KVGroups
@@ -36,6 +36,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
+        if len({group.elements for group in groups.groups}) > 1:  # kernels want blocks side by side
+            raise ConfigError(
+                "layers whose keys have different sizes are not supported in one model",
+                param="model",
+            )
         shape = (groups.slots, 2, num_blocks, block_size * groups.elements)
         storage = _allocate(shape, dtype, device)
         kv = cls(groups, [], storage, num_blocks, block_size)

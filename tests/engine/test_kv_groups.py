@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.kv_groups import Chunked, Full, KVKind, Window, blocks_for, kv_groups
 from engine.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
@@ -153,23 +154,38 @@ def test_layers_become_groups_of_about_one_size() -> None:
 
 def test_layers_of_several_groups_share_memory_but_no_block() -> None:
     """Bug: a block of one group overlaps another block of another group."""
-    plain = replace(CONFIG.plain_attention, num_kv_heads=2)
-    small = replace(plain, num_kv_heads=1, window=8)
-    model = replace(CONFIG, num_layers=5, attention=(plain, small, plain, small, small))
-    groups = kv_groups(model)
+    groups = kv_groups(with_layers(0, 8, 0, 8, 8))
+    assert [g.layers for g in groups.groups] == [(0, 2), (1, 3), (4,)]
     kv = KVCache.allocate(groups, 6, SIZE, torch.float32, torch.device("cpu"))
     for group in groups.groups:
         for other in groups.groups:
             kv.storage.zero_()
             for layer in group.layers:
                 for cache in kv.layers[layer]:
+                    assert cache.is_contiguous()
                     assert not cache[2].any(), "layers of one group overlap"
                     cache[2] = 1.0
             for layer in other.layers:
                 for cache in kv.layers[layer]:
                     assert not cache[[0, 1, 3, 4, 5]].any()
     kv.shrink(3)
-    assert kv.layers[1][0].shape == (3, 1, SIZE, plain.head_dim)
+    assert kv.layers[4][0].shape == (3, CONFIG.num_kv_heads, SIZE, CONFIG.head_dim)
+
+
+def test_layers_with_keys_of_other_sizes_are_refused() -> None:
+    """Bug: kernels take blocks to lie side by side where they do not, and read other layers'."""
+    model = with_layers(0, 8)
+    small = replace(model.attention[1], num_kv_heads=1)
+    groups = kv_groups(replace(model, attention=(model.attention[0], small)))
+    with pytest.raises(ConfigError, match="different sizes"):
+        KVCache.allocate(groups, 6, SIZE, torch.float32, torch.device("cpu"))
+
+
+def test_a_window_that_no_request_outgrows_is_none() -> None:
+    """Bug: a short context pays for windows that never hide anything."""
+    model = with_layers(0, 64, 32)
+    assert [layer.window for layer in model.within(48).attention] == [0, 0, 32]
+    assert len(kv_groups(model.within(32)).groups) == 1
 
 
 def test_the_core_takes_the_longest_request_that_all_groups_hold() -> None:
