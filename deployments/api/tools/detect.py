@@ -1,0 +1,89 @@
+"""template_output: the formats of a model, found by rendering its own chat template."""
+
+import re
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.tools.output_format import FORMATS, REASONING, OutputFormat, Reasoning
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+_NAME, _VALUES = "probe_function", {"probe_key": "probe value"}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOutput:
+    """calls: None if the template is known to write none. text_arguments: it wants the arguments of
+    calls in the history as JSON in a string. empty_content: it wants content beside them.
+    variables: those that a request may set to change how much the model thinks."""
+
+    calls: OutputFormat | None
+    reasoning: Reasoning | None
+    text_arguments: bool = False
+    empty_content: bool = False
+    variables: frozenset[str] = frozenset()
+
+
+_known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
+_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
+
+
+def template_output(tokenizer: Tokenizer) -> TemplateOutput:
+    """Of this model; takes milliseconds the first time."""
+    found = _known.get(tokenizer)
+    if found is None:
+        found = _known[tokenizer] = _found(tokenizer)
+    return found
+
+
+def _found(tokenizer: Tokenizer) -> TemplateOutput:
+    if tokenizer.chat_template is None:
+        return TemplateOutput(None, None)
+    source = "\n".join(tokenizer.chat_template.sources.values())
+    reasoning = next((one for one in REASONING if one.end in source), None)
+    variables = frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", source))
+    if "tool_calls" in source:
+        for text_arguments, empty_content in ((False, False), (False, True), (True, True)):
+            rendered = _rendered(tokenizer, text_arguments, empty_content)
+            for one in FORMATS:
+                if one.write(_NAME, _VALUES) in rendered and one.opening in rendered:
+                    return TemplateOutput(one, reasoning, text_arguments, empty_content, variables)
+    return TemplateOutput(None, reasoning, variables=variables)
+
+
+def _rendered(tokenizer: Tokenizer, text_arguments: bool, empty_content: bool) -> str:
+    arguments: Any = '{"probe_key": "probe value"}' if text_arguments else _VALUES
+    call: dict[str, Any] = {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "probecall",
+                "type": "function",
+                "function": {"name": _NAME, "arguments": arguments},
+            }
+        ],
+    }
+    if empty_content:
+        call["content"] = ""
+    chat = [
+        {"role": "user", "content": "A question."},
+        call,
+        {"role": "tool", "tool_call_id": "probecall", "name": _NAME, "content": "A result."},
+    ]
+    try:
+        return tokenizer.render_chat(chat, tools=[_TOOL], max_seconds=1.0)
+    except InvalidRequest:
+        return ""

@@ -1,0 +1,202 @@
+"""output_grammar: what a model may write, thoughts, text and calls, as one grammar in Lark."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.tools.output_format import OutputFormat, Reasoning
+from deployments.api.tools.parser import Thinking
+from engine.text.tokenizer import Tokenizer
+
+# As json.dumps writes it, and so as most models have seen it.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_UNICODE = {"json_allow_general_unicode_escapes": True}
+_PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """schema: of its arguments, an object's, as `enforceable` leaves it."""
+
+    name: str
+    schema: dict[str, Any]
+
+    def raw(self, format: OutputFormat) -> frozenset[str]:
+        """Arguments that a tagged format writes without quotes."""
+        tags = format.tagged
+        if tags is None:
+            return frozenset()
+        properties = self.schema.get("properties")
+        return frozenset(
+            name
+            for name, schema in (properties if isinstance(properties, dict) else {}).items()
+            if isinstance(schema, dict)
+            and schema.get("type") == "string"
+            and schema.keys() <= _PLAIN
+            and not any(tags.value_close in value for value in _choices(schema) or ())
+        )
+
+
+def _choices(schema: dict[str, Any]) -> list[str] | None:
+    if "const" in schema:
+        return [schema["const"]] if isinstance(schema["const"], str) else []
+    found = schema.get("enum")
+    return None if found is None else [value for value in found if isinstance(value, str)]
+
+
+def output_grammar(
+    tokenizer: Tokenizer,
+    *,
+    format: OutputFormat | None = None,
+    functions: Sequence[Function] = (),
+    required: bool = False,
+    parallel: bool = True,
+    reasoning: Reasoning | None = None,
+    thinking: Thinking = "no",
+    content: str = "",
+) -> str:
+    """Text in which each call is complete and its arguments fit their schema.
+
+    format without functions: text that holds no call. required: at least one call, and no text
+    before it. content: what the text may be where that is limited, as the right side of a rule.
+    """
+    return _Builder(tokenizer).build(
+        format, functions, required, parallel, reasoning, thinking, content
+    )
+
+
+class _Builder:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
+        special.pop("", None)
+        self._special = special
+        longest_first = sorted(special, key=lambda text: -len(text))
+        self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._rules: list[str] = []
+
+    def build(
+        self,
+        format: OutputFormat | None,
+        functions: Sequence[Function],
+        required: bool,
+        parallel: bool,
+        reasoning: Reasoning | None,
+        thinking: Thinking,
+        content: str,
+    ) -> str:
+        self._rules = ["ANY: /(.|\\n)*/", "SPACE: /\\n{0,2}/"]
+        trigger = format.trigger if format is not None else ""
+        body = []
+        if functions:
+            assert format is not None
+            self._calls(format, functions, parallel)
+            if required or content or not trigger:
+                body.append("SPACE calls" if trigger else "calls")
+            else:
+                body.append(f"{self._until('before_call', trigger)} calls_rest")
+        if not required:
+            body.append(content or self._text(format, bool(functions)))
+        self._rules.append(f"body: {' | '.join(body)}")
+        start = "body"
+        if reasoning is not None and thinking != "no":
+            thoughts = f"{self._until('thoughts', reasoning.end)} SPACE body"
+            if functions and trigger:
+                thoughts += f" | {self._until('thoughts_to_call', trigger)} calls_rest"
+            self._rules.append(f"thinking: {thoughts}")
+            start = "thinking"
+            if thinking == "may":
+                start = f"{self.literal(reasoning.start)} thinking | body"
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def literal(self, text: str) -> str:
+        """A text, of which control tokens are one token each."""
+        parts, at = [], 0
+        for match in self._cuts.finditer(text):
+            if match.start() > at:
+                parts.append(_quoted(text[at : match.start()]))
+            parts.append(f"<[{self._special[match.group()]}]>")
+            at = match.end()
+        if at < len(text) or not parts:
+            parts.append(_quoted(text[at:]))
+        return " ".join(parts)
+
+    def _until(self, name: str, mark: str) -> str:
+        """Any text up to the first of this mark, and the mark."""
+        if mark in self._special:
+            return f"ANY <[{self._special[mark]}]>"
+        self._rules.append(f"{name}[suffix={_quoted(mark)}]: /(.|\\n)*/")
+        return name
+
+    def _text(self, format: OutputFormat | None, callable_: bool) -> str:
+        """Text without a call."""
+        if format is None or format.trigger in self._special:
+            return "ANY"
+        if not format.trigger:
+            return "/([^{](.|\\n)*)?/" if callable_ else "ANY"
+        mark = re.escape(format.trigger).replace("/", "\\/")
+        self._rules.append(f"TEXT: ANY & ~/(.|\\n)*{mark}(.|\\n)*/")
+        return "TEXT"
+
+    def _calls(self, format: OutputFormat, functions: Sequence[Function], parallel: bool) -> None:
+        head = format.opening + format.begin
+        again = f"({self.literal(format.separator + format.begin)} call)*"
+        more = [again] if parallel and format.parallel else []
+        more += [self.literal(format.closing)] if format.closing else []
+        self._rules.append(f"calls: {self.literal(head)} call_and_more")
+        rest = head[len(format.trigger) :]
+        self._rules.append(
+            f"calls_rest: {self.literal(rest) + ' ' if rest else ''}call_and_more"
+        )
+        self._rules.append(f"call_and_more: {' '.join(['call', *more])}")
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            parts = [self.literal(function.name + format.middle)]
+            if format.tagged is None:
+                parts.append(_json(function.schema, _COMPACT))
+            else:
+                parts += self._tagged(i, format, function)
+            if format.end:
+                parts.append(self.literal(format.end))
+            self._rules.append(f"call_{i}: {' '.join(parts)}")
+
+    def _tagged(self, index: int, format: OutputFormat, function: Function) -> list[str]:
+        tags = format.tagged
+        assert tags is not None
+        schema, raw = function.schema, function.raw(format)
+        required = schema.get("required") or []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        parts = []
+        for place, (name, inner) in enumerate((schema.get("properties") or {}).items()):
+            rule = f"argument_{index}_{place}"
+            close = self.literal(tags.value_close)
+            if name not in raw:
+                inner = {**shared, **inner} if isinstance(inner, dict) and shared else inner
+                value = f"{_json(inner, _COMPACT)} {close}"
+            elif (choices := _choices(inner)) is not None:
+                value = f"({' | '.join(map(_quoted, choices))}) {close}"
+            elif tags.value_close in self._special:
+                value = f"ANY {close}"
+            else:
+                self._rules.append(f"{rule}_value[suffix={_quoted(tags.value_close)}]: /(.|\\n)*/")
+                value = f"{rule}_value"
+            self._rules.append(f"{rule}: {self.literal(tags.key_open + name + tags.key_close)} {value}")
+            parts.append(rule if name in required else f"{rule}?")
+        return parts
+
+
+def json_content(schema: Any) -> str:
+    """The right side of a rule: a document of a schema."""
+    return _json(schema, _FREE)
+
+
+def _json(schema: Any, options: dict[str, Any]) -> str:
+    if schema is True or schema is False:
+        schema = {} if schema else {"enum": []}
+    return f"%json {json.dumps({**schema, 'x-guidance': {**options, **_UNICODE}}, ensure_ascii=False)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,184 @@
+"""OutputFormat: how a family of models writes tool calls; Reasoning: how it marks its thoughts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """Arguments one by one: key_open KEY key_close VALUE value_close. Strings stand there as they
+    are, everything else as JSON. So a string cannot hold value_close."""
+
+    key_open: str
+    key_close: str
+    value_close: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The calls of one message are
+
+        opening (begin NAME middle ARGUMENTS end), again after each separator, closing
+
+    trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
+        where a call is only told from text by being the whole message.
+    tagged: how arguments are written; None: as one JSON object.
+    parallel: there can be several calls.
+    short_ids: the template takes only ids of nine letters and digits.
+    """
+
+    name: str
+    trigger: str
+    begin: str
+    middle: str
+    end: str
+    opening: str = ""
+    separator: str = "\n"
+    closing: str = ""
+    tagged: TaggedArguments | None = None
+    parallel: bool = True
+    short_ids: bool = False
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """One call, without what stands around all of them."""
+        if self.tagged is None:
+            written = json.dumps(arguments, ensure_ascii=False)
+        else:
+            tags = self.tagged
+            written = "".join(
+                f"{tags.key_open}{key}{tags.key_close}"
+                f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+                f"{tags.value_close}"
+                for key, value in arguments.items()
+            )
+        return f"{self.begin}{name}{self.middle}{written}{self.end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    start: str
+    end: str
+
+
+_NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
+
+
+def _xml(name: str, tag: str) -> OutputFormat:
+    return OutputFormat(
+        name,
+        trigger=f"<{tag}>",
+        begin=f"<{tag}>\n<function=",
+        middle=">\n",
+        end=f"</function>\n</{tag}>",
+        tagged=TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
+    )
+
+
+def _listed(name: str, opening: str, closing: str, **more: Any) -> OutputFormat:
+    return OutputFormat(
+        name,
+        trigger=opening,
+        opening=f"{opening}[",
+        begin=_NAME,
+        middle=_ARGUMENTS,
+        end="}",
+        separator=", ",
+        closing=f"]{closing}",
+        **more,
+    )
+
+
+# The first that a template writes is its model's: what is contained in another comes after it.
+FORMATS = (
+    _xml("qwen3-coder", "tool_call"),
+    _xml("seed-oss", "seed:tool_call"),
+    *(
+        OutputFormat(
+            f"hermes{'' if line else '-compact'}{'-longcat' if 'longcat' in tag else ''}",
+            trigger=f"<{tag}>",
+            begin=f"<{tag}>{line}{_NAME}",
+            middle=_ARGUMENTS,
+            end=f"}}{line}</{tag}>",
+        )
+        for tag in ("tool_call", "longcat_tool_call")
+        for line in ("\n", "")
+    ),
+    *(
+        OutputFormat(
+            name,
+            trigger="<tool_call>",
+            begin="<tool_call>",
+            middle=line,
+            end="</tool_call>",
+            tagged=TaggedArguments("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}"),
+        )
+        for name, line in (("glm-4.5", "\n"), ("glm-4.7", ""))
+    ),
+    OutputFormat(
+        "minimax-m2",
+        trigger="<minimax:tool_call>",
+        opening="<minimax:tool_call>\n",
+        begin='<invoke name="',
+        middle='">\n',
+        end="</invoke>",
+        closing="\n</minimax:tool_call>",
+        tagged=TaggedArguments('<parameter name="', '">', "</parameter>\n"),
+    ),
+    OutputFormat(
+        "deepseek-v3",
+        trigger="<｜tool▁calls▁begin｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    OutputFormat(
+        "deepseek-v3.1",
+        trigger="<｜tool▁calls▁begin｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>",
+        middle="<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        separator="",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    OutputFormat(
+        "mistral-v13",
+        trigger="[TOOL_CALLS]",
+        begin="[TOOL_CALLS]",
+        middle="[ARGS]",
+        end="",
+        separator="",
+        short_ids=True,
+    ),
+    _listed("mistral", "[TOOL_CALLS]", "", short_ids=True),
+    _listed("mistral-spaced", "[TOOL_CALLS] ", "", short_ids=True),
+    _listed("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
+    _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
+    OutputFormat(
+        "internlm2",
+        trigger="<|action_start|>",
+        begin="<|action_start|><|plugin|>\n" + _NAME,
+        middle=_PARAMETERS,
+        end="}<|action_end|>",
+        parallel=False,
+    ),
+    OutputFormat(
+        "llama3-json",
+        trigger="",
+        begin=_NAME,
+        middle=_PARAMETERS,
+        end="}",
+        parallel=False,
+    ),
+)
+
+REASONING = (
+    Reasoning("<think>", "</think>"),
+    Reasoning("[THINK]", "[/THINK]"),
+    Reasoning("<seed:think>", "</seed:think>"),
+    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+)

@@ -1,0 +1,323 @@
+"""OutputParser: text of a model to content, reasoning and calls, piece by piece.
+
+A function of the text alone: however it is cut, the pieces of each kind add up to the same. Parsing
+never fails: what is no call after all is content.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from deployments.api.tools.output_format import OutputFormat, Reasoning
+
+Kind = Literal["content", "reasoning", "call", "arguments", "end"]
+Thinking = Literal["open", "may", "no"]
+
+
+class Event(NamedTuple):
+    """call: text is the function's name. arguments: a piece of its JSON. end: of that call."""
+
+    kind: Kind
+    text: str = ""
+
+
+class OutputParser:
+    """format: None if no tool may be called. raw: of each function, the arguments that tagged
+    formats write as they are, being strings; all others are JSON. thinking: where the prompt leaves
+    off: inside reasoning, where it may begin, or behind it."""
+
+    def __init__(
+        self,
+        format: OutputFormat | None,
+        raw: Mapping[str, frozenset[str]],
+        reasoning: Reasoning | None,
+        thinking: Thinking,
+    ) -> None:
+        self._format = format
+        self._raw = raw
+        self._reasoning = reasoning
+        self._text = ""  # not understood yet
+        self._out: list[Event] = []
+        self._final = False
+        self._spaces = ""  # at the end of what was shown; dropped where something else follows
+        self._said = False  # there was content
+        self._name = ""
+        self._first = True  # of the tagged arguments
+        self._depth, self._quoted, self._escaped = 0, False, False
+        begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
+        self._step: Callable[[], bool] = begin[thinking if reasoning is not None else "no"]
+        self.calls = 0  # complete ones
+        self.opened = 0  # those whose name is known
+
+    @property
+    def reasons(self) -> bool:
+        return self._step == self._reason
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """After the last text: what was held back. A call that has no name yet is not shown."""
+        self._final = True
+        events = self._run()
+        if self._step == self._content and self._spaces and self._said:
+            said = events.pop().text if events and events[-1].kind == "content" else ""
+            events.append(Event("content", said + self._spaces))
+        return events
+
+    def _run(self) -> list[Event]:
+        while self._step():
+            pass
+        out, self._out = self._out, []
+        merged: list[Event] = []
+        for event in out:
+            if merged and merged[-1].kind == event.kind and event.kind not in ("call", "end"):
+                event = Event(event.kind, merged.pop().text + event.text)
+            merged.append(event)
+        return merged
+
+    # Each step takes a part of _text, and tells whether there may be another.
+
+    def _show(self, kind: Kind, text: str) -> None:
+        """Space at the beginning and the end of a part is not shown."""
+        text = self._spaces + text
+        body = text.rstrip()
+        self._spaces = text[len(body) :]
+        if not self._said:
+            body = body.lstrip()
+        if body:
+            self._said = True
+            self._out.append(Event(kind, body))
+        elif not self._said:
+            self._spaces = ""
+
+    def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
+        """The text before the first of these, or what can be no beginning of one; and which it is,
+        "" if none is there."""
+        found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            before, self._text = self._text[:at], self._text[at + len(mark) :]
+            return before, mark
+        keep = 0 if self._final else max((_overlap(self._text, mark) for mark in until), default=0)
+        cut = len(self._text) - keep
+        before, self._text = self._text[:cut], self._text[cut:]
+        return before, ""
+
+    def _may_reason(self) -> bool:
+        assert self._reasoning is not None
+        start, text = self._reasoning.start, self._text.lstrip()
+        if text.startswith(start):
+            self._text = text[len(start) :]
+            self._step = self._reason
+        elif start.startswith(text) and not self._final:
+            return False
+        else:
+            self._step = self._begin
+        return True
+
+    def _reason(self) -> bool:
+        assert self._reasoning is not None
+        trigger = self._format.trigger if self._format is not None else ""
+        marks = (self._reasoning.end, trigger) if trigger else (self._reasoning.end,)
+        before, mark = self._take(marks)
+        self._show("reasoning", before)
+        if not mark:
+            return False
+        self._said, self._spaces = False, ""
+        if mark == self._reasoning.end:
+            self._step = self._begin
+        else:
+            self._text = mark + self._text
+            self._step = self._content
+        return True
+
+    def _begin(self) -> bool:
+        """Of what is no reasoning."""
+        if self._format is None or self._format.trigger:
+            self._step = self._content
+            return True
+        text = self._text.lstrip()
+        if text.startswith(self._format.begin):
+            self._text = text[len(self._format.begin) :]
+            self._step = self._named
+        elif self._format.begin.startswith(text) and not self._final:
+            return False
+        else:
+            self._step = self._rest
+        return True
+
+    def _content(self) -> bool:
+        if self._format is None:
+            self._step = self._rest
+            return True
+        before, mark = self._take((self._format.trigger,))
+        self._show("content", before)
+        if mark:
+            self._text = mark + self._text
+            self._step = self._opening
+        return bool(mark)
+
+    def _rest(self) -> bool:
+        """No call can come any more."""
+        text, self._text, self._spaces = self._spaces + self._text, "", ""
+        if not self._said:
+            text = text.lstrip()
+        if text:
+            self._said = True
+            self._out.append(Event("content", text))
+        return False
+
+    def _opening(self) -> bool:
+        assert self._format is not None
+        return self._literal(self._format.opening + self._format.begin, self._named)
+
+    def _literal(self, text: str, then: Callable[[], bool]) -> bool:
+        if self._text.startswith(text):
+            self._text = self._text[len(text) :]
+            self._step = then
+            return True
+        if text.startswith(self._text):
+            if self._final:
+                self._text = ""
+            return False
+        self._step = self._rest
+        return True
+
+    def _named(self) -> bool:
+        """The name, up to what follows it."""
+        assert self._format is not None
+        middle = self._format.middle
+        if middle:
+            at = self._text.find(middle)
+        else:  # the first argument or the end follows at once
+            tags = self._format.tagged
+            ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
+            found = [at for mark in ends if (at := self._text.find(mark)) >= 0]
+            at = min(found, default=-1)
+        if at < 0:
+            if self._final:
+                self._text = ""
+            return False
+        self._name, self._text = self._text[:at], self._text[at + len(middle) :]
+        self._said, self._spaces = False, ""
+        self.opened += 1
+        self._out.append(Event("call", self._name))
+        self._depth, self._quoted, self._escaped, self._first = 0, False, False, True
+        self._step = self._json if self._format.tagged is None else self._next_argument
+        return True
+
+    def _json(self) -> bool:
+        """One object; strings may hold anything."""
+        text = self._text
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._out.append(Event("arguments", text[: at + 1]))
+                    self._text = text[at + 1 :]
+                    self._step = self._ending
+                    return True
+        if text:
+            self._out.append(Event("arguments", text))
+        self._text = ""
+        return False
+
+    def _next_argument(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        opens, end = self._format.tagged.key_open, self._format.end
+        text = self._text
+        if text.startswith(end):
+            self._out.append(Event("arguments", "{}" if self._first else "}"))
+            self._step = self._ending
+            return True
+        if text.startswith(opens):
+            close = self._format.tagged.key_close
+            at = text.find(close, len(opens))
+            if at < 0:
+                return False
+            key = text[len(opens) : at]
+            self._text = text[at + len(close) :]
+            self._out.append(Event("arguments", f"{'{' if self._first else ', '}{_quoted(key)}: "))
+            self._first = False
+            self._step = self._json_value
+            if key in self._raw.get(self._name, ()):
+                self._out.append(Event("arguments", '"'))
+                self._step = self._raw_value
+            return True
+        if opens.startswith(text) or end.startswith(text):
+            return False
+        self._out.append(Event("arguments", "{}" if self._first else "}"))
+        self._step = self._rest
+        return True
+
+    def _raw_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, mark = self._take((self._format.tagged.value_close,))
+        if before or mark:
+            self._out.append(Event("arguments", _quoted(before)[1:-1] + ('"' if mark else "")))
+        if mark:
+            self._step = self._next_argument
+        return bool(mark)
+
+    def _json_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, mark = self._take((self._format.tagged.value_close,))
+        if before:
+            self._out.append(Event("arguments", before))
+        if mark:
+            self._step = self._next_argument
+        return bool(mark)
+
+    def _ending(self) -> bool:
+        assert self._format is not None
+        return self._literal(self._format.end, self._ended)
+
+    def _ended(self) -> bool:
+        self.calls += 1
+        self._out.append(Event("end"))
+        self._step = self._after
+        return True
+
+    def _after(self) -> bool:
+        """Another call, the end of all, or text."""
+        assert self._format is not None
+        again = self._format.separator + self._format.begin
+        closing = self._format.closing
+        if self._format.parallel and self._text.startswith(again):
+            self._text = self._text[len(again) :]
+            self._step = self._named
+        elif closing and self._text.startswith(closing):
+            self._text = self._text[len(closing) :]
+            self._step = self._rest
+        elif again.startswith(self._text) or (closing and closing.startswith(self._text)):
+            if self._final:
+                self._text = ""
+            return False
+        else:
+            self._step = self._rest
+        return True
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of text that may begin mark."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-size:]):
+            return size
+    return 0
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

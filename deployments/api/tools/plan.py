@@ -1,0 +1,144 @@
+"""OutputPlan: how the text of one chat's answer is to be read, and limited to what can be read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from deployments.api.errors import invalid
+from deployments.api.generation.constraints import RequestedGrammar
+from deployments.api.generation.fields import name_fields
+from deployments.api.tools.detect import TemplateOutput, template_output
+from deployments.api.tools.grammar import Function, json_content, output_grammar
+from deployments.api.tools.output_format import OutputFormat, Reasoning
+from deployments.api.tools.parser import OutputParser, Thinking
+from deployments.api.tools.request import RequestedTools
+from engine.structured.grammar import Grammar
+from engine.text.tokenizer import Tokenizer
+
+_TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are looked for
+
+Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
+
+
+@dataclass(slots=True)
+class OutputPlan:
+    """tools: None if the request has none. raw: see OutputParser. shown_ids: control tokens that
+    the parser has to see."""
+
+    tokenizer: Tokenizer
+    format: OutputFormat | None
+    reasoning: Reasoning | None
+    thinking: Thinking
+    tools: RequestedTools | None
+    shown_ids: frozenset[int]
+    raw: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> bool:
+        """There may be some."""
+        return self.tools is not None and self.tools.mode != "none"
+
+    def parser(self) -> OutputParser:
+        format = self.format if self.calls else None
+        return OutputParser(format, self.raw, self.reasoning, self.thinking)
+
+    def needs_grammar(self, constraint: RequestedGrammar | None) -> bool:
+        return self.tools is not None or (constraint is not None and self.thinking != "no")
+
+    def grammar(
+        self, constraint: RequestedGrammar | None, compile: Compile
+    ) -> tuple[Grammar, list[str]]:
+        """Of the whole output, and what is not enforced, for x-ignored-fields. Milliseconds for
+        each tool. Raises ApiError 400, InvalidRequest."""
+        ignored: list[str] = []
+        functions = []
+        tools = self.tools
+        for tool in tools.tools if tools is not None and self.calls else ():
+            assert tools is not None
+            if tool.name not in tools.callable:
+                continue
+            asked = RequestedGrammar(tool.where, "json", tool.schema, tool.strict)
+            schema, left_out = compile(asked)
+            ignored += name_fields(left_out, f"{tool.where}#")
+            functions.append(Function(tool.name, msgspec.json.decode(schema.text)))
+        if self.format is not None:
+            self.raw.update((one.name, one.raw(self.format)) for one in functions)
+        content = ""
+        if constraint is not None:
+            inner, left_out = compile(constraint)
+            ignored += constraint.ignored + name_fields(left_out, f"{constraint.where}#")
+            content = self._content(inner, constraint.where)
+        text = output_grammar(
+            self.tokenizer,
+            format=self.format,
+            functions=functions,
+            required=tools is not None and tools.mode == "required",
+            parallel=tools is not None and tools.parallel,
+            reasoning=self.reasoning,
+            thinking=self.thinking,
+            content=content,
+        )
+        grammar, _ = compile(RequestedGrammar("tools", "lark", text))
+        return grammar, ignored
+
+    def _content(self, grammar: Grammar, where: str) -> str:
+        if grammar.kind == "json_schema":
+            return json_content(msgspec.json.decode(grammar.text))
+        if grammar.kind == "choice":
+            return " | ".join(map(_quoted, msgspec.json.decode(grammar.text)))
+        if grammar.kind == "regex":
+            return "/" + grammar.text.replace("/", "\\/") + "/"
+        raise invalid(
+            f"{where}: a grammar cannot be combined with tools, nor with a model that reasons first",
+            where,
+            "not_supported",
+        )
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def plan_output(
+    tokenizer: Tokenizer, tools: RequestedTools | None, prompt: list[int], *, generation: bool
+) -> OutputPlan | None:
+    """None: the text is the answer. prompt: as it was rendered, with the tools. generation: it ends
+    where the assistant's turn begins."""
+    known = template_output(tokenizer)
+    reasoning = known.reasoning if generation else None
+    thinking: Thinking = "no"
+    if reasoning is not None:
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        if tail.endswith(reasoning.start):
+            thinking = "open"
+        elif not tail.endswith(reasoning.end):
+            thinking = "may"
+    if tools is not None and known.calls is None:
+        tools = None  # of mode none: they are not even in the prompt
+    if thinking == "no" and tools is None:
+        return None
+    marks = [] if reasoning is None else [reasoning.start, reasoning.end]
+    if (format := known.calls) is not None:
+        marks.append(format.opening + format.write("", {}) + format.separator + format.closing)
+        if format.tagged is not None:
+            marks.append(format.write("", {"": ""}))
+    special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
+    shown = frozenset(i for text, i in special.items() if text and any(text in m for m in marks))
+    return OutputPlan(
+        tokenizer, known.calls if tools is not None else None, reasoning, thinking, tools, shown
+    )
+
+
+def check_tools(tokenizer: Tokenizer, tools: RequestedTools | None) -> TemplateOutput:
+    """Raises ApiError 400 tools_not_supported."""
+    known = template_output(tokenizer)
+    if tools is not None and tools.mode != "none" and known.calls is None:
+        raise invalid(
+            "tools are not supported by this model: its chat template writes no tool calls, or in "
+            "a format that is not known here",
+            "tools",
+            "tools_not_supported",
+        )
+    return known

@@ -1,0 +1,139 @@
+"""take_tools: the fields of a chat that say which tools there are and which may be called."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deployments.api.errors import invalid, shown, wrong_type
+from deployments.api.generation.fields import take_bool
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(slots=True)
+class RequestedTool:
+    """given: as the template gets it. schema: of the arguments, not yet looked into."""
+
+    name: str
+    given: dict[str, Any]
+    schema: Any
+    strict: bool
+    where: str
+
+
+@dataclass(slots=True)
+class RequestedTools:
+    """tools: all of them, which the prompt tells. callable: the names that may be called. named:
+    one function was asked for by its name."""
+
+    tools: list[RequestedTool]
+    mode: Literal["none", "auto", "required"]
+    callable: frozenset[str]
+    named: bool
+    parallel: bool
+
+
+def take_tools(body: dict[str, Any]) -> RequestedTools | None:
+    """None: there are none. Raises ApiError 400 naming the field: invalid_type, invalid_value,
+    missing_field, not_supported."""
+    for field in ("functions", "function_call"):
+        if body.get(field):
+            raise invalid(f"{field} is not supported; use tools", field, "not_supported")
+    tools = _tools(body.get("tools"))
+    parallel = take_bool(body, "parallel_tool_calls", True)
+    names = {tool.name for tool in tools}
+    mode, chosen, named = _choice(body.get("tool_choice"), names)
+    if not tools:
+        if mode == "required":
+            raise invalid('tool_choice "required" needs tools', "tool_choice")
+        return None
+    return RequestedTools(tools, mode, frozenset(chosen), named, parallel and not named)
+
+
+def _tools(value: Any) -> list[RequestedTool]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("tools", "a list")
+    if len(value) > MAX_TOOLS:
+        raise invalid(f"tools takes at most {MAX_TOOLS} items", "tools")
+    found: list[RequestedTool] = []
+    for i, tool in enumerate(value):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            raise wrong_type(where, "an object with a function that has a name")
+        kind = tool.get("type", "function")
+        if kind != "function":
+            raise invalid(
+                f"{where}.type {shown(kind)} is not supported; function is",
+                f"{where}.type",
+                "not_supported",
+            )
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            raise wrong_type(where, "an object with a function that has a name")
+        where = f"{where}.function"
+        if not _NAME.fullmatch(name):
+            raise invalid(
+                f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
+                f"{where}.name",
+            )
+        if any(other.name == name for other in found):
+            raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
+        strict = function.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise wrong_type(f"{where}.strict", "true or false")
+        described = function.get("description")
+        if described is not None and not isinstance(described, str):
+            raise wrong_type(f"{where}.description", "a string")
+        path = f"{where}.parameters"
+        schema = function.get("parameters")
+        if schema is None:
+            schema = {"type": "object", "properties": {}, "additionalProperties": False}
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise wrong_type(path, "the JSON schema of an object")
+        given = {"type": "function", "function": {**function, "parameters": schema}}
+        given["function"].setdefault("description", "")
+        found.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
+    return found
+
+
+def _choice(
+    choice: Any, names: set[str]
+) -> tuple[Literal["none", "auto", "required"], set[str], bool]:
+    """How many calls, of which, and whether one was named."""
+    if choice is None:
+        return "auto", names, False
+    if isinstance(choice, str) and choice in _CHOICES:
+        return choice, names, False
+    if not isinstance(choice, dict):
+        raise _no_choice()
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)  # the Responses API has no inner object
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            where = "tool_choice.allowed_tools"
+            raise invalid(f'{where} takes a mode, "auto" or "required", and tools', where)
+        return mode, {_named(tool, names) for tool in tools}, False
+    return "required", {_named(choice, names)}, True
+
+
+def _named(choice: Any, names: set[str]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise _no_choice()
+    if name not in names:
+        raise invalid(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
+    return name
+
+
+def _no_choice() -> Exception:
+    return invalid(
+        'tool_choice must be "none", "auto", "required", name a function or be allowed_tools',
+        "tool_choice",
+    )
