@@ -28,7 +28,7 @@ from deployments.api.errors import (
 )
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
-from deployments.api.generation.grammars import grammar_of
+from deployments.api.generation.grammars import grammar_of, output_grammar_of
 from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
@@ -169,7 +169,11 @@ class Api:
                 call.adapter = await self._pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
             check_context(call, body, chat=chat)
-            if call.constraint is not None:
+            if call.output is not None and call.output.needs_grammar(call.constraint):
+                grammar, ignored = await output_grammar_of(call.output, call.constraint, call.card)
+                call.params = msgspec.structs.replace(call.params, structured=grammar)
+                exchange.ignored += ignored
+            elif call.constraint is not None:
                 grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
                 call.params = msgspec.structs.replace(call.params, structured=grammar)
                 exchange.ignored += ignored

@@ -8,9 +8,10 @@ from deployments.api.errors import invalid, wrong_type
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
-from deployments.api.generation.tools import refuse_tools
 from deployments.api.http_exchange import HttpExchange
 from deployments.api.options import ApiOptions
+from deployments.api.tools.prompt import render_options
+from deployments.api.tools.request import take_tools
 from deployments.backend import Backend, ModelCard
 from engine.text.tokenizer import TooManyTokens
 
@@ -57,8 +58,9 @@ async def tokenize(
     def work() -> bytes:
         if chat is not None:
             messages = check_messages(chat, exchange.ignored)
-            refuse_tools({"tools": body.get("tools")})
+            tools = take_tools({"tools": body.get("tools")})
             shape = template_options(body, options)
+            shape |= render_options(tokenizer, body, messages, tools, shape, exchange.ignored)
             ids = tokenizer.encode_chat(messages, max_tokens=limit, **shape)
         else:
             text = take_str(body, "prompt", options.max_body_bytes) or ""

@@ -145,7 +145,7 @@ class ChoiceDecoder:
         keep = (
             len(text)
             if final
-            else min((_open_at(text, stop) for stop in self._stops), default=len(text))
+            else min((open_at(text, stop) for stop in self._stops), default=len(text))
         )
         self._held = text[keep:]
         return text[:keep]
@@ -170,7 +170,7 @@ class ChoiceDecoder:
         return Decoded(text, finish, reason, count, offsets)
 
 
-def _open_at(text: str, stop: str) -> int:
+def open_at(text: str, stop: str) -> int:
     """Where the longest end of text begins that is a proper beginning of stop; len(text) if there
     is none.
     """

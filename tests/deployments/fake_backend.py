@@ -228,7 +228,7 @@ class FakeBackend:
         if isinstance(self.script, list):
             return self.script
         params = request.params
-        limit = MAX_MODEL_LEN - len(request.token_ids)
+        limit = self.cards[request.model].max_model_len - len(request.token_ids)
         limit = min(limit, params.max_tokens or limit)
         tokens = self._tokens(request, choice, limit)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {2})

@@ -59,6 +59,8 @@ CHAT = _COMMON | {
     "top_logprobs",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
     "functions",
     "function_call",
     "modalities",

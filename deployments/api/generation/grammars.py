@@ -3,13 +3,14 @@ enforced is refused at once."""
 
 import asyncio
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from deployments.api.errors import invalid
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
+from deployments.api.tools.plan import OutputPlan
 from deployments.backend import ModelCard
 from engine.errors import InvalidRequest, Overloaded
 from engine.structured.grammar import Grammar
@@ -42,19 +43,45 @@ async def grammar_of(
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """
     trials = trials_of(tokenizer, card.vocab_size, card.eos_token_ids)
-    work = _pool.submit(_compiled, constraint, trials)
+    grammar, left_out = await _waited(_pool.submit(_explained, constraint, trials))
+    return grammar, constraint.ignored + name_fields(left_out, f"{constraint.where}#")
+
+
+async def output_grammar_of(
+    plan: OutputPlan, constraint: RequestedGrammar | None, card: ModelCard
+) -> tuple[Grammar, list[str]]:
+    """The same for an answer with tools or reasoning in it."""
+    trials = trials_of(plan.tokenizer, card.vocab_size, card.eos_token_ids)
+    where = "tools" if constraint is None else constraint.where
+
+    def work() -> tuple[Grammar, list[str]]:
+        try:
+            grammar, ignored = plan.grammar(constraint, lambda one: _explained(one, trials))
+            trials.check(grammar, SECONDS)
+        except InvalidRequest as error:
+            raise invalid(f"{where}: {error.message}", where, error.code) from None
+        return grammar, ignored
+
+    return await _waited(_pool.submit(work))
+
+
+async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, list[str]]:
     try:
         async with asyncio.timeout(QUEUE_SECONDS):
-            grammar, left_out = await asyncio.wrap_future(work)
+            return await asyncio.wrap_future(work)
     except TimeoutError:
         raise Overloaded("too many grammars are being compiled") from None
+
+
+def _explained(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, list[str]]:
+    where = constraint.where
+    try:
+        return _compiled(constraint, trials)
     except UnsupportedSchema as error:
-        where = f"{constraint.where}#{error.pointer}" if error.pointer else constraint.where
-        raise invalid(f"{constraint.where}: {error.message}", where, error.code) from None
+        at = f"{where}#{error.pointer}" if error.pointer else where
+        raise invalid(f"{where}: {error.message}", at, error.code) from None
     except InvalidRequest as error:
-        where = constraint.where
         raise invalid(f"{where}: {error.message}", where, error.code) from None
-    return grammar, constraint.ignored + name_fields(left_out, f"{constraint.where}#")
 
 
 def _compiled(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, list[str]]:

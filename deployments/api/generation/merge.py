@@ -7,6 +7,7 @@ import msgspec
 
 from deployments.api.errors import SERVER, ApiError, from_backend
 from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.tools.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import RequestFailed
@@ -109,6 +110,7 @@ class ChoiceOutput:
         "finish_reason",
         "logprobs",
         "offsets",
+        "parsed",
         "prompt_logprobs",
         "stop_reason",
         "text",
@@ -117,7 +119,12 @@ class ChoiceOutput:
 
     def __init__(self, call: OpenAIRequest, *, offsets: bool = False) -> None:
         params = call.params
-        self.decoder = ChoiceDecoder(call.tokenizer, params, offsets=offsets)
+        self.parsed = None if call.output is None else ParsedChoice(call.output, params)
+        self.decoder = (
+            ChoiceDecoder(call.tokenizer, params, offsets=offsets)
+            if self.parsed is None
+            else self.parsed.decoder
+        )
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -135,7 +142,10 @@ class ChoiceOutput:
         """
         if delta.finish in ("error", "abort"):
             raise failed(delta)
-        decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
+        if self.parsed is None:
+            decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
+        else:
+            decoded = self.parsed.feed(delta)
         if delta.cached >= 0:
             self.cached = delta.cached
         if delta.prompt_logprobs:
@@ -145,9 +155,19 @@ class ChoiceOutput:
             self.stop_reason = decoded.stop_reason
         return decoded
 
+    def bring(self, token_ids: list[int]) -> None:
+        """Take what has been shown before, none of which ended it."""
+        if self.parsed is None:
+            self.decoder.feed(token_ids)
+        else:
+            self.parsed.feed(Delta(0, token_ids))
+            self.parsed.forget_new()
+
     def kept(self, delta: Delta, decoded: Decoded) -> int:
         """How many tokens of this delta belong in lists: not an end token that is not shown."""
-        ended = decoded.finish_reason == "stop" and decoded.num_tokens == len(delta.token_ids)
+        ended = decoded.finish_reason in ("stop", "tool_calls") and decoded.num_tokens == len(
+            delta.token_ids
+        )
         if ended and delta.stop_token is not None and not self._keep_stop_token:
             return decoded.num_tokens - 1
         return decoded.num_tokens

@@ -22,7 +22,12 @@ _ROLES = {
 _MODALITIES = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
 # What answers carry and callers send back; of no use to a template.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
-_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+_KNOWN = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id"),
+        *("reasoning_content", "reasoning"),  # two names of one field
+    }
+)
 
 
 def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
@@ -75,7 +80,7 @@ def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
             raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
     else:
         message["content"] = _content(content, f"{path}.content", seen)
-    for name in ("name", "reasoning_content"):
+    for name in ("name", "reasoning_content", "reasoning"):
         if (value := item.get(name)) is not None:
             if not isinstance(value, str):
                 raise wrong_type(f"{path}.{name}", "a string")
@@ -179,7 +184,9 @@ def _arguments(value: Any, path: str, seen: _ChatState) -> Any:
         except ApiError as error:
             if error.code != "invalid_json":
                 raise invalid(f"{path}: {error.message}", path, error.code) from None
-            raise invalid(f"{path} must be a JSON object in a string", path) from None
-    if not isinstance(value, dict):
-        raise wrong_type(path, "a JSON object in a string")
-    return value
+    if isinstance(value, dict):
+        return value
+    # A model wrote it. Refused, it would end the conversation: the history keeps it for good.
+    if len(seen.ignored) < 16:
+        seen.ignored.append(path)
+    return {"_raw": value}

@@ -26,8 +26,10 @@ from deployments.api.generation.fields import (
 )
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import sampling_params
-from deployments.api.generation.tools import refuse_tools
 from deployments.api.options import ApiOptions
+from deployments.api.tools.plan import OutputPlan, plan_output
+from deployments.api.tools.prompt import render_options
+from deployments.api.tools.request import refuse_tools, take_tools
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
 from engine.sampling_params import MAX_N, SamplingParams
@@ -60,6 +62,7 @@ class OpenAIRequest:
     adapter: of the card, if it is one's.
     streams, emitted, weights: for each prompt, or none; see GenerationRequest.
     constraint: what the output may be; params have it as a grammar once it is compiled.
+    output: how the answer's text is to be read; None: as it is.
     ignored: request fields without effect.
     """
 
@@ -86,6 +89,7 @@ class OpenAIRequest:
     emitted: list[list[list[int] | None]] = field(default_factory=list)
     weights: str = ""
     constraint: RequestedGrammar | None = None
+    output: OutputPlan | None = None
     ignored: list[str] = field(default_factory=list)
 
     def _seed_for(self, prompt: list[int]) -> int:
@@ -199,15 +203,19 @@ async def chat_call(
     def work() -> OpenAIRequest:
         messages = check_messages(body.get("messages"), ignored)
         call = _common(body, card, backend, chat=True, max_tokens=None)
-        call.ignored = ignored + call.ignored
         modalities = body.get("modalities")
         if modalities is not None and modalities != ["text"]:
             raise invalid("only text can be generated", "modalities", "modality_not_supported")
+        tools = take_tools(body)
         shape = template_options(body, options)
+        shape |= render_options(call.tokenizer, body, messages, tools, shape, ignored)
         ids = call.tokenizer.encode_chat(messages, max_tokens=card.max_model_len, **shape)
         if not ids:
             raise invalid("the messages render to an empty prompt", "messages")
         call.prompts = [ids]
+        opened = bool(shape["add_generation_prompt"])
+        call.output = plan_output(call.tokenizer, tools, ids, generation=opened)
+        call.ignored = ignored + call.ignored
         return call
 
     try:
@@ -258,6 +266,7 @@ async def completion_call(
     """size: bytes of the body. Raises ApiError."""
     ignored = check_names(body, COMPLETION, strict=options.strict)
     card = await find_model(body.get("model"), backend)
+    refuse_tools(body)
     if body.get("suffix"):
         raise invalid("suffix is not supported", "suffix", "not_supported")
     echo = take_bool(body, "echo")
@@ -331,7 +340,6 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
 def _common(
     body: dict[str, Any], card: ModelCard, backend: Backend, *, chat: bool, max_tokens: int | None
 ) -> OpenAIRequest:
-    refuse_tools(body)
     tokenizer = backend.tokenizer(card.id)
     params = sampling_params(
         body, max_tokens=max_tokens, chat=chat, defaults=tokenizer.sampling_defaults

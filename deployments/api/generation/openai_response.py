@@ -27,6 +27,7 @@ from deployments.api.generation.openai_request import OpenAIRequest, in_thread, 
 from deployments.api.generation.replay import StreamReplay
 from deployments.api.http_exchange import HttpExchange
 from deployments.backend import Generation, RecalledChoice
+from engine.batch import TokenLogprobs
 from engine.errors import MantaError
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
@@ -58,6 +59,7 @@ class OpenAIResponse:
         offsets = self.wants_logprobs and not chat
         self.choices = [ChoiceOutput(call, offsets=offsets) for _ in range(count)]
         number = secrets.token_bytes(12) if ids is None else ids.number
+        self._number = number
         self.head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{number.hex()}",
             "object": "chat.completion" if chat else "text_completion",
@@ -92,7 +94,7 @@ class OpenAIResponse:
                 kept = choice.kept(delta, decoded)
                 choice.token_ids += delta.token_ids[:kept]
                 if self.wants_logprobs:
-                    choice.logprobs += (delta.logprobs or [])[:kept]
+                    choice.logprobs += self._scored(choice, delta, kept)
                     choice.offsets += decoded.offsets[:kept]
                 if decoded.finish_reason is not None:
                     left -= 1
@@ -123,7 +125,10 @@ class OpenAIResponse:
         text = "" if call.score_only else "".join(choice.text)
         shaped: dict[str, Any] = {"index": index}
         if self.chat:
-            shaped["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.parsed is None:
+                shaped["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                shaped["message"] = choice.parsed.message(self._number, index)
             shaped["logprobs"] = None
             if self.wants_logprobs:
                 content = chat_logprobs(call.tokenizer, choice.logprobs)
@@ -189,6 +194,9 @@ class OpenAIResponse:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if call.output is not None and call.output.reasoning is not None:
+            thought = sum(c.parsed.reasoning_tokens for c in self.choices if c.parsed is not None)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         if call.timing:
             told = generation.timing()
             usage["timing"] = {
@@ -217,7 +225,9 @@ class OpenAIResponse:
         choices, ids = self.choices, self.ids
         skipping = {} if self._replay is None else self._replay.skipping
         left = sum(choice.finish_reason is None for choice in choices)
-        plain = not (self.wants_logprobs or self.call.return_token_ids or self.call.score_only)
+        plain = self.call.output is None and not (
+            self.wants_logprobs or self.call.return_token_ids or self.call.score_only
+        )
         before, after = self._frames()
         try:
             items = await first_items(generation, exchange, keepalive) if left else []
@@ -322,7 +332,9 @@ class OpenAIResponse:
                 self.ids.enter(i, OPENED)
             shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
             if self.chat:
-                shaped["delta"] = {"role": "assistant", "content": ""}
+                # A client adds what follows to it; of calls alone nothing follows.
+                empty = None if self.call.output is not None and self.call.output.calls else ""
+                shaped["delta"] = {"role": "assistant", "content": empty}
             events.append(self._chunk(shaped))
         return events
 
@@ -338,11 +350,16 @@ class OpenAIResponse:
         """An event with more than text in it; empty if there is nothing to tell."""
         call, choice = self.call, self.choices[index]
         kept = choice.kept(delta, decoded)
-        if call.score_only or not (kept or decoded.text):
+        made: dict[str, Any] | None = None
+        if choice.parsed is not None:
+            made = choice.parsed.delta(self._number, index)
+            if not made and not (kept and call.return_token_ids):
+                return b""
+        elif call.score_only or not (kept or decoded.text):
             return b""
         logprobs: dict[str, Any] | None = None
         if self.wants_logprobs:
-            items = (delta.logprobs or [])[:kept]
+            items = self._scored(choice, delta, kept)
             if self.chat:
                 logprobs = {"content": chat_logprobs(call.tokenizer, items), "refusal": None}
             else:
@@ -354,9 +371,18 @@ class OpenAIResponse:
                     [o + shift for o in decoded.offsets[:kept]],
                 )
         shaped = self._shaped(index, decoded.text, logprobs)
+        if made is not None:
+            shaped["delta"] = made
         if call.return_token_ids:
             shaped["token_ids"] = delta.token_ids[:kept]
         return self._chunk(shaped)
+
+    def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:
+        """Of the tokens that logprobs tells: those of content."""
+        items = (delta.logprobs or [])[:kept]
+        if choice.parsed is None:
+            return items
+        return [item for item, said in zip(items, choice.parsed.is_content, strict=False) if said]
 
     def _finish_event(self, index: int) -> bytes:
         choice = self.choices[index]

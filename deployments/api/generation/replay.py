@@ -17,7 +17,7 @@ from deployments.api.generation.merge import ChoiceOutput
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.backend import Backend, RecalledChoice
 from engine.messages import Delta
-from engine.text.detokenizer import ChoiceDecoder, Decoded
+from engine.text.detokenizer import Decoded
 
 
 async def recall(
@@ -92,7 +92,7 @@ class StreamReplay:
             return []
         tokens = past.token_ids[: shown.tokens]
         if shown.phase == OPENED:
-            choice.decoder.feed(tokens)
+            choice.bring(tokens)
             return tokens
         # All of its text was shown, but not why it ended: by its last token, or a stop string.
         whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
@@ -103,8 +103,8 @@ class StreamReplay:
         return None
 
     def _stops(self, tokens: list[int]) -> bool:
-        decoder = ChoiceDecoder(self._call.tokenizer, self._call.params)
-        return decoder.feed(tokens).finish_reason is not None
+        fresh = ChoiceOutput(self._call)
+        return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
         """A delta of a choice in `skipping`: what is new of it. Raises ApiError 409 stream_lost,
@@ -122,6 +122,8 @@ class StreamReplay:
         if delta.finish in ("error", "abort"):
             first.finish = delta.finish
         ended = choice.feed(first).finish_reason
+        if choice.parsed is not None:
+            choice.parsed.forget_new()
         if reached:
             if self.skipping.pop(index) != shown.check or (ended is None) == (shown.phase == ENDED):
                 raise lost()

@@ -28,16 +28,20 @@ _TOOL: dict[str, Any] = {
 class TemplateOutput:
     """calls: None if the template is known to write none. text_arguments: it wants the arguments of
     calls in the history as JSON in a string. empty_content: it wants content beside them.
-    variables: those that a request may set to change how much the model thinks."""
+    variables: those that a request may set to change how much the model thinks. special_ids: the
+    control tokens that the formats are written with."""
 
     calls: OutputFormat | None
     reasoning: Reasoning | None
     text_arguments: bool = False
     empty_content: bool = False
     variables: frozenset[str] = frozenset()
+    special_ids: frozenset[int] = frozenset()
 
 
 _known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -54,14 +58,34 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
         return TemplateOutput(None, None)
     source = "\n".join(tokenizer.chat_template.sources.values())
     reasoning = next((one for one in REASONING if one.end in source), None)
-    variables = frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", source))
+    code = " ".join(_CODE.findall(_COMMENT.sub("", source)))
+    variables = frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code))
     if "tool_calls" in source:
         for text_arguments, empty_content in ((False, False), (False, True), (True, True)):
             rendered = _rendered(tokenizer, text_arguments, empty_content)
             for one in FORMATS:
                 if one.write(_NAME, _VALUES) in rendered and one.opening in rendered:
-                    return TemplateOutput(one, reasoning, text_arguments, empty_content, variables)
-    return TemplateOutput(None, reasoning, variables=variables)
+                    return TemplateOutput(
+                        one,
+                        reasoning,
+                        text_arguments,
+                        empty_content,
+                        variables,
+                        _special_ids(tokenizer, one, reasoning),
+                    )
+    special = _special_ids(tokenizer, None, reasoning)
+    return TemplateOutput(None, reasoning, variables=variables, special_ids=special)
+
+
+def _special_ids(
+    tokenizer: Tokenizer, calls: OutputFormat | None, reasoning: Reasoning | None
+) -> frozenset[int]:
+    marks = "" if reasoning is None else f"{reasoning.start} {reasoning.end} "
+    if calls is not None:
+        written = calls.write("", {} if calls.tagged is None else {"": ""})
+        marks += calls.opening + written + calls.separator + calls.closing
+    texts = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
+    return frozenset(i for i, text in texts.items() if text and text in marks)
 
 
 def _rendered(tokenizer: Tokenizer, text_arguments: bool, empty_content: bool) -> str:

@@ -147,9 +147,7 @@ class _Builder:
         more += [self.literal(format.closing)] if format.closing else []
         self._rules.append(f"calls: {self.literal(head)} call_and_more")
         rest = head[len(format.trigger) :]
-        self._rules.append(
-            f"calls_rest: {self.literal(rest) + ' ' if rest else ''}call_and_more"
-        )
+        self._rules.append(f"calls_rest: {self.literal(rest) + ' ' if rest else ''}call_and_more")
         self._rules.append(f"call_and_more: {' '.join(['call', *more])}")
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
         for i, function in enumerate(functions):
@@ -182,7 +180,9 @@ class _Builder:
             else:
                 self._rules.append(f"{rule}_value[suffix={_quoted(tags.value_close)}]: /(.|\\n)*/")
                 value = f"{rule}_value"
-            self._rules.append(f"{rule}: {self.literal(tags.key_open + name + tags.key_close)} {value}")
+            self._rules.append(
+                f"{rule}: {self.literal(tags.key_open + name + tags.key_close)} {value}"
+            )
             parts.append(rule if name in required else f"{rule}?")
         return parts
 
@@ -195,7 +195,9 @@ def json_content(schema: Any) -> str:
 def _json(schema: Any, options: dict[str, Any]) -> str:
     if schema is True or schema is False:
         schema = {} if schema else {"enum": []}
-    return f"%json {json.dumps({**schema, 'x-guidance': {**options, **_UNICODE}}, ensure_ascii=False)}"
+    return (
+        f"%json {json.dumps({**schema, 'x-guidance': {**options, **_UNICODE}}, ensure_ascii=False)}"
+    )
 
 
 def _quoted(text: str) -> str:

@@ -112,7 +112,9 @@ FORMATS = (
             begin="<tool_call>",
             middle=line,
             end="</tool_call>",
-            tagged=TaggedArguments("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}"),
+            tagged=TaggedArguments(
+                "<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}"
+            ),
         )
         for name, line in (("glm-4.5", "\n"), ("glm-4.7", ""))
     ),

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from deployments.api.errors import invalid
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
-from deployments.api.tools.detect import TemplateOutput, template_output
+from deployments.api.tools.detect import template_output
 from deployments.api.tools.grammar import Function, json_content, output_grammar
 from deployments.api.tools.output_format import OutputFormat, Reasoning
 from deployments.api.tools.parser import OutputParser, Thinking
@@ -50,8 +49,8 @@ class OutputPlan:
     def grammar(
         self, constraint: RequestedGrammar | None, compile: Compile
     ) -> tuple[Grammar, list[str]]:
-        """Of the whole output, and what is not enforced, for x-ignored-fields. Milliseconds for
-        each tool. Raises ApiError 400, InvalidRequest."""
+        """Of the whole output, and what is not enforced, for x-ignored-fields. compile: of one
+        schema; milliseconds. Raises ApiError 400, InvalidRequest."""
         ignored: list[str] = []
         functions = []
         tools = self.tools
@@ -80,8 +79,7 @@ class OutputPlan:
             thinking=self.thinking,
             content=content,
         )
-        grammar, _ = compile(RequestedGrammar("tools", "lark", text))
-        return grammar, ignored
+        return Grammar.lark(text), ignored
 
     def _content(self, grammar: Grammar, where: str) -> str:
         if grammar.kind == "json_schema":
@@ -91,7 +89,7 @@ class OutputPlan:
         if grammar.kind == "regex":
             return "/" + grammar.text.replace("/", "\\/") + "/"
         raise invalid(
-            f"{where}: a grammar cannot be combined with tools, nor with a model that reasons first",
+            f"{where}: a grammar goes neither with tools nor with a model that reasons",
             where,
             "not_supported",
         )
@@ -119,26 +117,5 @@ def plan_output(
         tools = None  # of mode none: they are not even in the prompt
     if thinking == "no" and tools is None:
         return None
-    marks = [] if reasoning is None else [reasoning.start, reasoning.end]
-    if (format := known.calls) is not None:
-        marks.append(format.opening + format.write("", {}) + format.separator + format.closing)
-        if format.tagged is not None:
-            marks.append(format.write("", {"": ""}))
-    special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
-    shown = frozenset(i for text, i in special.items() if text and any(text in m for m in marks))
-    return OutputPlan(
-        tokenizer, known.calls if tools is not None else None, reasoning, thinking, tools, shown
-    )
-
-
-def check_tools(tokenizer: Tokenizer, tools: RequestedTools | None) -> TemplateOutput:
-    """Raises ApiError 400 tools_not_supported."""
-    known = template_output(tokenizer)
-    if tools is not None and tools.mode != "none" and known.calls is None:
-        raise invalid(
-            "tools are not supported by this model: its chat template writes no tool calls, or in "
-            "a format that is not known here",
-            "tools",
-            "tools_not_supported",
-        )
-    return known
+    format = known.calls if tools is not None else None
+    return OutputPlan(tokenizer, format, reasoning, thinking, tools, known.special_ids)

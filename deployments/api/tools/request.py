@@ -38,9 +38,7 @@ class RequestedTools:
 def take_tools(body: dict[str, Any]) -> RequestedTools | None:
     """None: there are none. Raises ApiError 400 naming the field: invalid_type, invalid_value,
     missing_field, not_supported."""
-    for field in ("functions", "function_call"):
-        if body.get(field):
-            raise invalid(f"{field} is not supported; use tools", field, "not_supported")
+    _refuse_functions(body)
     tools = _tools(body.get("tools"))
     parallel = take_bool(body, "parallel_tool_calls", True)
     names = {tool.name for tool in tools}
@@ -50,6 +48,19 @@ def take_tools(body: dict[str, Any]) -> RequestedTools | None:
             raise invalid('tool_choice "required" needs tools', "tool_choice")
         return None
     return RequestedTools(tools, mode, frozenset(chosen), named, parallel and not named)
+
+
+def refuse_tools(body: dict[str, Any]) -> None:
+    """For a route that has none. Raises ApiError 400 not_supported."""
+    _refuse_functions(body)
+    if body.get("tools"):
+        raise invalid("tools are for chat completions", "tools", "not_supported")
+
+
+def _refuse_functions(body: dict[str, Any]) -> None:
+    for field in ("functions", "function_call"):
+        if body.get(field):
+            raise invalid(f"{field} is not supported; use tools", field, "not_supported")
 
 
 def _tools(value: Any) -> list[RequestedTool]:

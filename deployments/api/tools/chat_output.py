@@ -1,0 +1,185 @@
+"""ParsedChoice: one choice of a chat whose text is parsed, and its shape on the wire."""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from deployments.api.tools.parser import Event
+from deployments.api.tools.plan import OutputPlan
+from engine.messages import Delta
+from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import ChoiceDecoder, Decoded, open_at
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def call_id(number: bytes, choice: int, index: int, short: bool) -> str:
+    """Of a call: the same whenever this answer is computed again. number: the answer's own."""
+    digest = hashlib.blake2b(b"%b %d %d" % (number, choice, index), digest_size=32).digest()
+    letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+    return letters[:9] if short else f"call_{letters[:24]}"
+
+
+class ParsedChoice:
+    """What a parser made of the tokens of one choice. new: of the last `feed`. Stop strings are
+    looked for in content alone: arguments that they cut would be of no use."""
+
+    def __init__(self, plan: OutputPlan, params: SamplingParams) -> None:
+        self._plan = plan
+        self._parser = plan.parser()
+        tokenizer = plan.tokenizer
+        hidden: frozenset[int] = frozenset()
+        changes: dict[str, Any] = {"stop": ()}
+        if plan.shown_ids and params.skip_special_tokens:
+            changes["skip_special_tokens"] = False
+            hidden = tokenizer.special_ids - plan.shown_ids
+        self.decoder = ChoiceDecoder(tokenizer, msgspec.structs.replace(params, **changes))
+        self._hidden = hidden
+        self._params = params
+        self._held = ""  # content that may begin a stop string
+        self._stop: str | None = None
+        self.new: list[Event] = []
+        self.is_content: list[bool] = []  # for each token of the last `feed`
+        self.reasoning_tokens = 0
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[tuple[str, list[str]]] = []
+        self._told = 0  # calls that `delta` has begun
+
+    def feed(self, delta: Delta) -> Decoded:
+        """As `ChoiceDecoder.feed`; the text is in `new`."""
+        self.new, self.is_content = [], []
+        tokens = delta.token_ids
+        if not tokens:
+            decoded = self.decoder.feed([], delta.finish, delta.stop_token)
+            self._take(decoded.text, bool(delta.finish))
+            return self._ended(decoded, 0)
+        for count, token in enumerate(tokens, 1):
+            last = count == len(tokens)
+            finish = delta.finish if last else ""
+            stop_token = delta.stop_token if last else None
+            hidden = token in self._hidden and stop_token is None
+            if self._parser.reasons:
+                self.reasoning_tokens += 1
+            decoded = self.decoder.feed([] if hidden else [token], finish, stop_token)
+            self.decoder.num_tokens += hidden
+            self.is_content.append(self._take(decoded.text, bool(finish)))
+            if self._stop is not None:
+                return Decoded("", "stop", self._stop, count)
+        return self._ended(decoded, len(tokens))
+
+    def _ended(self, decoded: Decoded, count: int) -> Decoded:
+        reason = decoded.finish_reason
+        parser = self._parser
+        if reason == "stop" and parser.calls and parser.calls == parser.opened:
+            named = self._plan.tools is not None and self._plan.tools.named
+            reason = "stop" if named else "tool_calls"
+        if self._stop is not None:
+            return Decoded("", "stop", self._stop, count)
+        return Decoded("", reason, decoded.stop_reason, count)
+
+    def _take(self, text: str, final: bool) -> bool:
+        """Whether it is content."""
+        events = self._parser.feed(text) if text else []
+        if final:
+            events += self._parser.finish()
+        found = False
+        for event in events:
+            if event.kind == "content" and self._params.stop:
+                event = Event("content", self._before_stop(event.text))
+            elif self._held:
+                self._add(Event("content", self._held))
+                self._held = ""
+            found = found or event.kind == "content"
+            self._add(event)
+            if self._stop is not None:
+                return found
+        if final and self._held:
+            self._add(Event("content", self._held))
+            self._held = ""
+        return found
+
+    def _add(self, event: Event) -> None:
+        kind, text = event
+        if kind == "call":
+            self.calls.append((text, []))
+        elif kind == "arguments":
+            self.calls[-1][1].append(text)
+        elif kind == "content":
+            self.content.append(text)
+        elif kind == "reasoning":
+            self.reasoning.append(text)
+        if text:
+            self.new.append(event)
+
+    def _before_stop(self, text: str) -> str:
+        self._held += text
+        if self.decoder.num_tokens > self._params.min_tokens:
+            found = [
+                (at + len(stop), at, stop)
+                for stop in self._params.stop
+                if (at := self._held.find(stop)) >= 0
+            ]
+            if found:
+                end, start, self._stop = min(found)
+                return self._held[: end if self._params.include_stop_str_in_output else start]
+        keep = min(open_at(self._held, stop) for stop in self._params.stop)
+        text, self._held = self._held[:keep], self._held[keep:]
+        return text
+
+    # --- on the wire ---
+
+    def message(self, number: bytes, choice: int) -> dict[str, Any]:
+        """Of a whole answer. Each call has `{}` for no arguments."""
+        content = "".join(self.content)
+        made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            made["reasoning_content"] = "".join(self.reasoning)
+        if (self.calls or self.reasoning) and not content:
+            made["content"] = None
+        if self.calls:
+            made["tool_calls"] = [
+                {
+                    "id": self._id(number, choice, i),
+                    "type": "function",
+                    "function": {"name": name, "arguments": "".join(arguments)},
+                }
+                for i, (name, arguments) in enumerate(self.calls)
+            ]
+        return made
+
+    def delta(self, number: bytes, choice: int) -> dict[str, Any]:
+        """What the last `feed` has added. {}: nothing. A call's id and name are said once."""
+        made: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for kind, text in self.new:
+            if kind == "content":
+                made["content"] = made.get("content", "") + text
+            elif kind == "reasoning":
+                made["reasoning_content"] = made.get("reasoning_content", "") + text
+            elif kind == "call":
+                calls.append(
+                    {
+                        "index": self._told,
+                        "id": self._id(number, choice, self._told),
+                        "type": "function",
+                        "function": {"name": text, "arguments": ""},
+                    }
+                )
+                self._told += 1
+            elif kind == "arguments":
+                if not calls:
+                    calls.append({"index": self._told - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text
+        if calls:
+            made["tool_calls"] = calls
+        return made
+
+    def forget_new(self) -> None:
+        """The last `feed` has been told before."""
+        self.new, self._told = [], len(self.calls)
+
+    def _id(self, number: bytes, choice: int, index: int) -> str:
+        format = self._plan.format
+        return call_id(number, choice, index, format is not None and format.short_ids)

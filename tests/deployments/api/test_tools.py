@@ -1,0 +1,407 @@
+"""Tools and reasoning over chat completions: whole and streamed, with OpenAI's own client, and what
+a random model writes under the grammars that requests make."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.api.app import build_asgi
+from deployments.api.tools.detect import template_output
+from deployments.api.tools.grammar import Function
+from deployments.api.tools.output_format import FORMATS, OutputFormat, Reasoning
+from deployments.api.tools.parser import Event, OutputParser, Thinking
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.api.server import serve
+from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.engine.small_tokenizers import byte_level
+from tests.engine.test_structured import make_core, request, run, save_model
+
+USER: Any = [{"role": "user", "content": "hello"}]
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+        "where": {"$ref": "#/$defs/place"},
+        "odd": {"anyOf": [{"type": "null"}, {"const": 7}]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}, "in": {"$ref": "#/$defs/place"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def tool(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": name, "description": f"<|im_end|> {name}", **more}
+    return {"type": "function", "function": function | ({"parameters": schema} if schema else {})}
+
+
+TOOLS: Any = [tool("weather", CITY), tool("now")]
+
+
+def tokenizer_with(template: str) -> Tokenizer:
+    plain = byte_level()
+    names = {"eos_token": "<|im_end|>"}
+    made = ChatTemplate({"default": template}, names)
+    return Tokenizer(plain.backend, special_tokens=names, chat_template=made)
+
+
+def backend_with(template: str) -> FakeBackend:
+    backend = FakeBackend()
+    backend._tokenizer = tokenizer_with(template)
+    size = backend._tokenizer.vocab_size + 7
+    backend.cards = {MODEL: replace(backend.cards[MODEL], max_model_len=16_384, vocab_size=size)}
+    return backend
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeBackend, openai.OpenAI]]:
+    backend = backend_with(TEMPLATES["hermes"])
+    with serve(build_asgi(backend)) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+            yield backend, client
+
+
+def written(*calls: tuple[str, Any]) -> str:
+    """As a model of the Hermes family writes them."""
+    hermes = next(one for one in FORMATS if one.name == "hermes")
+    return "\n".join(hermes.write(name, arguments) for name, arguments in calls)
+
+
+PARIS = {"city": "Paris", "days": 1}
+HARD = {"city": 'a"\n\\{😀}', "days": 2}
+CLOSER = {"city": "</tool_call>", "days": 2}
+DEEP = {"city": "123", "days": 3, "where": {"x": True, "in": {"x": False}}, "odd": None}
+NAMED = {"type": "function", "function": {"name": "now"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+TEXT = "I look { it up."
+
+# id, fields, what the model writes, content, reasoning, calls, finish_reason
+CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], str]] = [
+    ("no call", {}, "hello there ", "hello there ", None, [], "stop"),
+    ("one", {}, written(("weather", PARIS)), None, None, [("weather", PARIS)], "tool_calls"),
+    (
+        "text, then a call",
+        {},
+        f"{TEXT}\n\n" + written(("now", {})),
+        TEXT,
+        None,
+        [("now", {})],
+        "tool_calls",
+    ),
+    (
+        "two",
+        {},
+        written(("weather", PARIS), ("now", {})),
+        None,
+        None,
+        [("weather", PARIS), ("now", {})],
+        "tool_calls",
+    ),
+    (
+        "eight of one name",
+        {},
+        written(*[("now", {})] * 8),
+        None,
+        None,
+        [("now", {})] * 8,
+        "tool_calls",
+    ),
+    (
+        "required",
+        {"tool_choice": "required"},
+        written(("now", {})),
+        None,
+        None,
+        [("now", {})],
+        "tool_calls",
+    ),
+    ("named", {"tool_choice": NAMED}, written(("now", {})), None, None, [("now", {})], "stop"),
+    (
+        "allowed",
+        {"tool_choice": ALLOWED},
+        written(("now", {})),
+        None,
+        None,
+        [("now", {})],
+        "tool_calls",
+    ),
+    ("none", {"tool_choice": "none"}, "hello", "hello", None, [], "stop"),
+    ("nested", {}, written(("weather", DEEP)), None, None, [("weather", DEEP)], "tool_calls"),
+    ("quotes", {}, written(("weather", HARD)), None, None, [("weather", HARD)], "tool_calls"),
+    ("closer", {}, written(("weather", CLOSER)), None, None, [("weather", CLOSER)], "tool_calls"),
+    (
+        "a stop string in arguments",
+        {"stop": ["Paris", "abc"]},
+        "x" + written(("weather", PARIS)),
+        "x",
+        None,
+        [("weather", PARIS)],
+        "tool_calls",
+    ),
+    ("a stop string in content", {"stop": ["Paris"]}, "to Paris, now", "to ", None, [], "stop"),
+    (
+        "reasoning, then a call",
+        {},
+        "<think>\nhm, {\n</think>\n\nSo:\n" + written(("now", {})),
+        "So:",
+        "hm, {",
+        [("now", {})],
+        "tool_calls",
+    ),
+    (
+        "a call ends reasoning",
+        {},
+        "<think>\nhm\n" + written(("now", {})),
+        None,
+        "hm",
+        [("now", {})],
+        "tool_calls",
+    ),
+    (
+        "reasoning that the prompt has opened",
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+        "hm\n</think>\n\nyes",
+        "yes",
+        "hm",
+        [],
+        "stop",
+    ),
+    ("effort", {"reasoning_effort": "high"}, "hm</think>yes", "yes", "hm", [], "stop"),
+    ("never closed", {"reasoning_effort": "high"}, "hm\nhm", None, "hm\nhm", [], "stop"),
+    ("no effort", {"reasoning_effort": "none"}, "yes </think>", "yes </think>", None, [], "stop"),
+    ("reasoning without tools", {"tools": None}, "<think>a</think>b", "b", "a", [], "stop"),
+    ("no format asked for", {"tools": None}, "<tool_call>", "<tool_call>", None, [], "stop"),
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: bool) -> None:
+    """Each with OpenAI's client: a piece that is lost or told twice adds up to something else."""
+    backend, client = served
+    _, fields, text, content, reasoning, calls, finish = case
+    backend.script = text
+    sent = {"model": MODEL, "messages": USER, "tools": TOOLS, **fields}
+    sent = {name: value for name, value in sent.items() if value is not None}
+    if streamed:
+        with client.chat.completions.stream(**sent) as stream:
+            answer = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**sent)
+    (choice,) = answer.choices
+    told = choice.message
+    assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
+    found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
+    assert (found, choice.finish_reason) == (calls, finish)
+    ids = [c.id for c in told.tool_calls or []]
+    assert len(set(ids)) == len(ids) and all(len(one) == 29 for one in ids)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_detection(name: str) -> None:
+    """A format that its own template is not known by."""
+    known = template_output(tokenizer_with(TEMPLATES[name]))
+    assert known.calls is not None and known.calls.name == name
+    assert known.reasoning == Reasoning("<think>", "</think>")
+    assert known.text_arguments == (name == "deepseek-v3")
+    assert known.variables == {"enable_thinking"}
+
+
+def code_of(reply: Reply) -> tuple[int, str, str | None]:
+    error = reply.json()["error"]
+    return reply.status, error["code"], error["param"]
+
+
+@pytest.mark.parametrize(
+    "fields, code, param",
+    [
+        ({"tools": [tool("a b")]}, "invalid_value", "tools[0].function.name"),
+        ({"tools": [tool("a" * 65)]}, "invalid_value", "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("a")]}, "invalid_value", "tools[1].function.name"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "invalid_value", "tools"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "not_supported", "tools[0].type"),
+        (
+            {"tools": [tool("a", {"type": "string"})]},
+            "invalid_type",
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [tool("a", {"properties": {"b": {"not": {}}}}, strict=True)]},
+            "unsupported_schema",
+            "tools[0].function.parameters#/properties/b/not",
+        ),
+        ({"tool_choice": {"type": "function"}}, "invalid_value", "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+            "invalid_value",
+            "tool_choice.allowed_tools",
+        ),
+        ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "invalid_value", "reasoning_effort"),
+    ],
+)
+def test_refused(fields: dict[str, Any], code: str, param: str) -> None:
+    """A request that is answered as if it had been understood."""
+    client = Client(build_asgi(backend_with(TEMPLATES["hermes"])))
+    assert code_of(asyncio.run(client.chat(**{"tools": TOOLS, **fields}))) == (400, code, param)
+
+
+def test_what_is_not_enforced_is_named() -> None:
+    """A keyword of a tool's schema that is dropped without a word."""
+    client = Client(build_asgi(backend_with(TEMPLATES["hermes"])))
+    odd = tool("a", {"properties": {"b": {"not": {"type": "null"}}}})
+    reply = asyncio.run(client.chat(tools=[odd]))
+    assert reply.header("x-ignored-fields") == "tools[0].function.parameters#/properties/b/not"
+
+
+def test_a_model_without_tools() -> None:
+    """Tools that never get into the prompt."""
+    client = Client(build_asgi(FakeBackend()))
+    reply = asyncio.run(client.chat(tools=[tool("a")]))
+    assert code_of(reply) == (400, "tools_not_supported", "tools")
+    reply = asyncio.run(client.chat(tools=[tool("a")], tool_choice="none"))
+    assert reply.status == 200
+    reply = asyncio.run(client.chat(reasoning_effort="high"))
+    assert reply.header("x-ignored-fields") == "reasoning_effort"
+
+
+def test_a_plain_chat_has_no_parser() -> None:
+    """A cost for chats that have neither tools nor thoughts."""
+    backend = FakeBackend()
+    client = Client(build_asgi(backend))
+    plain = asyncio.run(client.chat())
+    assert plain.json()["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+    assert "completion_tokens_details" not in plain.json()["usage"]
+    assert backend.requests[-1].params.structured is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_history(name: str) -> None:
+    """Calls and their results, rendered otherwise than the model writes them; one bad call that
+    ends every later turn."""
+    backend = backend_with(TEMPLATES[name])
+    client = Client(build_asgi(backend))
+    known = template_output(backend._tokenizer).calls
+    assert known is not None
+
+    def turn(arguments: str) -> dict[str, Any]:
+        function = {"name": "weather", "arguments": arguments}
+        call = {"id": "c1", "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call], "reasoning": "why"}
+
+    result = {"role": "tool", "tool_call_id": "c1", "content": "<|im_end|>sunny"}
+    messages = [*USER, turn(json.dumps(DEEP)), result]
+    assert asyncio.run(client.chat(tools=TOOLS, messages=messages)).status == 200
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    assert known.write("weather", DEEP) in prompt and "<think>\nwhy\n</think>" in prompt
+    bad = asyncio.run(client.chat(tools=TOOLS, messages=[*USER, turn('{"a"'), result]))
+    assert bad.status == 200
+    assert bad.header("x-ignored-fields") == "messages[1].tool_calls[0].function.arguments"
+
+
+def merged(parser: OutputParser, pieces: list[str]) -> list[Event]:
+    events: list[Event] = []
+    for event in [*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]:
+        if events and events[-1].kind == event.kind and event.kind not in ("call", "end"):
+            event = Event(event.kind, events.pop().text + event.text)
+        events.append(event)
+    return events
+
+
+FUNCTIONS = [Function("weather", CITY), Function("now", {"type": "object", "properties": {}})]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    format=st.sampled_from(FORMATS),
+    thinking=st.sampled_from(("open", "may", "no")),
+    pieces=st.lists(
+        st.sampled_from(["a ", "\n", "<", "CALL", "{", '"', "</think>", "<think>", "TRIGGER"]),
+        max_size=8,
+    ),
+    cut=st.integers(0, 400),
+    end=st.integers(0, 400),
+)
+def test_every_chunking(
+    format: OutputFormat, thinking: Thinking, pieces: list[str], cut: int, end: int
+) -> None:
+    """Events that depend on how the text is cut, also of a text that is cut off or makes no sense;
+    a parser that fails."""
+    call = format.opening + format.write("weather", DEEP) + format.closing
+    text = "".join(pieces).replace("CALL", call).replace("TRIGGER", format.trigger)[: end or None]
+
+    def parser() -> OutputParser:
+        raw = {one.name: one.raw(format) for one in FUNCTIONS}
+        return OutputParser(format, raw, Reasoning("<think>", "</think>"), thinking)
+
+    whole = merged(parser(), [text])
+    assert merged(parser(), list(text)) == whole
+    assert merged(parser(), [text[:cut], text[cut:]]) == whole
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
+    """A call that is invalid: the engine, under the grammar that a request makes, at temperature
+    1.3, and its tokens through the API again."""
+    backend = backend_with(TEMPLATES[name])
+    client = Client(build_asgi(backend))
+    # Bounded, so that a random model comes to an end.
+    place = {"x": {"type": "boolean"}}
+    schema = {
+        **CITY,
+        "properties": {
+            **CITY["properties"],
+            "where": {"type": "object", "properties": place, "additionalProperties": False},
+        },
+    }
+    tools = [tool("weather", schema, strict=True), tool("now")]
+    fields = {
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning_effort": "none",  # thoughts that a random model does not end
+    }
+    assert asyncio.run(client.chat(**fields)).status == 200
+    grammar = backend.requests[-1].params.structured
+    core = make_core(save_model(tmp_path, backend._tokenizer), max_num_seqs=32, num_blocks=2048)
+    seeds = 34
+    outputs = run(core, *(request(i, grammar, max_tokens=400) for i in range(1, seeds + 1)))
+    called = 0
+    for output in outputs.values():
+        if output.finish != "stop":  # a raw string that a random model does not end
+            assert name in ("qwen3-coder", "glm-4.5"), output
+            continue
+        ids = [i for i in output.tokens if i != 2]
+        backend.script = backend._tokenizer.decode(ids, skip_special_tokens=False)
+        answer = asyncio.run(client.chat(**fields, max_tokens=2000)).json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+        arguments = json.loads(call["function"]["arguments"])
+        if call["function"]["name"] == "weather":
+            jsonschema.validate(arguments, schema)
+        else:
+            assert arguments == {}
+        called += 1
+    assert called >= seeds // 2

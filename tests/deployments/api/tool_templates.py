@@ -1,0 +1,55 @@
+"""Chat templates that write tool calls as families of models do, in a few lines each."""
+
+_HEAD = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+    "{{ m.content or '' }}"
+)
+_TAIL = (
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif enable_thinking is defined %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def _template(calls: str, before: str = "", after: str = "") -> str:
+    return (
+        f"{_HEAD}{{% if m.tool_calls %}}{before}{{% for c in m.tool_calls %}}"
+        f"{{% set f = c.function %}}{calls}{{% endfor %}}{after}{{% endif %}}{_TAIL}"
+    )
+
+
+HERMES = _template(
+    '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+)
+XML = _template(
+    "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>"
+)
+GLM = _template(
+    "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+)
+MISTRAL = _template(
+    '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}",
+    "[TOOL_CALLS][",
+    "]",
+)
+LLAMA = _template('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}')
+DEEPSEEK = _template(
+    "<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments + '' }}\n"
+    "```<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+TEMPLATES = {
+    "hermes": HERMES,
+    "qwen3-coder": XML,
+    "glm-4.5": GLM,
+    "mistral": MISTRAL,
+    "llama3-json": LLAMA,
+    "deepseek-v3": DEEPSEEK,
+}
