@@ -1,1 +1,1 @@
-"""Tools and reasoning: how a model writes calls and thoughts, and what of it goes into an answer."""
+"""Tools and reasoning: how a model writes calls and thoughts, and what answers have of them."""

@@ -9,7 +9,9 @@ from deployments.api.generation.fields import take_bool
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_CHOICES = ("none", "auto", "required")
+
+Mode = Literal["none", "auto", "required"]
+_MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
 
 
 @dataclass(slots=True)
@@ -29,7 +31,7 @@ class RequestedTools:
     one function was asked for by its name."""
 
     tools: list[RequestedTool]
-    mode: Literal["none", "auto", "required"]
+    mode: Mode
     callable: frozenset[str]
     named: bool
     parallel: bool
@@ -106,20 +108,18 @@ def _tools(value: Any) -> list[RequestedTool]:
             schema = {"type": "object", "properties": {}, "additionalProperties": False}
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise wrong_type(path, "the JSON schema of an object")
-        given = {"type": "function", "function": {**function, "parameters": schema}}
-        given["function"].setdefault("description", "")
+        told = {"description": "", **function, "parameters": schema}
+        given = {"type": "function", "function": told}
         found.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
     return found
 
 
-def _choice(
-    choice: Any, names: set[str]
-) -> tuple[Literal["none", "auto", "required"], set[str], bool]:
+def _choice(choice: Any, names: set[str]) -> tuple[Mode, set[str], bool]:
     """How many calls, of which, and whether one was named."""
     if choice is None:
         return "auto", names, False
-    if isinstance(choice, str) and choice in _CHOICES:
-        return choice, names, False
+    if isinstance(choice, str) and choice in _MODES:
+        return _MODES[choice], names, False
     if not isinstance(choice, dict):
         raise _no_choice()
     if choice.get("type") == "allowed_tools":
