@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,6 +110,7 @@ class _Child:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
+        weakref.finalize(self, self._process.kill)  # Popen itself would keep the pipes open
         self._rest = b""
         self.ask(msgspec.json.encode(setup), START_SECONDS)
 
