@@ -149,8 +149,8 @@ def _plan_kernel(
         mask = split < mine
         tl.store(target, entry, mask=mask)
         tl.store(target + 1, start_key + split * even, mask=mask)
-        end = start_key + tl.minimum((split + 1) * even, own_length)
-        tl.store(target + 2, end, mask=mask)
+        last = start_key + tl.minimum((split + 1) * even, own_length)
+        tl.store(target + 2, last, mask=mask)
         tl.store(target + 3, mine, mask=mask)
         tl.store(target + 4, first, mask=mask)
         tl.store(target + 5, start_key + own_length - 1, mask=mask)
