@@ -169,6 +169,21 @@ def attention(d: Dims) -> None:
         q = bf16(entries, d.num_heads, dim)
         table = int32(entries, 512)
         attention_decode(q, k_cache, v_cache, torch.empty_like(q), table, dim**-0.5, splits)
+    # What some layers see and how their scores are changed (tests/kernels/test_masks.py).
+    heads32 = torch.empty(d.num_heads)
+    for window, chunk, how in (
+        (1024, 0, (0.0, None, None)),
+        (0, 8192, (50.0, None, None)),
+        (128, 0, (0.0, heads32, None)),
+        (0, 0, (0.0, None, heads32)),
+    ):
+        splits = plan(int32(20), d.num_heads, k_cache, 8192, int32(1), window, chunk)
+        q = bf16(20, d.num_heads, dim)
+        out = torch.empty_like(q)
+        attention_decode(q, k_cache, v_cache, out, int32(20, 512), dim**-0.5, splits, *how)
+        meta.window, meta.chunk = window, chunk
+        for deterministic in (False, True):
+            attention_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic, *how)
 
 
 def sampling(d: Dims) -> None:
