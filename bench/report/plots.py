@@ -36,6 +36,7 @@ MADE_BY = {
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
     "long-context": "`python -m bench.long_context`: one long request at a time",
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
+    "parity": "`python -m tests.parity.table`: each architecture's logits against transformers'",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
     "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
     "simulate": "`python -m bench.simulate`: routing and scaling policies in a simulated fleet",
