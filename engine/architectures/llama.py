@@ -74,7 +74,7 @@ def _granite_swa(
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
     found = []
     for kind, base in zip(kinds, bases, strict=True):
-        layer = plain
+        layer = replace(plain, sinks=True)
         if base is not None:
             layer = replace(layer, rope=unstretched(plain, base) if base else None)
         if kind == WINDOW:
@@ -252,7 +252,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "GraniteSWAForCausalLM",
-        LLAMA,
+        {**LLAMA, "sinks": Stored((f"{LAYER}self_attn.sinks",))},
         models="Granite with windows",
         model_type="granite_swa",
         switches=_GRANITE,

@@ -1,32 +1,15 @@
 """Attention between its two projections."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.layers.build import Builder
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
-from engine.model_config import ModelConfig
+from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
-
-
-def check_layers(config: ModelConfig) -> None:
-    """Refuse what the kernels do not compute. Raises ConfigError with the way out, if there is
-    one."""
-    for layer in config.attention:
-        if 0 < (layer.window or layer.chunk) < config.max_positions:
-            raise ConfigError(
-                f"{config.architecture} has layers that see {layer.window or layer.chunk} tokens, "
-                "which is not supported for longer texts; set max_model_len to that",
-                param="max_model_len",
-            )
-        for what, asked in (
-            ("a soft cap on scores", layer.softcap),
-            ("attention sinks", layer.sinks),
-            ("ALiBi", layer.slopes),
-        ):
-            if asked:
-                raise ConfigError(f"{config.architecture}: {what} is not supported", param="model")
 
 
 class Attention:
@@ -52,6 +35,16 @@ class Attention:
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]
+        # What is computed of scores beside the plain layer's; nothing for most.
+        self.also: dict[str, Any] = {}
+        self.others: tuple[Parameter, ...] = ()
+        if layer.softcap:
+            self.also["softcap"] = layer.softcap
+        if layer.sinks:
+            sinks = build.sinks(layer.num_heads)
+            self.also["sinks"], self.others = sinks.tensor, (sinks,)
+        if layer.slopes:
+            self.also["slopes"] = torch.tensor(layer.slopes[begin:end], device=build.device)
 
     @property
     def activations(self) -> int:
@@ -80,5 +73,5 @@ class Attention:
             self.num_heads,
             meta,
         )
-        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta)
+        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
         return self.out.forward(attended, meta.lora, residual=residual)

@@ -117,6 +117,13 @@ class Builder:
             sources = (Source(f"{name}.weight", shape, rows, flat=True),)
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
+    def sinks(self, heads: int) -> Parameter:
+        """This rank's heads' of a vector of all heads, float32, stored under the record's name."""
+        (name,) = self.stored("sinks").names
+        begin, end = self.group.part(heads, "num_attention_heads")
+        tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
+        return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
+
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
         """Single numbers beside each other, float32: what the checkpoint keeps under these names
         below ours."""

@@ -98,7 +98,7 @@ class EditedAttention(Attention):
         )
         if self.temperatures is not None:
             q.mul_(self.temperatures.index_select(0, meta.positions)[:, None, None])
-        attended = self.kernels.attention(q, *kv, self.scale, meta)
+        attended = self.kernels.attention(q, *kv, self.scale, meta, **self.also)
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def _edit(self, qkv: Tensor, meta: AttentionMeta) -> None:

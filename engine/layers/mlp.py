@@ -36,12 +36,12 @@ class Mlp:
         self.up = build.column(name, sizes, hidden, bias=bias)
         self.down = build.row("down", hidden, inter, bias=bias)
         self.linears = (self.up, self.down)
-        # What has parameters beside the matrices.
-        self.norms: tuple[Norm, ...] = ()
+        self.norms = ()
+        self.others: tuple[Parameter, ...] = ()
         self.plain: Callable[[Tensor], Tensor]
         if build.has("activation"):
             xielu = Xielu(build)
-            self.plain, self.norms = xielu, (xielu,)
+            self.plain, self.others = xielu, xielu.parameters
         else:
             self.plain = partial(build.kernels.activation, name=self.act)
 

@@ -13,7 +13,6 @@ from torch.nn.functional import normalize
 
 from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
-from engine.layers.attention import check_layers
 from engine.layers.build import Builder
 from engine.layers.edited_attention import attention_block
 from engine.layers.linear import Linear, RowParallelLinear
@@ -34,6 +33,11 @@ class Block(Protocol):
     def linears(self) -> Sequence[Linear]: ...
     @property
     def norms(self) -> Sequence[Norm]: ...
+    @property
+    def others(self) -> Sequence[Parameter]:
+        """Parameters of neither."""
+        ...
+
     @property
     def activations(self) -> int:
         """Elements a token that are alive at once inside, beside the residual and its norm."""
@@ -112,6 +116,7 @@ class DecoderLayer:
         for each in self.sublayers:
             for norm in each.norms:
                 yield from norm.parameters
+            yield from each.block.others
             for linear in each.block.linears:
                 yield from linear.parameters
 
@@ -198,7 +203,6 @@ class Decoder:
         """tied: for the head, if it is the embedding."""
         self.build = build
         self.config = config = build.config
-        check_layers(config)
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
         hidden, vocab = config.embedding_size, config.vocab_size
         name = build.stored("embedding").names[0]

@@ -61,7 +61,9 @@ class Paged:
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
         groups = kv_groups(model.config)
-        self.kv = KVCache.allocate(groups, num_blocks, block_size, model.dtype, self.device)
+        # Each group has blocks of its own, since all share one pool.
+        count = num_blocks * len(groups.groups)
+        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device)
 
     @torch.inference_mode()
     def run(
@@ -75,8 +77,11 @@ class Paged:
             setattr(meta, name, getattr(meta, name).to(self.device))
         meta.lora = lora
         metas = []
-        for group in self.kv.groups.groups:
-            metas.append(meta.elsewhere(meta.slots, meta.block_table))
+        count, size = len(self.kv.groups.groups), self.block_size
+        for number, group in enumerate(self.kv.groups.groups):
+            block = meta.slots.div(size, rounding_mode="floor") * count + number
+            slots = torch.where(meta.slots < 0, -1, block * size + meta.slots % size)
+            metas.append(meta.elsewhere(slots, meta.block_table * count + number))
             metas[-1].window, metas[-1].chunk = group.attention.window, group.attention.chunk
             keys = self.kv.layers[group.layers[0]][0]
             self.kernels.prepare(metas[-1], group.attention.num_heads, keys)

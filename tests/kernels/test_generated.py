@@ -13,6 +13,7 @@ from kernels.cpu import compiler
 from kernels.cpu.attention import attention_for
 from kernels.cpu.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
 from kernels.cpu.gemm import PackedInt8, PackedLinear
+from kernels.cpu.panels import GATES
 from kernels.dispatch import kernels_for
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
@@ -70,7 +71,7 @@ def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> l
     ]
     pairs += [
         (linear.gated_after_norm(x, norm, eps, gate), reference.GATES[gate](after))
-        for gate in reference.GATES
+        for gate in GATES
     ]
     return [error(out, want) for out, want in pairs]
 

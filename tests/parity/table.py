@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import write
-from tests.parity.cases import CASES
-from tests.parity.test_architectures import BOUND, differences, with_adapter
+from tests.parity.test_architectures import ALL, BOUND, differences, with_adapter
 
 
 def main() -> int:
@@ -21,7 +20,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, case in CASES.items():
+    for name, case in ALL.items():
         if args.only not in name:
             continue
         with tempfile.TemporaryDirectory() as folder:

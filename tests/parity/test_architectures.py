@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.checkpoints import Paged, adapter_on, load_model
-from tests.parity.cases import CASES, Case, relative, save
+from tests.parity.cases import ALIBI, CASES, WINDOWS, Case, relative, save
 
 BOUND = 1e-5
+ALL = {**CASES, **WINDOWS, **ALIBI}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
 
@@ -52,11 +53,11 @@ def with_adapter(folder: Path) -> float:
     return relative(beside, Paged(load_model(folder)).run((IDS, list(range(10)), 0))[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_logits(name: str, tmp_path: Path) -> None:
     """A switch that is read and not applied, a layout taken for ours, a norm in the wrong place:
     each is a model that answers fluently and wrongly. An adapter whose rows stay where the
     checkpoint's were, or that is added behind a factor, does so for its users alone."""
-    found = differences(CASES[name], tmp_path)
+    found = differences(ALL[name], tmp_path)
     found["adapter"] = with_adapter(tmp_path)
     assert max(found.values()) < BOUND, found
