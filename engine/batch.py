@@ -53,7 +53,8 @@ class PrefixCopy:
 
 @dataclass(slots=True)
 class Batch:
-    """One step: first the entries with length 1 that sample ("decodes"), then longer chunks."""
+    """One step: first the entries with length 1 that sample ("decodes"), then chunks of any
+    length."""
 
     step: int
     rows: list[int] = field(default_factory=list)  # [num_entries]
@@ -68,7 +69,7 @@ class Batch:
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
     # Samples (counted among the entries that sample) that a grammar limits. If there are any, no
-    # entry samples before the masks of these are there: `Pending.sample`.
+    # entry samples before the masks of these are there: `PendingResult.sample`.
     masked: Sequence[int] = ()
 
     @property

@@ -135,7 +135,6 @@ class ModelConfig:
     position_offset: int
     position_rows: int
     hidden_act: str
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     max_positions: int
     dtype: str  # of the checkpoint
@@ -189,7 +188,6 @@ class ModelConfig:
         model = cls(
             architecture=architecture.name,
             wrapper=wrapper,
-            bos_token_id=_first(config.ids("bos_token_id")),
             eos_token_ids=tuple(
                 dict.fromkeys(config.ids("eos_token_id") + generation.ids("eos_token_id"))
             ),
@@ -414,10 +412,6 @@ def _activation(config: Reader) -> str:
 def _dtype(config: Reader) -> str:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     return config.one_of(key, DTYPES, "float32")
-
-
-def _first(ids: list[int]) -> int | None:
-    return ids[0] if ids else None
 
 
 # Field of ModelConfig -> how config.json says it, unless the architecture's record has another way.

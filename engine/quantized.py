@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from engine.config_reader import Reader
 
-METHODS = ("gguf", "gptq", "awq", "compressed-tensors")
+CHECKPOINT_FORMATS = ("gguf", "gptq", "awq", "compressed-tensors")
 KEY = "quantization_config"
 # Types of GGUF blocks that are kept as they are; others are expanded to 16 bits.
 GGUF_BLOCKS = (
@@ -17,7 +17,8 @@ GGUF_BLOCKS = (
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """method: one of METHODS, which says how tensors are laid out (`engine.quantization.stored`).
+    """method: one of CHECKPOINT_FORMATS, which says how tensors are laid out
+        (`engine.quantization.stored`).
 
     bits, group, symmetric: of all matrices; group 0 is a whole row, and symmetric ones have no zero
         points. Not for "gguf".
@@ -60,7 +61,7 @@ def read_quantized(config: Reader) -> Quantized | None:
     if not isinstance(values, dict):
         raise config.error(KEY, f"must be an object, got {values!r}")
     read = Reader(values, f"{config.path}: {KEY}")
-    method = read.one_of("quant_method", METHODS, "")
+    method = read.one_of("quant_method", CHECKPOINT_FORMATS, "")
     if method == "gguf":
         types = read.get("types", {})
         if not isinstance(types, dict):

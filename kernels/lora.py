@@ -43,7 +43,6 @@ def _shrink_kernel(
     partial,  # [SPLITS, PARTS, num_tokens, MAX_RANK] float32
     num_tokens,
     K: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPAN: tl.constexpr,  # columns of a split, a multiple of BLOCK_K
     PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -365,7 +364,6 @@ def lora_shrink(x: Tensor, layer: LoraLinear, step: LoraStep) -> int:
         step.partial,
         num_tokens,
         K=columns,
-        SPLITS=splits,
         SPAN=triton.cdiv(triton.cdiv(columns, splits), block_k) * block_k,
         PARTS=parts,
         MAX_RANK=_padded_rank(step.max_rank),

@@ -94,7 +94,7 @@ class _Step:
     blocks: list[tuple[int, int, int]]
     prefixes: list[PrefixCopy]
     masked: list[int]
-    masks: Any = None  # as of engine.scheduling.core.Pending.sample
+    masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     done: bool = False
 
     def sample(self, masks: Any) -> None:

@@ -91,7 +91,7 @@ class EngineReplica:
         return self._metadata
 
     def record_autoscaling_stats(self) -> dict[str, int | float]:
-        """Serve's hook, for autoscaling.py: the engine's load, tokens/s computed since the last
+        """Serve's hook, for scaling/policy.py: the engine's load, tokens/s computed since the last
         call, and tokens/s that it was measured to be able to do."""
         stats = self._server.stats
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0

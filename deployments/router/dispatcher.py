@@ -52,15 +52,14 @@ logger = logging.getLogger("manta.router")
 class DispatchLimits:
     """wait_seconds: how long a request waits for a replica at most. in_flight: requests at most.
     waiting: choices that may wait while no replica is ready. losses: replicas, killed from outside,
-    that a request may lose in a row without a token from any. admission: while replicas are ready.
-    reader_seconds: how long a stream is kept that paused because its client does not read."""
+    that a request may lose in a row without a token from any. admission: while replicas are
+    ready."""
 
     wait_seconds: float = 30.0
     in_flight: int = 4096
     waiting: int = 1024
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     losses: int = 1
-    reader_seconds: float = 30.0
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
@@ -159,7 +158,6 @@ class Dispatcher:
             self._ended,
             self._placement.take_off,
             self._placement.bring_back,
-            self._limits.reader_seconds,
         )
         self._requests.add(inflight)
         self.metrics.prompt_tokens.add(len(request.token_ids))

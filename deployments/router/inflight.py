@@ -22,6 +22,7 @@ from engine.messages import Delta, EngineRequest
 
 # Of a stream that its client does not read: beyond this it pauses.
 UNREAD_BYTES = 2**20
+READER_SECONDS = 30.0  # that a paused stream is kept
 DELTA_BYTES = 256  # of a delta of one token
 LOGPROB_BYTES = 192  # of a log-probability
 
@@ -119,7 +120,6 @@ class InflightRequest:
         on_end: Callable[["InflightRequest"], None],
         on_abort: Callable[[list[InflightChoice]], None],
         on_resume: Callable[[list[InflightChoice]], None] = lambda _: None,
-        reader_seconds: float = 30.0,
     ) -> None:
         self.request = request
         self.arrived = time.monotonic()
@@ -142,7 +142,6 @@ class InflightRequest:
         self._on_end = on_end
         self._on_abort = on_abort
         self._on_resume = on_resume
-        self._reader_seconds = reader_seconds
         k = request.params.logprobs
         delta_bytes = DELTA_BYTES + (0 if k is None else LOGPROB_BYTES * (k + 1))
         self._most_unread = UNREAD_BYTES // delta_bytes
@@ -233,10 +232,10 @@ class InflightRequest:
             self.choices[0].place, "the client did not read its answer", time.monotonic()
         )
         error = MantaError(
-            f"nothing of the answer was read for {self._reader_seconds:g} s", code="slow_reader"
+            f"nothing of the answer was read for {READER_SECONDS:g} s", code="slow_reader"
         )
         loop = asyncio.get_running_loop()
-        self._paused = loop.call_later(self._reader_seconds, self.fail, error)
+        self._paused = loop.call_later(READER_SECONDS, self.fail, error)
         self.timers.append(self._paused)
         self._on_abort([choice for choice in self.choices if not choice.done])
 

@@ -7,7 +7,15 @@ else asks which architecture a model is of.
 
 from engine.architectures import cohere, gemma, glm, gpt, llama, olmo, phi, remote
 from engine.architectures.layout import half_pairs
-from engine.architectures.record import Architecture, Gguf, Read, Rows, Stored, Wrapper, always
+from engine.architectures.record import (
+    Architecture,
+    CheckpointTensor,
+    Gguf,
+    Read,
+    Rows,
+    Wrapper,
+    always,
+)
 from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
 
 __all__ = [
@@ -18,7 +26,7 @@ __all__ = [
     "Gguf",
     "Read",
     "Rows",
-    "Stored",
+    "CheckpointTensor",
     "Wrapper",
     "always",
     "half_pairs",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.architectures.by_layer import layer_types, three_to_one
 from engine.architectures.layout import neighbours_in_k, neighbours_in_q
 from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS, without
-from engine.architectures.record import Architecture, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ ARCHITECTURES = (
         "CohereForCausalLM",
         {
             **_COHERE,
-            "q_norm": Stored((f"{LAYER}self_attn.q_norm",), neighbours_in_q),
-            "k_norm": Stored((f"{LAYER}self_attn.k_norm",), neighbours_in_k),
+            "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_norm",), neighbours_in_q),
+            "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_norm",), neighbours_in_k),
         },
         models="Command R, Command R+, Aya",
         model_type="cohere",

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
 from engine.architectures.llama import GGUF, LAYER, LLAMA, QK_NORM
-from engine.architectures.record import Architecture, Gguf, Read, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, Gguf, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
     from engine.model_config import LayerAttention
 
-_SANDWICH: Mapping[str, Stored] = {
+_SANDWICH: Mapping[str, CheckpointTensor] = {
     **LLAMA,
-    "attention_out_norm": Stored((f"{LAYER}post_attention_layernorm",)),
-    "mlp_norm": Stored((f"{LAYER}pre_feedforward_layernorm",)),
-    "mlp_out_norm": Stored((f"{LAYER}post_feedforward_layernorm",)),
+    "attention_out_norm": CheckpointTensor((f"{LAYER}post_attention_layernorm",)),
+    "mlp_norm": CheckpointTensor((f"{LAYER}pre_feedforward_layernorm",)),
+    "mlp_out_norm": CheckpointTensor((f"{LAYER}post_feedforward_layernorm",)),
 }
 _SWITCHES: Mapping[str, Read] = {
     "norm_offset": always(1.0),

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 from engine.architectures.layout import neighbours
 from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS
-from engine.architectures.record import Architecture, Read, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
-_GLM: Mapping[str, Stored] = {
+_GLM: Mapping[str, CheckpointTensor] = {
     **LLAMA,
     **NEIGHBOURS,
-    "gate_up": Stored((f"{LAYER}mlp.gate_up_proj",)),
+    "gate_up": CheckpointTensor((f"{LAYER}mlp.gate_up_proj",)),
 }
 _DEFAULTS = {
     "head_dim": 128,
@@ -20,16 +20,16 @@ _DEFAULTS = {
     "rms_norm_eps": 1.5625e-07,
 }
 _CHAT_LAYER = "transformer.encoder.layers.{i}."
-_CHATGLM: Mapping[str, Stored] = {
-    "embedding": Stored(("transformer.embedding.word_embeddings",)),
-    "attention_norm": Stored((f"{_CHAT_LAYER}input_layernorm",)),
-    "qkv": Stored((f"{_CHAT_LAYER}self_attention.query_key_value",), neighbours),
-    "out": Stored((f"{_CHAT_LAYER}self_attention.dense",)),
-    "mlp_norm": Stored((f"{_CHAT_LAYER}post_attention_layernorm",)),
-    "gate_up": Stored((f"{_CHAT_LAYER}mlp.dense_h_to_4h",)),
-    "down": Stored((f"{_CHAT_LAYER}mlp.dense_4h_to_h",)),
-    "norm": Stored(("transformer.encoder.final_layernorm",)),
-    "head": Stored(("transformer.output_layer",)),
+_CHATGLM: Mapping[str, CheckpointTensor] = {
+    "embedding": CheckpointTensor(("transformer.embedding.word_embeddings",)),
+    "attention_norm": CheckpointTensor((f"{_CHAT_LAYER}input_layernorm",)),
+    "qkv": CheckpointTensor((f"{_CHAT_LAYER}self_attention.query_key_value",), neighbours),
+    "out": CheckpointTensor((f"{_CHAT_LAYER}self_attention.dense",)),
+    "mlp_norm": CheckpointTensor((f"{_CHAT_LAYER}post_attention_layernorm",)),
+    "gate_up": CheckpointTensor((f"{_CHAT_LAYER}mlp.dense_h_to_4h",)),
+    "down": CheckpointTensor((f"{_CHAT_LAYER}mlp.dense_4h_to_h",)),
+    "norm": CheckpointTensor(("transformer.encoder.final_layernorm",)),
+    "head": CheckpointTensor(("transformer.output_layer",)),
 }
 
 
@@ -96,8 +96,8 @@ ARCHITECTURES = (
         "Glm4ForCausalLM",
         {
             **_GLM,
-            "attention_out_norm": Stored((f"{LAYER}post_self_attn_layernorm",)),
-            "mlp_out_norm": Stored((f"{LAYER}post_mlp_layernorm",)),
+            "attention_out_norm": CheckpointTensor((f"{LAYER}post_self_attn_layernorm",)),
+            "mlp_out_norm": CheckpointTensor((f"{LAYER}post_mlp_layernorm",)),
         },
         models="GLM-4 and GLM-Z1 (0414)",
         model_type="glm4",

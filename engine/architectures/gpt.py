@@ -9,7 +9,7 @@ from engine.architectures.alibi import mpt_slopes, slopes
 from engine.architectures.by_layer import still
 from engine.architectures.layout import both, four_blocks, grouped, neighbours
 from engine.architectures.llama import without
-from engine.architectures.record import Architecture, Read, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -52,23 +52,23 @@ _FOUR_TIMES: Mapping[str, Read] = {
     ),
 }
 _TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
-_GPT2: Mapping[str, Stored] = {
-    "embedding": Stored(("transformer.wte",)),
-    "positions": Stored(("transformer.wpe",)),
-    "attention_norm": Stored((f"{_H}ln_1",)),
-    "qkv": Stored((f"{_H}attn.c_attn",)),
-    "out": Stored((f"{_H}attn.c_proj",)),
-    "mlp_norm": Stored((f"{_H}ln_2",)),
-    "up": Stored((f"{_H}mlp.c_fc",)),
-    "down": Stored((f"{_H}mlp.c_proj",)),
-    "norm": Stored(("transformer.ln_f",)),
-    "head": Stored(("lm_head",)),
+_GPT2: Mapping[str, CheckpointTensor] = {
+    "embedding": CheckpointTensor(("transformer.wte",)),
+    "positions": CheckpointTensor(("transformer.wpe",)),
+    "attention_norm": CheckpointTensor((f"{_H}ln_1",)),
+    "qkv": CheckpointTensor((f"{_H}attn.c_attn",)),
+    "out": CheckpointTensor((f"{_H}attn.c_proj",)),
+    "mlp_norm": CheckpointTensor((f"{_H}ln_2",)),
+    "up": CheckpointTensor((f"{_H}mlp.c_fc",)),
+    "down": CheckpointTensor((f"{_H}mlp.c_proj",)),
+    "norm": CheckpointTensor(("transformer.ln_f",)),
+    "head": CheckpointTensor(("lm_head",)),
 }
-_GPTJ: Mapping[str, Stored] = {
+_GPTJ: Mapping[str, CheckpointTensor] = {
     **without(_GPT2, "positions", "mlp_norm"),
-    "out": Stored((f"{_H}attn.out_proj",)),
-    "up": Stored((f"{_H}mlp.fc_in",)),
-    "down": Stored((f"{_H}mlp.fc_out",)),
+    "out": CheckpointTensor((f"{_H}attn.out_proj",)),
+    "up": CheckpointTensor((f"{_H}mlp.fc_in",)),
+    "down": CheckpointTensor((f"{_H}mlp.fc_out",)),
 }
 _GPTJ_SWITCHES: Mapping[str, Read] = {
     **_LAYER_NORMS,
@@ -79,22 +79,22 @@ _GPTJ_SWITCHES: Mapping[str, Read] = {
     "head_bias": always(True),
 }
 _NEOX = "gpt_neox.layers.{i}."
-_FALCON: Mapping[str, Stored] = {
-    "embedding": Stored(("transformer.word_embeddings",)),
-    "attention_norm": Stored((f"{_H}input_layernorm",)),
-    "qkv": Stored((f"{_H}self_attention.query_key_value",), grouped),
-    "out": Stored((f"{_H}self_attention.dense",)),
-    "mlp_norm": Stored((f"{_H}post_attention_layernorm",)),
-    "up": Stored((f"{_H}mlp.dense_h_to_4h",)),
-    "down": Stored((f"{_H}mlp.dense_4h_to_h",)),
-    "norm": Stored(("transformer.ln_f",)),
-    "head": Stored(("lm_head",)),
+_FALCON: Mapping[str, CheckpointTensor] = {
+    "embedding": CheckpointTensor(("transformer.word_embeddings",)),
+    "attention_norm": CheckpointTensor((f"{_H}input_layernorm",)),
+    "qkv": CheckpointTensor((f"{_H}self_attention.query_key_value",), grouped),
+    "out": CheckpointTensor((f"{_H}self_attention.dense",)),
+    "mlp_norm": CheckpointTensor((f"{_H}post_attention_layernorm",)),
+    "up": CheckpointTensor((f"{_H}mlp.dense_h_to_4h",)),
+    "down": CheckpointTensor((f"{_H}mlp.dense_4h_to_h",)),
+    "norm": CheckpointTensor(("transformer.ln_f",)),
+    "head": CheckpointTensor(("lm_head",)),
 }
 _OPT = "model.decoder."
 _MPT = "transformer.blocks.{i}."
 
 
-def _conv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _conv(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
     """Matrices kept [in, out]."""
     turned = {
         ours: replace(tensors[ours], transposed=True) for ours in ("qkv", "out", "up", "down")
@@ -161,7 +161,9 @@ def _bfloat16(value: float) -> float:
     return float(np.uint32(bits).view(np.float32))
 
 
-def _falcon_record(name: str, tensors: Mapping[str, Stored], **fields: Any) -> Architecture:
+def _falcon_record(
+    name: str, tensors: Mapping[str, CheckpointTensor], **fields: Any
+) -> Architecture:
     return Architecture(
         name,
         tensors,
@@ -217,7 +219,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "GPTBigCodeForCausalLM",
-        {**_GPT2, "qkv": Stored((f"{_H}attn.c_attn",), _bigcode_rows)},
+        {**_GPT2, "qkv": CheckpointTensor((f"{_H}attn.c_attn",), _bigcode_rows)},
         models="StarCoder, SantaCoder",
         model_type="gpt_bigcode",
         switches={
@@ -237,8 +239,8 @@ ARCHITECTURES = (
         "GPTNeoForCausalLM",
         {
             **_GPT2,
-            "qkv": Stored(tuple(f"{_H}attn.attention.{name}_proj" for name in "qkv")),
-            "out": Stored((f"{_H}attn.attention.out_proj",)),
+            "qkv": CheckpointTensor(tuple(f"{_H}attn.attention.{name}_proj" for name in "qkv")),
+            "out": CheckpointTensor((f"{_H}attn.attention.out_proj",)),
         },
         models="GPT-Neo",
         model_type="gpt_neo",
@@ -262,15 +264,15 @@ ARCHITECTURES = (
     Architecture(
         "GPTNeoXForCausalLM",
         {
-            "embedding": Stored(("gpt_neox.embed_in",)),
-            "attention_norm": Stored((f"{_NEOX}input_layernorm",)),
-            "qkv": Stored((f"{_NEOX}attention.query_key_value",), grouped),
-            "out": Stored((f"{_NEOX}attention.dense",)),
-            "mlp_norm": Stored((f"{_NEOX}post_attention_layernorm",)),
-            "up": Stored((f"{_NEOX}mlp.dense_h_to_4h",)),
-            "down": Stored((f"{_NEOX}mlp.dense_4h_to_h",)),
-            "norm": Stored(("gpt_neox.final_layer_norm",)),
-            "head": Stored(("embed_out",)),
+            "embedding": CheckpointTensor(("gpt_neox.embed_in",)),
+            "attention_norm": CheckpointTensor((f"{_NEOX}input_layernorm",)),
+            "qkv": CheckpointTensor((f"{_NEOX}attention.query_key_value",), grouped),
+            "out": CheckpointTensor((f"{_NEOX}attention.dense",)),
+            "mlp_norm": CheckpointTensor((f"{_NEOX}post_attention_layernorm",)),
+            "up": CheckpointTensor((f"{_NEOX}mlp.dense_h_to_4h",)),
+            "down": CheckpointTensor((f"{_NEOX}mlp.dense_4h_to_h",)),
+            "norm": CheckpointTensor(("gpt_neox.final_layer_norm",)),
+            "head": CheckpointTensor(("embed_out",)),
         },
         models="GPT-NeoX, Pythia, Dolly 2",
         model_type="gpt_neox",
@@ -291,7 +293,7 @@ ARCHITECTURES = (
         "GPTJForCausalLM",
         {
             **_GPTJ,
-            "qkv": Stored(tuple(f"{_H}attn.{name}_proj" for name in "qkv"), neighbours),
+            "qkv": CheckpointTensor(tuple(f"{_H}attn.{name}_proj" for name in "qkv"), neighbours),
         },
         models="GPT-J",
         model_type="gptj",
@@ -302,7 +304,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "CodeGenForCausalLM",
-        {**_GPTJ, "qkv": Stored((f"{_H}attn.qkv_proj",), both(four_blocks, neighbours))},
+        {**_GPTJ, "qkv": CheckpointTensor((f"{_H}attn.qkv_proj",), both(four_blocks, neighbours))},
         models="CodeGen",
         model_type="codegen",
         switches=_GPTJ_SWITCHES,
@@ -313,20 +315,20 @@ ARCHITECTURES = (
     Architecture(
         "OPTForCausalLM",
         {
-            "embedding": Stored((f"{_OPT}embed_tokens",)),
-            "positions": Stored((f"{_OPT}embed_positions",)),
-            "project_in": Stored((f"{_OPT}project_in",)),
-            "project_out": Stored((f"{_OPT}project_out",)),
-            "attention_norm": Stored((f"{_OPT}layers.{{i}}.self_attn_layer_norm",)),
-            "qkv": Stored(
+            "embedding": CheckpointTensor((f"{_OPT}embed_tokens",)),
+            "positions": CheckpointTensor((f"{_OPT}embed_positions",)),
+            "project_in": CheckpointTensor((f"{_OPT}project_in",)),
+            "project_out": CheckpointTensor((f"{_OPT}project_out",)),
+            "attention_norm": CheckpointTensor((f"{_OPT}layers.{{i}}.self_attn_layer_norm",)),
+            "qkv": CheckpointTensor(
                 tuple(f"{_OPT}layers.{{i}}.self_attn.{name}_proj" for name in "qkv"),
             ),
-            "out": Stored((f"{_OPT}layers.{{i}}.self_attn.out_proj",)),
-            "mlp_norm": Stored((f"{_OPT}layers.{{i}}.final_layer_norm",)),
-            "up": Stored((f"{_OPT}layers.{{i}}.fc1",)),
-            "down": Stored((f"{_OPT}layers.{{i}}.fc2",)),
-            "norm": Stored((f"{_OPT}final_layer_norm",)),
-            "head": Stored(("lm_head",)),
+            "out": CheckpointTensor((f"{_OPT}layers.{{i}}.self_attn.out_proj",)),
+            "mlp_norm": CheckpointTensor((f"{_OPT}layers.{{i}}.final_layer_norm",)),
+            "up": CheckpointTensor((f"{_OPT}layers.{{i}}.fc1",)),
+            "down": CheckpointTensor((f"{_OPT}layers.{{i}}.fc2",)),
+            "norm": CheckpointTensor((f"{_OPT}final_layer_norm",)),
+            "head": CheckpointTensor(("lm_head",)),
         },
         models="OPT, Galactica",
         model_type="opt",
@@ -362,8 +364,8 @@ ARCHITECTURES = (
         "FalconForCausalLM, two norms",
         {
             **_FALCON,
-            "attention_norm": Stored((f"{_H}ln_attn",)),
-            "mlp_norm": Stored((f"{_H}ln_mlp",)),
+            "attention_norm": CheckpointTensor((f"{_H}ln_attn",)),
+            "mlp_norm": CheckpointTensor((f"{_H}ln_mlp",)),
         },
         models="Falcon 40B and 180B",
     ),
@@ -371,7 +373,7 @@ ARCHITECTURES = (
         "BloomForCausalLM",
         {
             **_FALCON,
-            "embedding_norm": Stored(("transformer.word_embeddings_layernorm",)),
+            "embedding_norm": CheckpointTensor(("transformer.word_embeddings_layernorm",)),
         },
         models="BLOOM, BLOOMZ",
         model_type="bloom",
@@ -401,15 +403,15 @@ ARCHITECTURES = (
     Architecture(
         "MptForCausalLM",
         {
-            "embedding": Stored(("transformer.wte",)),
-            "attention_norm": Stored((f"{_MPT}norm_1",)),
-            "qkv": Stored((f"{_MPT}attn.Wqkv",)),
-            "out": Stored((f"{_MPT}attn.out_proj",)),
-            "mlp_norm": Stored((f"{_MPT}norm_2",)),
-            "up": Stored((f"{_MPT}ffn.up_proj",)),
-            "down": Stored((f"{_MPT}ffn.down_proj",)),
-            "norm": Stored(("transformer.norm_f",)),
-            "head": Stored(("lm_head",)),
+            "embedding": CheckpointTensor(("transformer.wte",)),
+            "attention_norm": CheckpointTensor((f"{_MPT}norm_1",)),
+            "qkv": CheckpointTensor((f"{_MPT}attn.Wqkv",)),
+            "out": CheckpointTensor((f"{_MPT}attn.out_proj",)),
+            "mlp_norm": CheckpointTensor((f"{_MPT}norm_2",)),
+            "up": CheckpointTensor((f"{_MPT}ffn.up_proj",)),
+            "down": CheckpointTensor((f"{_MPT}ffn.down_proj",)),
+            "norm": CheckpointTensor(("transformer.norm_f",)),
+            "head": CheckpointTensor(("lm_head",)),
         },
         models="MPT",
         model_type="mpt",

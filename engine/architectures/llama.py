@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched, windowed
 from engine.architectures.layout import half_pairs, neighbours
-from engine.architectures.record import Architecture, Gguf, Read, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, Gguf, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 LAYER = "model.layers.{i}."
 QKV = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
-LLAMA: Mapping[str, Stored] = {
-    "embedding": Stored(("model.embed_tokens",)),
-    "attention_norm": Stored((f"{LAYER}input_layernorm",)),
-    "qkv": Stored(QKV),
-    "out": Stored((f"{LAYER}self_attn.o_proj",)),
-    "mlp_norm": Stored((f"{LAYER}post_attention_layernorm",)),
-    "gate_up": Stored((f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj")),
-    "down": Stored((f"{LAYER}mlp.down_proj",)),
-    "norm": Stored(("model.norm",)),
-    "head": Stored(("lm_head",)),
+LLAMA: Mapping[str, CheckpointTensor] = {
+    "embedding": CheckpointTensor(("model.embed_tokens",)),
+    "attention_norm": CheckpointTensor((f"{LAYER}input_layernorm",)),
+    "qkv": CheckpointTensor(QKV),
+    "out": CheckpointTensor((f"{LAYER}self_attn.o_proj",)),
+    "mlp_norm": CheckpointTensor((f"{LAYER}post_attention_layernorm",)),
+    "gate_up": CheckpointTensor((f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj")),
+    "down": CheckpointTensor((f"{LAYER}mlp.down_proj",)),
+    "norm": CheckpointTensor(("model.norm",)),
+    "head": CheckpointTensor(("lm_head",)),
 }
-QK_NORM: Mapping[str, Stored] = {
-    "q_norm": Stored((f"{LAYER}self_attn.q_norm",)),
-    "k_norm": Stored((f"{LAYER}self_attn.k_norm",)),
+QK_NORM: Mapping[str, CheckpointTensor] = {
+    "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_norm",)),
+    "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_norm",)),
 }
 GGUF: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -49,16 +49,18 @@ GGUF_QK_NORM: Mapping[str, str] = {
     "attn_k_norm": f"{LAYER}self_attn.k_norm",
 }
 # Rows of q and k that turn as neighbours.
-NEIGHBOURS: Mapping[str, Stored] = {"qkv": Stored(QKV, neighbours)}
+NEIGHBOURS: Mapping[str, CheckpointTensor] = {"qkv": CheckpointTensor(QKV, neighbours)}
 
 
-def without(tensors: Mapping[str, Stored], *ours: str) -> dict[str, Stored]:
+def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, CheckpointTensor]:
     return {name: stored for name, stored in tensors.items() if name not in ours}
 
 
-def ungated(tensors: Mapping[str, Stored], up: str = "mlp.up_proj") -> dict[str, Stored]:
+def ungated(
+    tensors: Mapping[str, CheckpointTensor], up: str = "mlp.up_proj"
+) -> dict[str, CheckpointTensor]:
     """With a plain MLP in the place of the gated one."""
-    return without(tensors, "gate_up") | {"up": Stored((f"{LAYER}{up}",))}
+    return without(tensors, "gate_up") | {"up": CheckpointTensor((f"{LAYER}{up}",))}
 
 
 def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
@@ -234,8 +236,8 @@ ARCHITECTURES = (
         "HunYuanDenseV1ForCausalLM",
         {
             **LLAMA,
-            "q_norm": Stored((f"{LAYER}self_attn.query_layernorm",)),
-            "k_norm": Stored((f"{LAYER}self_attn.key_layernorm",)),
+            "q_norm": CheckpointTensor((f"{LAYER}self_attn.query_layernorm",)),
+            "k_norm": CheckpointTensor((f"{LAYER}self_attn.key_layernorm",)),
         },
         models="HunYuan (dense)",
         model_type="hunyuan_v1_dense",
@@ -288,9 +290,9 @@ ARCHITECTURES = (
         {
             **ungated(LLAMA),
             **QK_NORM,
-            "attention_norm": Stored((f"{LAYER}attention_layernorm",)),
-            "mlp_norm": Stored((f"{LAYER}feedforward_layernorm",)),
-            "activation": Stored((f"{LAYER}mlp.act_fn",)),
+            "attention_norm": CheckpointTensor((f"{LAYER}attention_layernorm",)),
+            "mlp_norm": CheckpointTensor((f"{LAYER}feedforward_layernorm",)),
+            "activation": CheckpointTensor((f"{LAYER}mlp.act_fn",)),
         },
         models="Apertus",
         model_type="apertus",

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import layer_types, three_to_one, unstretched
 from engine.architectures.llama import LAYER, LLAMA, QK_NORM, without
-from engine.architectures.record import Architecture, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
     from engine.model_config import LayerAttention
 
-_OUT_NORMS: Mapping[str, Stored] = {
+_OUT_NORMS: Mapping[str, CheckpointTensor] = {
     **without(LLAMA, "attention_norm", "mlp_norm"),
     **QK_NORM,
-    "attention_out_norm": Stored((f"{LAYER}post_attention_layernorm",)),
-    "mlp_out_norm": Stored((f"{LAYER}post_feedforward_layernorm",)),
+    "attention_out_norm": CheckpointTensor((f"{LAYER}post_attention_layernorm",)),
+    "mlp_out_norm": CheckpointTensor((f"{LAYER}post_feedforward_layernorm",)),
 }
 
 
@@ -42,9 +42,9 @@ ARCHITECTURES = (
         "OlmoForCausalLM",
         {
             **LLAMA,
-            "attention_norm": Stored(()),
-            "mlp_norm": Stored(()),
-            "norm": Stored(()),
+            "attention_norm": CheckpointTensor(()),
+            "mlp_norm": CheckpointTensor(()),
+            "norm": CheckpointTensor(()),
         },
         models="OLMo 1",
         model_type="olmo",

@@ -2,7 +2,7 @@
 
 from engine.architectures.by_layer import windowed
 from engine.architectures.llama import LAYER, LLAMA, ungated, without
-from engine.architectures.record import Architecture, Read, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 
@@ -23,9 +23,9 @@ ARCHITECTURES = (
         "PhiForCausalLM",
         {
             **without(ungated(LLAMA, "mlp.fc1"), "mlp_norm"),
-            "out": Stored((f"{LAYER}self_attn.dense",)),
-            "down": Stored((f"{LAYER}mlp.fc2",)),
-            "norm": Stored(("model.final_layernorm",)),
+            "out": CheckpointTensor((f"{LAYER}self_attn.dense",)),
+            "down": CheckpointTensor((f"{LAYER}mlp.fc2",)),
+            "norm": CheckpointTensor(("model.final_layernorm",)),
         },
         models="Phi 1, 1.5 and 2",
         model_type="phi",
@@ -46,8 +46,8 @@ ARCHITECTURES = (
         "Phi3ForCausalLM",
         {
             **LLAMA,
-            "qkv": Stored((f"{LAYER}self_attn.qkv_proj",)),
-            "gate_up": Stored((f"{LAYER}mlp.gate_up_proj",)),
+            "qkv": CheckpointTensor((f"{LAYER}self_attn.qkv_proj",)),
+            "gate_up": CheckpointTensor((f"{LAYER}mlp.gate_up_proj",)),
         },
         models="Phi 3, 3.5 and 4 (dense)",
         model_type="phi3",
@@ -57,8 +57,8 @@ ARCHITECTURES = (
         "StableLmForCausalLM",
         {
             **LLAMA,
-            "q_norm": Stored((f"{LAYER}self_attn.q_layernorm.norms.{{h}}",)),
-            "k_norm": Stored((f"{LAYER}self_attn.k_layernorm.norms.{{h}}",)),
+            "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_layernorm.norms.{{h}}",)),
+            "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_layernorm.norms.{{h}}",)),
         },
         models="StableLM 2",
         model_type="stablelm",
@@ -76,7 +76,7 @@ ARCHITECTURES = (
         "Starcoder2ForCausalLM",
         {
             **ungated(LLAMA, "mlp.c_fc"),
-            "down": Stored((f"{LAYER}mlp.c_proj",)),
+            "down": CheckpointTensor((f"{LAYER}mlp.c_proj",)),
         },
         models="StarCoder 2",
         model_type="starcoder2",

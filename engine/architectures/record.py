@@ -25,7 +25,7 @@ Renames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CheckpointTensor:
     """Where a checkpoint keeps one of our matrices, norms or tables.
 
     names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor. A
@@ -40,9 +40,9 @@ class Stored:
     rows: Rows | None = None
     transposed: bool = False
 
-    def at(self, layer: int) -> "Stored":
+    def at(self, layer: int) -> "CheckpointTensor":
         names = tuple(name.replace("{i}", str(layer)) for name in self.names)
-        return Stored(names, self.rows, self.transposed)
+        return CheckpointTensor(names, self.rows, self.transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Gguf:
 
     name: general.architecture.
     tensors: their names, less "blk.<layer>." and ".weight" -> the checkpoint's.
-    rows: those whose rows are ordered otherwise than the checkpoint's, as in Stored.
+    rows: those whose rows are ordered otherwise than the checkpoint's, as in CheckpointTensor.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Architecture:
     """
 
     name: str
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, CheckpointTensor]
     models: str = ""
     model_type: str = ""
     switches: Mapping[str, Read] = field(default_factory=dict)

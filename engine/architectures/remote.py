@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from engine.architectures.alibi import slopes
 from engine.architectures.layout import grouped
 from engine.architectures.llama import LAYER, LLAMA
-from engine.architectures.record import Architecture, Stored, always
+from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
     from engine.model_config import LayerAttention
 
 _QWEN = "transformer.h.{i}."
-_PACKED = {**LLAMA, "qkv": Stored((f"{LAYER}self_attn.W_pack",))}
+_PACKED = {**LLAMA, "qkv": CheckpointTensor((f"{LAYER}self_attn.W_pack",))}
 _NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length one
 
 
@@ -45,15 +45,15 @@ ARCHITECTURES = (
     Architecture(
         "QWenLMHeadModel",
         {
-            "embedding": Stored(("transformer.wte",)),
-            "attention_norm": Stored((f"{_QWEN}ln_1",)),
-            "qkv": Stored((f"{_QWEN}attn.c_attn",)),
-            "out": Stored((f"{_QWEN}attn.c_proj",)),
-            "mlp_norm": Stored((f"{_QWEN}ln_2",)),
-            "gate_up": Stored((f"{_QWEN}mlp.w2", f"{_QWEN}mlp.w1")),
-            "down": Stored((f"{_QWEN}mlp.c_proj",)),
-            "norm": Stored(("transformer.ln_f",)),
-            "head": Stored(("lm_head",)),
+            "embedding": CheckpointTensor(("transformer.wte",)),
+            "attention_norm": CheckpointTensor((f"{_QWEN}ln_1",)),
+            "qkv": CheckpointTensor((f"{_QWEN}attn.c_attn",)),
+            "out": CheckpointTensor((f"{_QWEN}attn.c_proj",)),
+            "mlp_norm": CheckpointTensor((f"{_QWEN}ln_2",)),
+            "gate_up": CheckpointTensor((f"{_QWEN}mlp.w2", f"{_QWEN}mlp.w1")),
+            "down": CheckpointTensor((f"{_QWEN}mlp.c_proj",)),
+            "norm": CheckpointTensor(("transformer.ln_f",)),
+            "head": CheckpointTensor(("lm_head",)),
         },
         models="Qwen 1",
         model_type="qwen",
@@ -87,15 +87,15 @@ ARCHITECTURES = (
     Architecture(
         "InternLM2ForCausalLM",
         {
-            "embedding": Stored(("model.tok_embeddings",)),
-            "attention_norm": Stored((f"{LAYER}attention_norm",)),
-            "qkv": Stored((f"{LAYER}attention.wqkv",), grouped),
-            "out": Stored((f"{LAYER}attention.wo",)),
-            "mlp_norm": Stored((f"{LAYER}ffn_norm",)),
-            "gate_up": Stored((f"{LAYER}feed_forward.w1", f"{LAYER}feed_forward.w3")),
-            "down": Stored((f"{LAYER}feed_forward.w2",)),
-            "norm": Stored(("model.norm",)),
-            "head": Stored(("output",)),
+            "embedding": CheckpointTensor(("model.tok_embeddings",)),
+            "attention_norm": CheckpointTensor((f"{LAYER}attention_norm",)),
+            "qkv": CheckpointTensor((f"{LAYER}attention.wqkv",), grouped),
+            "out": CheckpointTensor((f"{LAYER}attention.wo",)),
+            "mlp_norm": CheckpointTensor((f"{LAYER}ffn_norm",)),
+            "gate_up": CheckpointTensor((f"{LAYER}feed_forward.w1", f"{LAYER}feed_forward.w3")),
+            "down": CheckpointTensor((f"{LAYER}feed_forward.w2",)),
+            "norm": CheckpointTensor(("model.norm",)),
+            "head": CheckpointTensor(("output",)),
         },
         models="InternLM 2 and 2.5",
         model_type="internlm2",

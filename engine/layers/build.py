@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.architectures import Stored
+from engine.architectures import CheckpointTensor
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.model_config import ModelConfig
@@ -40,7 +40,7 @@ class Builder:
     def has(self, ours: str) -> bool:
         return ours in self.config.record.tensors
 
-    def stored(self, ours: str) -> Stored:
+    def stored(self, ours: str) -> CheckpointTensor:
         stored = self.config.record.tensors[ours]
         return stored if self.layer is None else stored.at(self.layer)
 

@@ -25,8 +25,8 @@ class TensorParallelGroup:
         """This rank's half-open range of ``total`` units. ConfigError if they do not divide."""
         if total % self.size:
             raise ConfigError(
-                f"{what}: {total} cannot be divided among {self.size} tensor-parallel ranks",
-                param="tensor_parallel_size",
+                f"{what}: {total} cannot be divided among the {self.size} ranks of this"
+                " TensorParallelGroup: its size must divide it"
             )
         each = total // self.size
         return self.rank * each, (self.rank + 1) * each

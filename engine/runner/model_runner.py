@@ -118,7 +118,7 @@ class _Samples:
     rows: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     host_rows: list[int]  # rows, on the host
-    entries: list[int] | None  # as of Pending
+    entries: list[int] | None  # as of DeviceResult
     plan: SamplePlan
 
 

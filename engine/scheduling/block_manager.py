@@ -13,6 +13,7 @@ block_size tokens, and each group of layers. Its table lists them position by po
 a group has none: given back, because no later token reads it, or never needed.
 """
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -114,9 +115,12 @@ class BlockManager:
         return self._growing if request.blocks else self._growing + self._fixed
 
     def num_extensions(self, request: Request) -> int:
-        """For how many more positions of it there are blocks."""
+        """For how many more positions of it there are blocks; sys.maxsize where those that it has
+        are enough for all."""
         free = self.num_free if request.blocks else self.num_free - self._fixed
-        return max(0, free) // max(1, self._growing)
+        if not self._growing:
+            return sys.maxsize if free >= 0 else 0
+        return max(0, free) // self._growing
 
     def extend(self, requests: Sequence[Request], count: int = 1) -> list[tuple[int, int, int]]:
         """Blocks for `count` more positions of each, of which there are enough: (row, index in its

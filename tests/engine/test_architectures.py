@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.architectures import ARCHITECTURES, Architecture, Stored
+from engine.architectures import ARCHITECTURES, Architecture, CheckpointTensor
 from engine.architectures.layout import grouped
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.model_config import ModelConfig
@@ -40,9 +40,9 @@ FUSED = Architecture(
     "FusedForCausalLM",
     LLAMA.tensors
     | {
-        "qkv": Stored((f"{LAYER}attn.wqkv",), grouped),
-        "out": Stored((f"{LAYER}attn.c_proj",), transposed=True),
-        "gate_up": Stored((f"{LAYER}mlp.w13",), interleaved),
+        "qkv": CheckpointTensor((f"{LAYER}attn.wqkv",), grouped),
+        "out": CheckpointTensor((f"{LAYER}attn.c_proj",), transposed=True),
+        "gate_up": CheckpointTensor((f"{LAYER}mlp.w13",), interleaved),
     },
     keys={"hidden_size": "n_embd", "num_attention_heads": "n_head"},
     ignored=("*.inv_freq", "mtp.*"),

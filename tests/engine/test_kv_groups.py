@@ -120,6 +120,16 @@ def test_a_conversation_is_found_again_though_its_window_has_moved_on() -> None:
     assert run(core, [again])[2].cached == 44  # all full blocks whose tokens were computed
 
 
+def test_a_request_that_has_its_state_needs_no_block() -> None:
+    """Bug: a long prompt of a model with states alone stalls after its first chunk, because no
+    block is free, though it needs no other."""
+    core, _ = make_core(kinds=(State(),), num_blocks=1, max_num_batched_tokens=8)
+    core.add(make_request(1, 30, max_tokens=6, ignore_eos=True))
+    for _ in range(30):
+        core.step()
+    assert not core.has_work()
+
+
 def test_room_is_told_in_positions_of_a_request() -> None:
     """Bug: a router that books three blocks for what takes six, or sees a full replica empty."""
     for kinds in ((Full(),), (Full(), Window(8)), (Full(), Full())):

@@ -158,9 +158,10 @@ async def test_a_paused_stream_goes_on_with_the_same_text(monkeypatch):
         assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
 
-async def test_a_reader_that_does_not_come_back_is_ended_with_an_error():
+async def test_a_reader_that_does_not_come_back_is_ended_with_an_error(monkeypatch):
     """A paused stream, with what is kept for it, for as long as the client likes."""
-    async with fleet_of_one(reader_seconds=0.3) as fleet:
+    monkeypatch.setattr("deployments.router.inflight.READER_SECONDS", 0.3)
+    async with fleet_of_one() as fleet:
         fleet.engines["r0"].pace = 0.0
         inflight = fleet.generate(max_tokens=25_000)
         await until(lambda: not fleet.dispatcher._requests, 15)
