@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.grammar import Function
 from deployments.api.tools.output_format import FORMATS, OutputFormat, Reasoning
 from deployments.api.tools.parser import Event, OutputParser, Thinking
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.api.server import serve
 from tests.deployments.api.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
@@ -403,3 +404,48 @@ def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
             assert arguments == {}
         called += 1
     assert called == seeds
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_cut_stream_goes_on(kept: bool) -> None:
+    """Cut after each event in turn: a call's id that is another one, or said twice; a piece of its
+    arguments that is missing. kept: a replica still has the tokens; else they are made again."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = "<think>\nhm\n</think>\n\nSo:\n" + written(("weather", HARD), ("now", {}))
+    secret = b"s" * 32
+    client = Client(build_asgi(backend, ApiOptions(event_secret=secret)))
+    body = {"tools": TOOLS, "max_tokens": 2000, "stream": True}
+
+    async def ask(*headers: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        sent = (b"content-type", b"application/json"), *headers
+        reply = await client.post("/v1/chat/completions", {**CHAT, **body}, headers=sent)
+        assert reply.status == 200, reply.body
+        blocks = [block.split(b"\n") for block in reply.body.split(b"\n\n") if b"data: " in block]
+        return [(lines[0].partition(b": ")[2], lines[-1]) for lines in blocks]
+
+    whole = asyncio.run(ask((b"x-event-ids", b"1")))
+    past = dict(backend.kept)
+    assert len(whole) > 20
+    for place, (last, _) in enumerate(whole[:-1]):
+        backend.kept = dict(past) if kept else {}
+        rest = asyncio.run(ask((b"last-event-id", last)))
+        assert [data for _, data in rest] == [data for _, data in whole[place + 1 :]]
+
+
+def test_cut_by_max_tokens() -> None:
+    """An answer that is cut inside a call and says that the call is complete; marks of a call in
+    content; log-probabilities of tokens that are not content; choices that share a parser."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = "So:\n" + written(("weather", HARD), ("now", {}))
+    client = Client(build_asgi(backend))
+    size = len(backend._tokenizer.encode(backend.script))
+    for limit in range(1, size, 3):
+        fields = {"tools": TOOLS, "max_tokens": limit, "n": 2, "logprobs": True}
+        choices = asyncio.run(client.chat(**fields)).json()["choices"]
+        assert choices[0]["message"]["content"] == choices[1]["message"]["content"]
+        for choice in choices:
+            assert choice["finish_reason"] == "length"
+            assert "<tool_call>" not in choice["message"]["content"]
+            assert len(choice["logprobs"]["content"]) <= 6
+        ids = [call["id"] for one in choices for call in one["message"].get("tool_calls", [])]
+        assert len(set(ids)) == len(ids)
