@@ -254,7 +254,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "GraniteSWAForCausalLM",
-        {**LLAMA, "sinks": Stored((f"{LAYER}self_attn.sinks",))},
+        {**LLAMA, "sinks": CheckpointTensor((f"{LAYER}self_attn.sinks",))},
         models="Granite with windows",
         model_type="granite_swa",
         switches=_GRANITE,
