@@ -25,7 +25,7 @@ if triton.knobs.runtime.interpret:
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kernels.activation import gelu_tanh_mul, silu_mul  # noqa: E402
+from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noqa: E402
 from kernels.attention.decode import attention_decode, plan  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
@@ -34,7 +34,7 @@ from kernels.gemm.gemv import gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
-from kernels.norm import rms_norm  # noqa: E402
+from kernels.norm import layer_norm, rms_norm  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402
@@ -133,6 +133,16 @@ def layers(d: Dims) -> None:
         x, weight = bf16(5, d.hidden).to(dtype), bf16(qkv, d.hidden).to(dtype)
         for tile in tiles:
             product(x, weight, None, None, tile)
+
+
+def plain(d: Dims) -> None:
+    """What networks without gates and RMS norms launch."""
+    for name in ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"):
+        activation(bf16(64, d.intermediate), name)
+    xielu(bf16(64, d.intermediate), bf16(4))
+    weight = bf16(d.hidden)
+    for scale, bias in ((weight, weight), (weight, None), (None, None)):
+        layer_norm(bf16(64, d.hidden), scale, bias, 1e-5)
 
 
 def attention(d: Dims) -> None:
@@ -246,7 +256,7 @@ def adapters(d: Dims) -> None:
             lora_gated(both, x, gate_up, step, gate)
 
 
-PARTS = {part.__name__: part for part in (layers, attention, sampling, assembly, adapters)}
+PARTS = {part.__name__: part for part in (layers, plain, attention, sampling, assembly, adapters)}
 
 
 @pytest.mark.slow
