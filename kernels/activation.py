@@ -61,10 +61,10 @@ def _softplus(x):
 def _xielu_kernel(x, parameters, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    beta = tl.load(parameters + 2)
-    eps = tl.load(parameters + 3)
-    positive = _softplus(tl.load(parameters))
-    negative = beta + _softplus(tl.load(parameters + 1))
+    beta = tl.load(parameters + 2).to(tl.float32)
+    eps = tl.load(parameters + 3).to(tl.float32)
+    positive = _softplus(tl.load(parameters).to(tl.float32))
+    negative = beta + _softplus(tl.load(parameters + 1).to(tl.float32))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
