@@ -18,7 +18,7 @@ from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
-from kernels.sampling.edits import add_bias, ban, penalise
+from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.logprobs import logprobs
 
@@ -192,6 +192,26 @@ def norm(s: Sizes, rows: int) -> KernelWork:
     return KernelWork(calls, num_bytes)
 
 
+def layer_norm(s: Sizes, rows: int) -> KernelWork:
+    num_bytes = 2.0 * rows * s.hidden * s.dtype.itemsize
+    xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
+    weight, bias = s.random(s.hidden), s.random(s.hidden)
+    return KernelWork([partial(cuda.layer_norm, x, weight, bias, 1e-5) for x in xs], num_bytes)
+
+
+def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
+    """Of an MLP without a gate."""
+    num_bytes = 2.0 * rows * s.inner * s.dtype.itemsize
+    xs = [s.random(rows, s.inner) for _ in range(copies_for(num_bytes))]
+    calls: Calls
+    if name == "xielu":
+        parameters = torch.zeros(4, device=s.device)
+        calls = [partial(cuda.xielu, x, parameters) for x in xs]
+    else:
+        calls = [partial(cuda.activation, x, name) for x in xs]
+    return KernelWork(calls, num_bytes)
+
+
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
     """The product after attention with the residual, then the norm before the MLP: the sum itself
     has no kernel of its own, it is part of the product."""
@@ -281,6 +301,11 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
         calls = [partial(edited, x) for x in logits]
         each = 8 + 2 * s.dtype.itemsize  # id, value, logit
         num_bytes = rows * (layout.MAX_BIAS * each + layout.MAX_STOP * (4 + s.dtype.itemsize))
+    elif how == "grammars":
+        masks = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=s.device)
+        which = torch.arange(rows, dtype=torch.int32, device=s.device)
+        calls = [partial(apply_masks, x, which, masks) for x in logits]
+        num_bytes = rows * s.vocab * (s.dtype.itemsize + 1 / 8)
     elif how == "logprobs":
         calls = [partial(logprobs, x, index, 5, index, words) for x in logits]
     else:
@@ -361,6 +386,9 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         cases[f"norm/{rows}"] = partial(norm, s, rows)
         cases[f"silu/{rows}"] = partial(gate, s, rows, "silu")
     cases["gelu/256"] = partial(gate, s, 256, "gelu_pytorch_tanh")
+    cases["layer norm/256"] = partial(layer_norm, s, 256)
+    for name in ("gelu", "xielu"):
+        cases[f"{name} without a gate/256"] = partial(plain_activation, s, 256, name)
     for rows in (1, 256):
         cases[f"product + residual, norm/{rows}"] = partial(residual_norm, s, rows)
     for name, ((size, width), counts) in LINEARS.items():
@@ -372,7 +400,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (1, 256):
         for how in ("greedy", "temperature"):
             cases[f"sampling/{how}/{rows}"] = partial(sampling, s, rows, how)
-    for how in ("top-k", "top-p", "penalties", "bias and ban", "logprobs"):
+    for how in ("top-k", "top-p", "penalties", "bias and ban", "grammars", "logprobs"):
         cases[f"sampling/{how}/256"] = partial(sampling, s, 256, how)
     for what in ("updates", "layout"):
         cases[f"assembly/{what}/256"] = partial(assembly, s, 256, what)

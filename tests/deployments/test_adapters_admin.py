@@ -15,6 +15,7 @@ from deployments.config.load import load_config
 from engine.errors import ConfigError
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_adapters import make_folder, run, settings
+from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.fleet import Fleet
 from tests.deployments.test_adapters import TRAVERSALS
 
@@ -25,8 +26,6 @@ def test_over_http(tmp_path):
     async def case():
         make_folder(tmp_path / "root" / "legal")
         make_folder(tmp_path / "root" / "bad", use_dora=True)
-        from tests.deployments.fake_backend import tiny_tokenizer
-
         fleet = Fleet(1, loras=2, adapters=settings(tmp_path / "root"), tokenizer=tiny_tokenizer())
         async with fleet:
             client = Client(build_asgi(fleet.dispatcher))
@@ -149,7 +148,7 @@ def test_a_link_that_comes_later(tmp_path):
         # The operator's own names may have links, and more letters than a caller's.
         (tmp_path / "roots (all)").symlink_to(tmp_path / "root")
         given = settings(tmp_path / "roots (all)", watch=str(tmp_path / "watch"))
-        async with Fleet(1, loras=2, adapters=given) as fleet:
+        async with Fleet(1, loras=2, adapters=given, tokenizer=tiny_tokenizer()) as fleet:
             await fleet.dispatcher.adapters.start()
             client = Client(build_asgi(fleet.dispatcher))
 

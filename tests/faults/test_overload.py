@@ -10,6 +10,7 @@ import random
 import time
 
 from deployments.api.app import build_asgi
+from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import DispatchLimits
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
@@ -31,7 +32,7 @@ BODY |= {"ignore_eos": True, "stream": True}
 
 async def test_a_deadline_ends_what_waits_and_what_streams():
     """A deadline that only the client keeps, while the engine goes on for nobody."""
-    async with fleet() as one:
+    async with fleet(admission=AdmissionLimits(queue_seconds=10.0)) as one:
         one.engines["r0"].pace = PACE
         app = build_asgi(one.dispatcher)
         client = Client(app)
