@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
-from engine.architectures.llama import GGUF, LAYER, LLAMA, QK_NORM
-from engine.architectures.record import Architecture, CheckpointTensor, Gguf, Read, always
+from engine.architectures.llama import LAYER, LLAMA, QK_NORM
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ ARCHITECTURES = (
         # Files say hidden_act "gelu" and were trained with the tanh form.
         switches={**_SWITCHES, "hidden_act": always("gelu_pytorch_tanh")},
         defaults=_DEFAULTS,
-        gguf=Gguf("gemma", GGUF),
     ),
     Architecture(
         "Gemma2ForCausalLM",
