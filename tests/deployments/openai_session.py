@@ -124,7 +124,7 @@ def errors(client: openai.OpenAI, model: str) -> None:
         (openai.NotFoundError, {"model": "none"}, "model_not_found", "model"),
         (openai.BadRequestError, {"temperature": 3}, "invalid_value", "temperature"),
         (openai.BadRequestError, {"top_logprobs": 2, "logprobs": "x"}, "invalid_type", "logprobs"),
-        (openai.BadRequestError, {"tools": [tool]}, "not_supported", "tools"),
+        (openai.BadRequestError, {"tools": [tool]}, "tools_not_supported", "tools"),
         (openai.BadRequestError, {"max_tokens": 10**6}, "context_length_exceeded", "max_tokens"),
         (openai.BadRequestError, {"messages": []}, "", "messages"),
     ]

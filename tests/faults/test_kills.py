@@ -358,7 +358,7 @@ def test_the_proxy_is_killed(broken: Broken, asked: Asked) -> None:
         took = time.monotonic() - began
         print(f"Serve's proxy killed: an answer again after {took:.1f} s")
         assert took <= 10
-        assert {one.pid for one in broken.find("router")} == routers, "others were touched"
+        assert routers <= {one.pid for one in broken.find("router")}, "others were touched"
         assert (await broken.ask(body)).outcome == right.outcome
 
     run(case())
