@@ -33,6 +33,8 @@ WAIT = 2 * PROMISE  # the same in an overload
 CORE = Speed("cpu", 0.021, 0.0010, 0.0023, 60_000, 64, 512)
 # Two engines on one core: a step of a full batch takes 0.17 s, and a request of 32 tokens 6 s.
 HALF = Speed("cpu", 0.042, 0.0020, 0.0046, 60_000, 64, 512)
+# The same on a core half as fast: a request of 32 tokens takes 25 s.
+QUARTER = HALF.slower(2)
 
 
 @dataclass(slots=True)
@@ -232,6 +234,8 @@ CASES = {
     "mixed": (mixed, CORE),
     "alike, half a core": (alike, HALF),
     "mixed, half a core": (mixed, HALF),
+    "alike, a quarter of a core": (alike, QUARTER),
+    "mixed, a quarter of a core": (mixed, QUARTER),
     "chats": (chats, CORE),
 }
 

@@ -25,7 +25,9 @@ _SPARE = (
 # Prompts that may wait at the replica: enough for its next step, and no more. A prompt that waits
 # there is out of the router's order, and prompts that begin together end together.
 _AHEAD_SECONDS = 0.5
-_AHEAD_STEPS = 0.5  # at least
+_AHEAD_STEPS = 2.5  # at least, of what it computes in one beside its decodes
+_AHEAD_LEAST = 1 / 8  # of a step's budget, at least
+_AHEAD_UNKNOWN = 1 / 2  # of a step's budget, before a prompt has waited there
 _MISSED_TOKENS = 20_000  # prompt tokens looked up that make half of the hit rate
 
 
@@ -222,10 +224,7 @@ class ReplicaState:
     def _count_room(self) -> int:
         stats, routers = self.stats, self.routers
         tokens = stats.waiting_tokens + self.booked_tokens
-        ahead = max(
-            _AHEAD_STEPS * self.step_tokens, _AHEAD_SECONDS * (self._prompts.measured or 0.0)
-        )
-        if stats.waiting_tokens + routers * self.booked_tokens > ahead:
+        if stats.waiting_tokens + routers * self.booked_tokens > self._prompts_ahead():
             return 0
         booked = len(self._booked)
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
@@ -242,16 +241,25 @@ class ReplicaState:
         over, waiting = booked - free, stats.waiting + booked
         return spare - min(over, over * len(self._unbegun) // max(1, waiting))
 
+    def _prompts_ahead(self) -> float:
+        """Prompt tokens that may wait at the replica."""
+        rate = self._prompts.measured
+        if rate is None:
+            return _AHEAD_UNKNOWN * self.step_tokens
+        seconds = max(_AHEAD_SECONDS, _AHEAD_STEPS * self.stats.step_seconds)
+        return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
+
     def free_rows(self) -> float:
-        """This router's share of the rows that no choice has or waits for; none while memory is
-        short. The other routers fill theirs meanwhile, unseen until the next frame."""
+        """This router's share of the rows that no choice has or waits for, none while memory is
+        short; negative: its choices that wait there for a row. The other routers fill theirs
+        meanwhile, unseen until the next frame."""
         stats = self.stats
         if stats.waiting_tokens + self.booked_tokens > self._free_tokens:
             return 0
         if not stats.rows:
             return math.inf
         free = stats.rows - stats.running - stats.waiting
-        return max(0, -(-free // self.routers) - len(self._booked))
+        return -(-free // self.routers) - len(self._booked)
 
     @property
     def _free_tokens(self) -> int:

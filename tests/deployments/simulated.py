@@ -96,25 +96,27 @@ class Router:
 
     def capacity(self) -> Capacity:
         state = self.state
-        figures = state.rate(), state.rows, state.free_rows(), state.first_seconds
-        return Capacity.of([figures], sorted(self._endings()))
+        one = Capacity(state.rate(), state.rows, state.free_rows(), (), state.first_seconds)
+        return Capacity.over([one], sorted(self._endings()))
 
     def _endings(self) -> Iterator[float]:
         for request in self._replica.running + self._replica.waiting:
             if request.router is self:
-                expected = self.estimate.expected(request.limit)
-                yield max(expected - request.made, 0.1 * expected) * self._replica.seconds
+                yield self.estimate.left(request.limit, request.made) * self._replica.seconds
 
     def offer(self, request: Request, now: float) -> None:
         request.router = self
-        if not self.queue and self.state.room() > 0:
+        roomy = not self.queue and self.state.room() > 0
+        if roomy and self.state.free_rows() > 0:
             self._send(request, now)
             return
         work = request.prompt + self.estimate.expected(request.limit)
         capacity = self.capacity()
         args = request.key, request.priority, work
         request.refused = self.queue.refusal(*args, now, capacity, request.deadline)
-        if request.refused is None:
+        if request.refused is None and roomy:
+            self._send(request, now)
+        elif request.refused is None:
             self.tickets[request.id] = self.queue.push(request, *args, 1, capacity.rate)
 
     def leave(self, request: Request) -> None:

@@ -216,6 +216,21 @@ def test_before_a_rate_is_known_one_more_batch_may_wait():
     assert refused(q, capacity=Capacity(math.inf, 8, 0)).seconds == 1.0
 
 
+def test_the_first_that_waits_may_wait_as_long_as_one_of_a_burst():
+    """An empty queue took any request: of a batch that ends as a whole, the first to wait had their
+    first token after 16 s where 4 s are promised."""
+    soon = Capacity(1000.0, 8, 0, endings=[3.0] * 8)
+    late = Capacity(1000.0, 8, 0, endings=[20.0] * 8)
+    assert queue().refusal("a", 0, 100, 0.0, soon) is None
+    refusal = queue().refusal("a", 0, 100, 0.0, late)
+    assert refusal is not None and refusal.code == "overloaded" and 1 <= refusal.seconds <= 4
+    free = Capacity(1000.0, 8, 1, endings=[20.0] * 7)
+    assert queue().refusal("a", 0, 100, 0.0, free) is None, "a row is free"
+    # Three wait at the replica for the first three rows: the fourth row is this request's.
+    behind = Capacity(1000.0, 8, -3, endings=[1.0, 1.0, 1.0, *[20.0] * 8])
+    assert queue().refusal("a", 0, 100, 0.0, behind) is not None
+
+
 def test_an_empty_queue_takes_anything():
     """A request that is larger than the bound, refused for ever."""
     assert refused(queue(), tokens=10**6) is None

@@ -69,6 +69,21 @@ def test_room_ends_with_a_backlog_of_prompts_or_of_memory():
     assert 0 < short.room() <= 4
 
 
+def test_a_slow_replica_is_sent_the_prompts_of_a_few_steps():
+    """Half a step's budget waits in the engine, out of the router's order: 1,024 tokens of work
+    that takes it 17 s beside its decodes."""
+    one = known(running=40)
+    one.book(1, 600, 600)
+    assert one.room() > 0, "its rate is not known yet"
+    busy = {"running": 40, "waiting": 1, "waiting_tokens": 100, "step_seconds": 0.8}
+    for step in range(1, 5):
+        stats = frame(step=step, busy_seconds=0.8 * step, prompt_tokens=48 * step, **busy)
+        one.observe(stats, (1,), 100.0 + step)
+    assert one.room() > 0, "60 tokens/s: 120 in two steps and a half, but an eighth of a budget"
+    one.book(2, 200, 200)
+    assert one.room() == 0
+
+
 def test_news_inside_a_long_step_are_no_speed():
     """A replica whose steps take a second says twice in each that it is alive: what it computed is
     divided by the time since then, and four times what it can do is let in."""

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _GUESS = 256  # output tokens of a request without a limit, before any request has ended
 _LEARN = 0.05  # weight of the newest output length
+_OVERDUE = 0.1  # of the expected tokens: what a choice beyond them is taken to have left
 
 _SHARE = 4.0  # times what is left free: work that one key may have waiting
 _LEVELS = 3  # admission takes priorities further from 0 than this as this
@@ -53,9 +54,9 @@ class AdmissionLimits:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
-    that they run at once. free: rows that no choice has or waits for. endings: seconds until each
-    choice at a replica is expected to end, ascending; empty if unknown. first_seconds: from sending
-    a choice to a replica to its first token."""
+    that they run at once. free: rows that no choice has or waits for; negative: choices that wait
+    there for a row. endings: seconds until each choice at a replica is expected to end, ascending;
+    empty if unknown. first_seconds: from sending a choice to a replica to its first token."""
 
     rate: float = math.inf
     rows: float = math.inf
@@ -64,19 +65,17 @@ class Capacity:
     first_seconds: float = 0.0
 
     @classmethod
-    def of(
-        cls, replicas: Sequence[tuple[float, float, float, float]], endings: Sequence[float] = ()
-    ) -> "Capacity":
-        """Over each replica's (rate, rows, free, first_seconds): the sums, and the mean of the
-        last. A replica whose rate is unknown is taken
-        to be like the others."""
-        rates, rows, free, firsts = zip(*replicas, strict=True) if replicas else ((), (), (), ())
-        first = sum(firsts) / max(1, len(firsts))
-        known = [rate for rate in rates if rate < math.inf]
+    def over(cls, replicas: Sequence["Capacity"], endings: Sequence[float] = ()) -> "Capacity":
+        """All replicas together: their sums, and the mean of first_seconds. A replica whose rate is
+        unknown is taken to be like the others. endings: of all."""
+        rows = sum(one.rows for one in replicas)
+        free = sum(one.free for one in replicas)
+        first = sum(one.first_seconds for one in replicas) / max(1, len(replicas))
+        known = [one.rate for one in replicas if one.rate < math.inf]
         if not known:
-            return cls(math.inf, sum(rows) or math.inf, sum(free), endings, first)
-        rate = max(1.0, sum(known) * len(rates) / len(known))
-        return cls(rate, sum(rows), sum(free), endings, first)
+            return cls(math.inf, rows or math.inf, free, endings, first)
+        rate = max(1.0, sum(known) * len(replicas) / len(known))
+        return cls(rate, rows, free, endings, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,11 @@ class OutputEstimate:
     def expected(self, limit: int) -> float:
         """limit: max_tokens, or what is left of the context."""
         return min(limit, self._means.get(limit.bit_length(), _GUESS))
+
+    def left(self, limit: int, tokens: int) -> float:
+        """How many it is likely to bring still, after so many."""
+        expected = self.expected(limit)
+        return max(expected - tokens, _OVERDUE * expected)
 
     def learn(self, limit: int, tokens: int) -> None:
         size = limit.bit_length()
@@ -187,7 +191,7 @@ class FairQueue(Generic[T]):
         if rate == math.inf and self.sequences >= capacity.rows:
             return Refusal("overloaded", 1.0)  # as many as can run, until their rate is known
         if not self._live:
-            return None
+            return self._refusal_of_first(capacity)
         left = self._bound(capacity, now) - self.tokens
         share: float = _SHARE * 0.5 ** max(-_LEVELS, min(_LEVELS, priority))
         if left > 0 and not mine and priority <= 0:
@@ -206,23 +210,35 @@ class FairQueue(Generic[T]):
         fair = self._busy < 2 or part * self._busy <= 1.0
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
+    def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
+        """Why a request may not be the only one that waits. It may wait for as long as one of a
+        burst: with no request before it, it takes no other's place."""
+        late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
+        if late <= 0:
+            return None
+        return Refusal("overloaded", max(1.0, min(_SLOWEST, late)))
+
     def _ahead(self, mine: float) -> float:
         """Tokens that are served before a new request of a key with so many tokens waiting."""
         return min(self.tokens, mine * self._busy)
 
-    def _patience(self, capacity: Capacity, most: float = 1.0) -> float:
-        """Seconds that a request may wait here: what its engine takes comes on top of it."""
+    def _patience(
+        self, capacity: Capacity, most: float = 1.0, with_engine: float = _WHOLE
+    ) -> float:
+        """Seconds that a request may wait here: what its engine takes comes on top of it. most,
+        with_engine: times queue_seconds."""
         seconds = self._limits.queue_seconds
-        left = _WHOLE * seconds - capacity.first_seconds
+        left = with_engine * seconds - capacity.first_seconds
         return max(_LEAST * seconds, min(most * seconds, left))
 
     def _row_seconds(self, mine: float, capacity: Capacity) -> float:
         """Seconds until a row is expected to be free for a new request of a key with so many tokens
         waiting. Requests that began together end together: the rate alone would say that rows come
         evenly."""
-        if not capacity.endings or not self.tokens:
+        if not capacity.endings:
             return 0.0
-        rank = self.sequences * self._ahead(mine) / self.tokens - capacity.free
+        ahead = self.sequences * self._ahead(mine) / self.tokens if self.tokens else 0.0
+        rank = ahead - capacity.free
         return capacity.endings[min(int(rank), len(capacity.endings) - 1)] if rank >= 0 else 0.0
 
     def _bound(self, capacity: Capacity, now: float) -> float:

@@ -20,7 +20,6 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
 
-_OVERDUE = 0.1  # of the expected tokens: what a choice beyond them is taken to have left
 _CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good for
 
 
@@ -81,13 +80,14 @@ class RequestQueue:
 
     def check(self, request: GenerationRequest) -> bool:
         """Whether a replica has room for it now; if not, it may wait. Raises MantaError."""
-        if not self._queue and self._roomy():
+        roomy = [] if self._queue else self._roomy()
+        if any(one.free_rows() > 0 for one in roomy):
             return True
         if self.choices >= self._limits.waiting and not self._ready():
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=5)
         self._check(request.key, request.priority, self._work(request), request.deadline)
-        return False
+        return bool(roomy)  # it waits there rather than here, for the next row
 
     def enter(self, inflight: InflightRequest, *, now: bool) -> None:
         """Send the request now, or let it wait, as `check` has said."""
@@ -177,8 +177,16 @@ class RequestQueue:
         until, capacity = self._capacity
         if now >= until:
             known = self._fleet.available()
-            capacity = Capacity.of(
-                [(one.rate(), one.rows, one.free_rows(), one.first_seconds) for one in known],
+            capacity = Capacity.over(
+                [
+                    Capacity(
+                        rate=one.rate(),
+                        rows=one.rows,
+                        free=one.free_rows(),
+                        first_seconds=one.first_seconds,
+                    )
+                    for one in known
+                ],
                 self._endings(),
             )
             if capacity.rate < math.inf:
@@ -195,10 +203,10 @@ class RequestQueue:
         replicas, step = self._fleet.replicas, self._fleet.step
         found = []
         for request in self._requests:
-            expected = self._estimate.expected(self._limit(request.request))
+            limit = self._limit(request.request)
             for choice in request.choices:
                 replica = None if choice.done else replicas.get(choice.place)
                 if replica is not None:
-                    left = max(expected - len(choice.emitted), _OVERDUE * expected)
+                    left = self._estimate.left(limit, len(choice.emitted))
                     found.append(left * float(step[replica.row]))
         return sorted(found)
