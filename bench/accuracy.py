@@ -10,9 +10,8 @@ weights quantised once more by `gguf.quants`, so they count the error of both.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ import torch
 from torch import Tensor
 
 from bench.report.result_file import write
+from engine.evaluation.divergence import Divergence
+from engine.evaluation.paged import Paged
+from engine.evaluation.prompts import SHIPPED
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.layouts import GgufLayout, unpacked
@@ -27,10 +29,8 @@ from engine.quantized import Quantized
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index
 from kernels.dispatch import kernels_for
-from kernels.metadata import AttentionMeta
 
 ROOT = Path(__file__).parent.parent
-PROMPTS = ROOT / "tests" / "parity" / "prompts.txt"
 TEXT = ROOT / "LICENSE"  # of which two pieces, because prompts are short
 PIECE = 256
 BLOCK = 16
@@ -123,62 +123,27 @@ def model_of(case: str, weights: Weights) -> Model:
     return filled(model, weights.values)
 
 
-@torch.inference_mode()
 def logprobs(model: Model, ids: Tensor) -> Tensor:
     """[n, vocab] float32, after each of the tokens."""
-    count = len(ids)
-    blocks = -(-count // BLOCK)
-    config = model.config
-    shape = (2, blocks, config.num_kv_heads, BLOCK, config.head_dim)
-    kv = [tuple(torch.zeros(shape, dtype=model.dtype)) for _ in range(config.num_layers)]
-    meta = AttentionMeta(
-        positions=torch.arange(count, dtype=torch.int32),
-        slots=torch.arange(count),
-        query_start=torch.tensor([0, count], dtype=torch.int32),
-        kv_len=torch.tensor([count], dtype=torch.int32),
-        block_table=torch.arange(blocks, dtype=torch.int32).unsqueeze(0),
-        num_decodes=0,
-        max_query_len=count,
-        max_kv_len=count,
-    )
-    kernels_for("cpu").prepare(meta, config.num_heads, kv[0][0])
-    logits: Tensor = model.logits(model.forward(ids, [meta], kv))  # type: ignore[arg-type]
+    blocks = range(-(-len(ids) // BLOCK))
+    (logits,) = Paged(model, len(blocks), BLOCK).run((ids, blocks, 0))
     return logits.float().log_softmax(-1)
 
 
-@dataclass
-class Sums:
-    """Over tokens."""
-
-    tokens: int = 0
-    predicted: int = 0
-    divergence: float = 0.0
-    same: int = 0
-    losses: tuple[float, float] = (0.0, 0.0)
-
-    def add(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
-        self.tokens += len(ids)
-        self.predicted += len(ids) - 1
-        self.divergence += float((exact.exp() * (exact - other)).sum())
-        self.same += int((exact.argmax(-1) == other.argmax(-1)).sum())
-        taken = ids[1:, None].long()
-        losses = [float(-each[:-1].gather(1, taken).sum()) for each in (exact, other)]
-        self.losses = (self.losses[0] + losses[0], self.losses[1] + losses[1])
-
-    def row(self, case: str) -> dict[str, Any]:
-        gain = (self.losses[1] - self.losses[0]) / self.predicted
-        return {
-            "case": f"smollm2-135m/{case}",
-            "kl": round(self.divergence / self.tokens, 5),
-            "same_token": round(self.same / self.tokens, 4),
-            "perplexity": round(math.exp(self.losses[1] / self.predicted), 3),
-            "perplexity_ratio": round(math.exp(gain), 4),
-            "tokens": self.tokens,
-        }
+def row_of(sums: Divergence, case: str) -> dict[str, Any]:
+    exact, other = sums.perplexities
+    return {
+        "case": f"smollm2-135m/{case}",
+        "kl": round(sums.kl, 5),
+        "same_token": round(sums.same_token, 4),
+        "perplexity": round(other, 3),
+        "perplexity_ratio": round(other / exact, 4),
+        "tokens": sums.tokens,
+    }
 
 
 def texts(tokenizer: Tokenizer) -> Iterator[Tensor]:
-    for line in PROMPTS.read_text().splitlines():
+    for line in SHIPPED.read_text().splitlines():
         yield torch.tensor(tokenizer.encode(line))
     ids = torch.tensor(tokenizer.encode(TEXT.read_text()))
     yield from ids[: 2 * PIECE].split(PIECE)
@@ -192,11 +157,11 @@ def measure(folder: Path, cases: tuple[str, ...] = CASES) -> Iterator[dict[str, 
     exact = [logprobs(model, ids) for ids in entries]
     for case in cases:
         model = model_of(case, weights)
-        sums = Sums()
+        sums = Divergence()
         for ids, want in zip(entries, exact, strict=True):
             sums.add(ids, want, logprobs(model, ids))
         del model
-        yield sums.row(case)
+        yield row_of(sums, case)
 
 
 def main() -> None:
@@ -212,7 +177,7 @@ def main() -> None:
         print(row, flush=True)
         rows.append(row)
     if args.out:
-        config = {"model": "default", "texts": ["tests/parity/prompts.txt", "LICENSE"]}
+        config = {"model": "default", "texts": ["engine/evaluation/prompts.txt", "LICENSE"]}
         write(args.out, "accuracy", config, rows, rows)
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import write
+from engine.evaluation.prompts import SHIPPED
 from kernels.cpu.compiler import has_int8
 
-PROMPTS = Path(__file__).parent.parent / "tests" / "parity" / "prompts.txt"
 BATCH = 32
 CASES = ("single", "batch", "batch-mixed")
 INT8 = "manta-int8-weights"
@@ -105,7 +105,7 @@ def main() -> None:
 
         args.model = str(resolve_model("default"))
     tokenizer = Tokenizer.load(args.model)
-    texts = PROMPTS.read_text().splitlines()
+    texts = SHIPPED.read_text().splitlines()
     sides = {"manta": manta(args.model), "transformers": transformers(args.model)}
     if has_int8():
         sides[INT8] = manta(args.model, "int8")

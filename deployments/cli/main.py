@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -102,6 +102,69 @@ def plan(
     from deployments.cli.plan import run
 
     raise typer.Exit(run(spec, gpu, gpus, memory, prices))
+
+
+@cli.command(
+    epilog="Examples:  manta verify default  |  manta verify ./llama --prompts questions.txt  |  "
+    "manta verify manta.yaml --dtype auto --json"
+)
+def verify(
+    spec: _Spec,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file with a prompt a line, or .jsonl with a prompt or messages a line. "
+            "Default: 4 that come with it."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy text.")] = 16,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it is to run.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "auto"],
+        typer.Option(help="float32 tells errors from rounding; auto is what is served."),
+    ] = "float32",
+    quantization: Annotated[
+        str | None, typer.Option(help="Instead of the configuration's: int8, uint4-32, ...")
+    ] = None,
+    reference: Annotated[
+        Literal["float32", "bfloat16", "none"],
+        typer.Option(help="Type that transformers computes in; none does not ask it."),
+    ] = "float32",
+    attention: Annotated[
+        Literal["eager", "sdpa"], typer.Option(help="transformers' way to compute attention.")
+    ] = "eager",
+    max_kl: Annotated[
+        float | None,
+        typer.Option(min=0, help="Nats a token that may lie between. Default: by the type."),
+    ] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="Folder for each prompt's tensors, ours and theirs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Compare a checkpoint with transformers, layer by layer, and with itself in other steps.
+
+    Exit 1: it differs. 3: nothing differs, and transformers has no code for it.
+    """
+    from deployments.cli.verify import run
+
+    raise typer.Exit(
+        run(
+            spec,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            reference=reference,
+            attention=attention,
+            max_kl=max_kl,
+            dump=dump,
+            as_json=as_json,
+        )
+    )
 
 
 @cli.command(

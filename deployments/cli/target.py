@@ -1,8 +1,12 @@
 """CONFIG|MODEL: what `manta serve` and `manta plan` take."""
 
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from deployments.config.load import MantaConfig, load_config, parse_config
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 
@@ -19,3 +23,23 @@ def read_target(spec: str) -> MantaConfig:
     if path.is_file() and path.suffix != ".gguf":
         raise ConfigError(f"{spec}: neither a .yaml configuration nor a .gguf model")
     return parse_config({"model": spec})
+
+
+def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
+    """Of an engine in this process: as a pool of its kind has it, if the configuration has one.
+
+    instead: fields that the command line decides; None leaves one alone.
+    """
+    wanted = {name: value for name, value in instead.items() if value is not None}
+    options = {"model": target.model, "revision": target.revision, **target.engine}
+    device = wanted.get("device", options.get("device", "auto"))
+    kind = "gpu" if device == "cuda" or (device == "auto" and _has_gpu()) else "cpu"
+    if kind in target.pools:
+        options = target.engine_options(target.pools[kind])
+    return msgspec.convert({**options, **wanted}, EngineConfig)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.kv_groups import kv_groups
+from engine.evaluation.paged import Paged
 from engine.lora.weights import LoraLayout
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
-from engine.runner.kv_cache import KVCache
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
-from tests.kernels.layout import lay_out
+
+__all__ = ["NOTHING", "Paged", "RANK", "SIZES", "adapter_on", "load_model", "save_checkpoint"]
 
 NOTHING = torch.empty(0)
 RANK = 16  # of the adapters here
@@ -50,44 +50,6 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
     model = build_model(ModelConfig.from_folder(folder), dtype, device, kernels_for(device))
     load_weights(model, folder)
     return model
-
-
-class Paged:
-    """Our model with a KV cache of its own: `run` steps give logits of every token."""
-
-    def __init__(self, model: Model, num_blocks: int = 32, block_size: int = 4) -> None:
-        self.model = model
-        self.device = model.device
-        self.kernels = kernels_for(self.device.type)
-        self.block_size = block_size
-        groups = kv_groups(model.config)
-        # Each group has blocks of its own, since all share one pool.
-        count = num_blocks * len(groups.groups)
-        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device)
-
-    @torch.inference_mode()
-    def run(
-        self, *entries: tuple[Tensor, list[int], int], lora: LoraStep | None = None
-    ) -> list[Tensor]:
-        """entries: (all token ids, block ids, start); computes from start to the end of each."""
-        meta = lay_out(
-            [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
-        )
-        for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
-            setattr(meta, name, getattr(meta, name).to(self.device))
-        meta.lora = lora
-        metas = []
-        count, size = len(self.kv.groups.groups), self.block_size
-        for number, group in enumerate(self.kv.groups.groups):
-            block = meta.slots.div(size, rounding_mode="floor") * count + number
-            slots = torch.where(meta.slots < 0, -1, block * size + meta.slots % size)
-            metas.append(meta.elsewhere(slots, meta.block_table * count + number))
-            metas[-1].window, metas[-1].chunk = group.attention.window, group.attention.chunk
-            keys = self.kv.layers[group.layers[0]][0]
-            self.kernels.prepare(metas[-1], group.attention.num_heads, keys)
-        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
-        logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
-        return list(logits.split([len(ids) - start for ids, _, start in entries]))
 
 
 def adapter_on(model: Model, num_tokens: int) -> tuple[LoraStep, dict[str, Tensor]]:

@@ -1,27 +1,17 @@
-"""Runs real engines in this process, so that tests can look at the scheduler while it works."""
+"""Real engines in this process, so that tests can look at the scheduler while it works."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
+from engine.evaluation.driver import Output, run
 from engine.factory import build
-from engine.messages import AddAdapter, EngineRequest
-from engine.sampling_params import SamplingParams
+from engine.messages import AddAdapter
 from engine.scheduling.core import EngineCore
 
-
-@dataclass
-class Output:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: str = ""
-    cached: int = 0
-    error: str = ""
+__all__ = ["Output", "add_adapter", "engine", "run"]
 
 
 def engine(folder: Path, **fields: Any) -> EngineCore:
@@ -43,42 +33,3 @@ def add_adapter(core: EngineCore, name: str, folder: Path) -> None:
     while not (answers := core.answers()):
         pass
     assert answers[0].info is not None, answers[0].message
-
-
-def run(
-    core: EngineCore,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
-    *,
-    adapters: Sequence[str] = (),
-    together: bool = True,
-    seed: int = 1,
-) -> list[Output]:
-    """All prompts at once, or one after another. Checks that nothing is left behind.
-
-    adapters: of each prompt; none by default.
-    """
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    outputs = [Output() for _ in prompts]
-    requests = [
-        EngineRequest(i, list(prompt), len(prompt), p, seed, adapter=adapter)
-        for i, (prompt, p, adapter) in enumerate(
-            zip(prompts, each, adapters or [""] * len(prompts), strict=True)
-        )
-    ]
-    for wave in [requests] if together else [[request] for request in requests]:
-        for request in wave:
-            core.add(request)
-        while core.has_work() or core.scheduler.requests:  # an adapter may be on its way
-            if not core.has_work():
-                continue
-            for delta in core.step():
-                output = outputs[delta.id]
-                output.token_ids += delta.token_ids
-                output.logprobs += delta.logprobs or []
-                output.finish = delta.finish or output.finish
-                output.error = delta.error or output.error
-                output.cached = max(output.cached, delta.cached)
-    core.check_integrity()
-    assert core.stats().free_blocks == core.stats().total_blocks
-    return outputs

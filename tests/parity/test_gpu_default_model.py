@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.evaluation.prompts import SHIPPED
 from tests.engine.checkpoints import Paged, load_model
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
+PROMPTS = SHIPPED.read_text().splitlines()
 BLOCK = 16
 BLOCKS_EACH = 4  # no prompt is longer than 64 tokens
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.evaluation.prompts import SHIPPED
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.text.tokenizer import Tokenizer
@@ -15,7 +16,7 @@ from tests.parity.engine_driver import Output, engine, run
 # Half a minute each on two idle cores; shared cores may take ten times as long.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
+PROMPTS = SHIPPED.read_text().splitlines()
 NUM_TOKENS = 64
 TIE = 1e-4  # a gap in log-probability that float32 arithmetic in another order may turn around
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)

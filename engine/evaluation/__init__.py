@@ -1,0 +1,1 @@
+"""How right a model's numbers are: against transformers, against itself, against another format."""

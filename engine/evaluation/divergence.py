@@ -1,0 +1,54 @@
+"""Divergence: how far next-token distributions are from exact ones."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Divergence:
+    """Sums over the tokens of texts, and what follows from them.
+
+    kl: the mean of sum(p * log(p / q)), p exact, in nats (Kullback and Leibler 1951).
+    same_token: the share of tokens behind which both find the same token most likely.
+    largest: of the differences of log-probabilities of the texts' own tokens, in nats.
+    perplexities: exp of the mean loss of predicting the texts' tokens, each from those before it:
+        (exact, other). A text's first token is not predicted.
+    """
+
+    tokens: int = 0
+    predicted: int = 0
+    divergence: float = 0.0
+    same: int = 0
+    losses: tuple[float, float] = (0.0, 0.0)
+    largest: float = 0.0
+
+    def add(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
+        """Of one text. ids [n]; exact, other [n, vocab_size]: log-probabilities behind each of
+        them, float32."""
+        self.tokens += len(ids)
+        self.predicted += len(ids) - 1
+        # Where p is 0, p log p is; a difference of infinities would be no number.
+        terms = exact.exp() * (exact - other)
+        self.divergence += float(terms.masked_fill_(exact.isneginf(), 0).sum())
+        self.same += int((exact.argmax(-1) == other.argmax(-1)).sum())
+        if len(ids) < 2:
+            return
+        taken = ids[1:, None].long()
+        own, others = (each[:-1].gather(1, taken) for each in (exact, other))
+        self.losses = (self.losses[0] - float(own.sum()), self.losses[1] - float(others.sum()))
+        self.largest = max(self.largest, float((own - others).abs().max()))
+
+    @property
+    def kl(self) -> float:
+        return self.divergence / max(1, self.tokens)
+
+    @property
+    def same_token(self) -> float:
+        return self.same / max(1, self.tokens)
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        exact, other = (math.exp(loss / max(1, self.predicted)) for loss in self.losses)
+        return exact, other

@@ -1,0 +1,87 @@
+"""Paged: a model with a KV cache of its own, whose steps give the logits of every token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kv_groups import kv_groups
+from engine.models.registry import Model
+from engine.runner.kv_cache import KVCache
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta, LoraStep
+
+# Of one request: (all token ids, its block ids, where the step begins).
+Entry = tuple[Tensor, Sequence[int], int]
+
+
+def lay_out(
+    entries: Sequence[tuple[Sequence[int], int, int]], block_size: int, padding: int = 0
+) -> AttentionMeta:
+    """The AttentionMeta of a step, as the model runner makes it.
+
+    entries: (block ids, start, length) each; leading ones of length 1 are decodes.
+
+    Tables are filled up with an id that no cache has; padding tokens get slot -1.
+    """
+    positions: list[int] = []
+    slots: list[int] = []
+    query_start, kv_len = [0], []
+    for blocks, start, length in entries:
+        for position in range(start, start + length):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+        query_start.append(query_start[-1] + length)
+        kv_len.append(start + length)
+    widest = max(len(blocks) for blocks, _, _ in entries)
+    table = torch.full((len(entries), widest), 2**30, dtype=torch.int32)
+    for row, (blocks, _, _) in zip(table, entries, strict=True):
+        row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    lengths = [length for _, _, length in entries]
+    num_decodes = next((i for i, n in enumerate(lengths) if n > 1), len(lengths))
+    return AttentionMeta(
+        positions=torch.tensor(positions + [0] * padding, dtype=torch.int32),
+        slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+        query_start=torch.tensor(query_start, dtype=torch.int32),
+        kv_len=torch.tensor(kv_len, dtype=torch.int32),
+        block_table=table,
+        num_decodes=num_decodes,
+        max_query_len=max(lengths),
+        max_kv_len=max(kv_len),
+    )
+
+
+class Paged:
+    """num_blocks: that steps may name, 0 to num_blocks - 1."""
+
+    def __init__(self, model: Model, num_blocks: int = 32, block_size: int = 4) -> None:
+        self.model = model
+        self.device = model.device
+        self.kernels = kernels_for(self.device.type)
+        self.block_size = block_size
+        groups = kv_groups(model.config)
+        # Each group has blocks of its own, since all share one pool.
+        count = num_blocks * len(groups.groups)
+        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device)
+
+    @torch.inference_mode()
+    def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
+        """Computes from the start to the end of each. Returns logits [end - start, vocab_size]."""
+        meta = lay_out(
+            [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
+        )
+        for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
+            setattr(meta, name, getattr(meta, name).to(self.device))
+        meta.lora = lora
+        metas = []
+        count, size = len(self.kv.groups.groups), self.block_size
+        for number, group in enumerate(self.kv.groups.groups):
+            block = meta.slots.div(size, rounding_mode="floor") * count + number
+            slots = torch.where(meta.slots < 0, -1, block * size + meta.slots % size)
+            metas.append(meta.elsewhere(slots, meta.block_table * count + number))
+            metas[-1].window, metas[-1].chunk = group.attention.window, group.attention.chunk
+            keys = self.kv.layers[group.layers[0]][0]
+            self.kernels.prepare(metas[-1], group.attention.num_heads, keys)
+        token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
+        logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
+        return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -1,0 +1,59 @@
+"""Prompts to compare a model on: a file's, or those that come with the engine."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.text.tokenizer import Tokenizer
+
+SHIPPED = Path(__file__).parent / "prompts.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    ids: list[int]
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]:
+    """Of a text file each line that is not blank; of a .jsonl file each line's "prompt", or its
+    "messages" through the chat template.
+
+    longest: tokens of a prompt; others are refused. Raises ConfigError naming the file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", param="prompts") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        if path.suffix == ".jsonl":
+            text, ids = _of_json(line, where, tokenizer)
+        else:
+            text, ids = line, tokenizer.encode(line, add_special_tokens=True)
+        if not 1 <= len(ids) <= longest:
+            raise ConfigError(
+                f"{where}: has {len(ids)} tokens; it must be 1 to {longest}", param="prompts"
+            )
+        found.append(Prompt(text, ids))
+    if not found:
+        raise ConfigError(f"{path}: no prompt in it", param="prompts")
+    return found
+
+
+def _of_json(line: str, where: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}", param="prompts") from None
+    if isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
+        text: str = entry["prompt"]
+        return text, tokenizer.encode(text, add_special_tokens=True)
+    if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+        ids = tokenizer.encode_chat(entry["messages"])
+        return tokenizer.decode(ids, skip_special_tokens=False), ids
+    raise ConfigError(f'{where}: needs a "prompt" or "messages"', param="prompts")

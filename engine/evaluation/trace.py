@@ -1,0 +1,101 @@
+"""Traces: what a model computes on the way, by points that every decoder has.
+
+    embedding            what goes into the first layer
+    layers.3.attention   what attention of layer 3 makes, before it is normed or added
+    layers.3.mlp         the same of its MLP or experts
+    layers.3             what comes out of layer 3
+
+Each [n, hidden_size], of n tokens. A trace also has the tokens ("ids") and the logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import KV, Block, Decoder, DecoderLayer
+from engine.models.registry import Model
+from kernels.metadata import AttentionMeta
+
+Trace = dict[str, Tensor]
+BLOCKS = ("attention", "mlp")
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Over the tokens, the largest |ours - theirs| / |theirs|, of Euclidean lengths; infinite if a
+    number is not finite. Both [n, size]."""
+    ours, theirs = ours.float(), theirs.float()
+    length = theirs.norm(dim=-1).clamp(min=1e-30)
+    found = ((ours - theirs).norm(dim=-1) / length).max()
+    return float(found) if bool(found.isfinite()) else float("inf")
+
+
+@contextmanager
+def traced(model: Model) -> Iterator[Trace]:
+    """While it is open, each forward pass writes its points over those of the one before, float32
+    on the CPU."""
+    decoder = cast(Decoder, model)
+    trace: Trace = {}
+    scale = decoder.config.residual_scale
+    layers = decoder.layers
+    taps: list[_BlockTap] = []
+    try:
+        for layer in layers:
+            for name, sublayer in zip(BLOCKS, layer.sublayers, strict=True):
+                tap = _BlockTap(sublayer, f"layers.{layer.number}.{name}", trace)
+                sublayer.block = cast(Block, tap)
+                taps.append(tap)
+        first = layers[0].number
+        decoder.layers = [
+            cast(DecoderLayer, _LayerTap(layer, layer.number == first, scale, trace))
+            for layer in layers
+        ]
+        yield trace
+    finally:
+        decoder.layers = layers
+        for tap in taps:
+            tap.sublayer.block = tap.block
+
+
+def _kept(values: Tensor, scale: float = 1.0) -> Tensor:
+    return values.detach().to("cpu", torch.float32, copy=True) * scale
+
+
+class _BlockTap:
+    """In the place of a block. The norm before it and the residual behind it are computed apart, so
+    that there is an output of its own to be seen."""
+
+    def __init__(self, sublayer: Any, name: str, trace: Trace) -> None:
+        self.sublayer = sublayer
+        self.block: Block = sublayer.block
+        self._name, self._trace = name, trace
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Any = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        found = self.block.forward(x, kv, meta, norm=norm)
+        self._trace[self._name] = _kept(found)
+        return found if residual is None else residual.add_(found)
+
+
+class _LayerTap:
+    """In the place of a layer. The residual is kept divided by `scale`."""
+
+    def __init__(self, layer: DecoderLayer, first: bool, scale: float, trace: Trace) -> None:
+        self.number = layer.number
+        self._layer, self._first, self._scale, self._trace = layer, first, scale, trace
+
+    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+        if self._first:
+            self._trace["embedding"] = _kept(residual, self._scale)
+        residual = self._layer.forward(residual, kv, meta)
+        self._trace[f"layers.{self.number}"] = _kept(residual, self._scale)
+        return residual

@@ -1,0 +1,438 @@
+"""verify: a checkpoint as the engine runs it, against transformers and against itself.
+
+    reference   transformers' greedy text of each prompt, and its trace of prompt and text
+    text        the engine's greedy text: together, alone, from the prefix cache
+    trace       our trace of the same tokens; logits in chunks, in a batch, after a prefix
+
+One model is in memory at a time; the reference's traces wait on disk.
+"""
+
+import gc
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.evaluation.divergence import Divergence
+from engine.evaluation.driver import Output, run
+from engine.evaluation.paged import Paged
+from engine.evaluation.prompts import Prompt
+from engine.evaluation.reference import NoReference, Reference
+from engine.evaluation.trace import Trace, distance, traced
+from engine.factory import build
+from engine.models.registry import Model, build_model
+from engine.resolve import Resolved, resolve
+from engine.sampling_params import SamplingParams
+from engine.weights import load_weights
+from kernels.dispatch import kernels_for
+
+BLOCK = 16
+FEW = 2  # of the prompts, for what takes a pass over each alone
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is no more than rounding.
+
+    logits: the largest difference, relative to the largest logit; None where kl decides.
+    kl: nats a token. layer: of a layer's output, as `trace.distance` has it.
+    tie: nats by which a token of a greedy text may be less likely than the most likely.
+    """
+
+    logits: float | None
+    kl: float
+    layer: float
+    tie: float
+
+    @classmethod
+    def of(cls, resolved: Resolved, max_kl: float | None) -> "Bounds":
+        """float32 differs by the order of sums alone, 16 bits by the rounding of each activation,
+        and fewer bits by that of the weights."""
+        if resolved.config.quantization != "none" or resolved.model.quantized is not None:
+            return cls(None, 0.1 if max_kl is None else max_kl, 0.5, math.inf)
+        if resolved.dtype != torch.float32:
+            return cls(None, 0.01 if max_kl is None else max_kl, 0.1, math.inf)
+        return cls(1e-4 if max_kl is None else None, 1e-6 if max_kl is None else max_kl, 1e-4, 1e-3)
+
+
+@dataclass(slots=True)
+class Difference:
+    """Between two ways to compute the same logits. logits: see Bounds. kl, logprob: nats."""
+
+    logits: float = 0.0
+    kl: float = 0.0
+    logprob: float = 0.0
+    same_token: float = 1.0
+
+    def beyond(self, bounds: Bounds) -> bool:
+        beyond_logits = bounds.logits is not None and not self.logits <= bounds.logits
+        return beyond_logits or not self.kl <= bounds.kl
+
+
+@dataclass(slots=True)
+class Texts:
+    """Greedy texts beside others. ties: those that differ first where both tokens are as good as
+    equally likely. different: one line each for the others."""
+
+    texts: int = 0
+    same: int = 0
+    ties: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Report:
+    """reference: what was compared with, "" for nothing; no_reference says why.
+
+    layers: point of a trace -> its largest distance over all tokens. begins: the first layer
+        beyond the bound, and what of its blocks is; "" if none.
+    own: ways to compute -> difference from the whole text in one step.
+    problems: what is beyond the bounds, a line each.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    quantization: str
+    bounds: Bounds
+    prompts: int = 0
+    tokens: int = 0
+    reference: str = ""
+    no_reference: str = ""
+    layers: dict[str, float] = field(default_factory=dict)
+    begins: str = ""
+    logits: Difference | None = None
+    text: Texts | None = None
+    own: dict[str, Difference] = field(default_factory=dict)
+    own_text: dict[str, Texts] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        if self.problems:
+            return "differs"
+        return "agrees" if self.reference else "consistent"
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["bounds"]["tie"] = None if math.isinf(self.bounds.tie) else self.bounds.tie
+        return {"verdict": self.verdict, **found}
+
+
+class _Logits:
+    """Sums for a Difference over texts."""
+
+    def __init__(self) -> None:
+        self._divergence = Divergence()
+        self._largest = 0.0
+
+    def add(self, ids: Tensor, ours: Tensor, theirs: Tensor) -> None:
+        """theirs: the exact ones. Logits [n, vocab_size] behind each of ids [n]."""
+        ours, theirs = ours.float().cpu(), theirs.float().cpu()
+        found = float((ours - theirs).abs().max() / theirs.abs().max())
+        self._largest = max(self._largest, found if math.isfinite(found) else math.inf)
+        self._divergence.add(ids, theirs.log_softmax(-1), ours.log_softmax(-1))
+
+    @property
+    def difference(self) -> Difference:
+        sums = self._divergence
+        return Difference(self._largest, sums.kl, sums.largest, sums.same_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """max_tokens: of each greedy text. reference: a folder of the same weights that transformers
+    reads; None asks it nothing. dump: a folder for the traces."""
+
+    max_tokens: int = 16
+    reference: Path | None = None
+    reference_dtype: torch.dtype = torch.float32
+    attention: str = "eager"
+    dump: Path | None = None
+    max_kl: float | None = None
+
+
+def verify(
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    options: Options,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> Report:
+    """progress: called with what is done next. Raises ConfigError for a model that cannot run."""
+    longest = max(len(prompt.ids) for prompt in prompts) + options.max_tokens
+    blocks = sum(_blocks(len(prompt.ids) + options.max_tokens) + 1 for prompt in prompts)
+    config = msgspec.structs.replace(
+        config,
+        max_model_len=longest,
+        block_size=BLOCK,
+        allocation="list",
+        num_blocks=max(64, 2 * blocks),
+        max_loras=0,
+    )
+    resolved = resolve(config)
+    report = Report(
+        config.model,
+        resolved.model.architecture,
+        str(resolved.dtype).removeprefix("torch."),
+        str(resolved.device),
+        config.quantization,
+        Bounds.of(resolved, options.max_kl),
+        prompts=len(prompts),
+    )
+    with _folder(options.dump) as folder:
+        progress("transformers")
+        texts = _ask_reference(report, resolved, prompts, options, folder)
+        gc.collect()
+        progress("greedy text")
+        ours = _texts(report, config, prompts, options.max_tokens)
+        gc.collect()
+        sequences = [
+            torch.tensor([*prompt.ids, *(texts[i] if texts else ours[i].token_ids)])
+            for i, prompt in enumerate(prompts)
+        ]
+        report.tokens = sum(len(ids) for ids in sequences)
+        progress("layer by layer")
+        model = _load(resolved)
+        _trace(report, model, sequences, folder if options.dump or texts else None, options)
+        if texts:
+            report.text = _beside_reference(report.bounds, prompts, texts, ours, folder)
+        progress("chunks, batches, prefixes")
+        report.own = consistency(model, sequences)
+    _judge(report)
+    return report
+
+
+@contextmanager
+def _folder(dump: Path | None) -> Iterator[Path]:
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        yield dump
+        return
+    with tempfile.TemporaryDirectory(prefix="manta-verify-") as folder:
+        yield Path(folder)
+
+
+def _file(folder: Path, side: str, number: int) -> Path:
+    return folder / f"{side}-{number:03}.safetensors"
+
+
+def _ask_reference(
+    report: Report, resolved: Resolved, prompts: Sequence[Prompt], options: Options, folder: Path
+) -> list[list[int]]:
+    """Its greedy texts; its traces go to the folder. Empty if there is none."""
+    if options.reference is None:
+        report.no_reference = "it was not asked for"
+        return []
+    try:
+        reference = Reference(
+            options.reference, resolved.model, options.reference_dtype, options.attention
+        )
+    except NoReference as reason:
+        report.no_reference = str(reason)
+        return []
+    dtype = str(options.reference_dtype).removeprefix("torch.")
+    report.reference = f"{reference.name}, {dtype}, {options.attention} attention"
+    texts = []
+    for number, prompt in enumerate(prompts):
+        texts.append(reference.greedy(prompt.ids, options.max_tokens))
+        trace = reference.trace([*prompt.ids, *texts[-1]])
+        save_file(
+            {name: values.contiguous() for name, values in trace.items()},
+            _file(folder, "reference", number),
+        )
+    return texts
+
+
+def _texts(
+    report: Report, config: EngineConfig, prompts: Sequence[Prompt], max_tokens: int
+) -> list[Output]:
+    """The engine's greedy texts, and in the report whether they depend on how they came."""
+    core, _ = build(config)
+    ids = [prompt.ids for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    together = run(core, ids, params)
+    few = ids[:FEW]
+    core.reset_prefix_cache()
+    for name in ("alone", "from the prefix cache"):
+        again = run(core, few, params, together=False)
+        found = report.own_text[name] = Texts(len(again))
+        for number, (output, other) in enumerate(zip(together, again, strict=False)):
+            position = _first_difference(output.token_ids, other.token_ids)
+            if position is None:
+                found.same += 1
+                continue
+            theirs = output.logprobs[position]
+            near = dict(zip(theirs.top_ids, theirs.top_logprobs, strict=True))
+            token = other.token_ids[position]
+            gap = max(near.values()) - near.get(token, -math.inf)
+            _count(found, report.bounds, number, position, gap)
+    return together
+
+
+def _beside_reference(
+    bounds: Bounds,
+    prompts: Sequence[Prompt],
+    texts: list[list[int]],
+    ours: list[Output],
+    folder: Path,
+) -> Texts:
+    found = Texts(len(texts))
+    for number, (prompt, text, output) in enumerate(zip(prompts, texts, ours, strict=True)):
+        position = _first_difference(text, output.token_ids)
+        if position is None:
+            found.same += 1
+            continue
+        logits = load_file(_file(folder, "reference", number))["logits"]
+        row = logits[len(prompt.ids) + position - 1].log_softmax(-1)
+        gap = float(row[text[position]] - row[output.token_ids[position]])
+        _count(found, bounds, number, position, gap)
+    return found
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((position for position, (a, b) in pairs if a != b), None)
+
+
+def _count(found: Texts, bounds: Bounds, number: int, position: int, gap: float) -> None:
+    if gap < min(bounds.tie, 1.0):
+        found.ties += 1
+        return
+    found.different.append(
+        f"prompt {number + 1}, token {position + 1}: its token is {gap:.2g} nats less likely"
+    )
+
+
+def _load(resolved: Resolved) -> Model:
+    config = resolved.config
+    model = build_model(
+        resolved.model,
+        resolved.dtype,
+        resolved.device,
+        kernels_for(resolved.device.type, config.deterministic),
+        quantization=config.quantization,
+    )
+    load_weights(
+        model,
+        None if config.load_format == "dummy" else resolved.folder,
+        seed=config.seed or 0,
+    )
+    return model
+
+
+def _trace(
+    report: Report,
+    model: Model,
+    sequences: Sequence[Tensor],
+    folder: Path | None,
+    options: Options,
+) -> None:
+    """Ours, beside the reference's if there is one."""
+    if folder is None:
+        return
+    logits = _Logits()
+    paged = Paged(model, _blocks(max(map(len, sequences))), BLOCK)
+    for number, ids in enumerate(sequences):
+        with traced(model) as trace:
+            (found,) = paged.run((ids, range(_blocks(len(ids))), 0))
+        trace |= {"ids": ids, "logits": found.float().cpu()}
+        if options.dump is not None:
+            kept = {name: values.contiguous() for name, values in trace.items()}
+            save_file(kept, _file(folder, "ours", number))
+        if report.reference:
+            theirs = load_file(_file(folder, "reference", number))
+            logits.add(ids, trace["logits"], theirs["logits"])
+            _compare(report, trace, theirs)
+    if report.reference:
+        report.logits = logits.difference
+        report.begins = _begins(report)
+
+
+def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
+    """Points that both have, in the order of the network."""
+    for name, values in ours.items():
+        if name in theirs and name not in ("ids", "logits"):
+            there = report.layers.get(name, 0.0)
+            report.layers[name] = max(there, distance(values, theirs[name]))
+
+
+def _begins(report: Report) -> str:
+    """Some of transformers' blocks add the residual themselves: of these the layer alone tells."""
+    bound = report.bounds.layer
+    for name, found in report.layers.items():
+        if not found <= bound and not name.endswith(("attention", "mlp")):
+            inside = [
+                block
+                for block in ("attention", "mlp")
+                if not report.layers.get(f"{name}.{block}", 0.0) <= bound
+            ]
+            return f"{name}: {', '.join(inside)}" if inside else name
+    return ""
+
+
+def consistency(model: Model, sequences: Sequence[Tensor]) -> dict[str, Difference]:
+    """The logits of the first few sequences, [n] token ids each, from other steps than one with the
+    whole sequence alone."""
+    sequences = sequences[:FEW]
+    each = _blocks(max(map(len, sequences))) + 1
+    # Blocks out of order; behind the tables as many, which no sequence has.
+    order = torch.randperm(each * len(sequences), generator=torch.Generator().manual_seed(0))
+    tables = order.view(len(sequences), each).tolist()
+    others = list(range(each * len(sequences), each * len(sequences) + each))
+    paged = Paged(model, each * (len(sequences) + 1), BLOCK)
+    entries = list(zip(sequences, tables, strict=True))
+    whole = [paged.run((ids, table, 0))[0] for ids, table in entries]
+    found = {name: _Logits() for name in ("batch", "chunks", "decode", "prefix")}
+    for (ids, _), logits, want in zip(
+        entries, paged.run(*((ids, table, 0) for ids, table in entries)), whole, strict=True
+    ):
+        found["batch"].add(ids, logits, want)
+    for (ids, table), want in zip(entries, whole, strict=True):
+        count = len(ids)
+        cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
+        parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
+        found["chunks"].add(ids, torch.cat(parts), want)
+        last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
+        found["decode"].add(ids[-1:], last, want[-1:])
+        kept = (count - 1) // BLOCK
+        if kept:
+            shared = [*table[:kept], *others[: each - kept]]
+            (rest,) = paged.run((ids, shared, kept * BLOCK))
+            found["prefix"].add(ids[kept * BLOCK :], rest, want[kept * BLOCK :])
+    return {name: sums.difference for name, sums in found.items()}
+
+
+def _judge(report: Report) -> None:
+    bounds, problems = report.bounds, report.problems
+    if report.logits is not None and report.logits.beyond(bounds):
+        where = f", beginning at {report.begins}" if report.begins else ""
+        problems.append(f"logits differ from transformers' ({_words(report.logits)}){where}")
+    if report.text is not None and not math.isinf(bounds.tie):
+        problems += [f"other text than transformers': {line}" for line in report.text.different]
+    for name, difference in report.own.items():
+        if difference.beyond(bounds):
+            problems.append(
+                f"logits in {name} differ from those in one step ({_words(difference)})"
+            )
+    for name, texts in report.own_text.items():
+        if not math.isinf(bounds.tie):
+            problems += [f"another text {name}: {line}" for line in texts.different]
+
+
+def _words(difference: Difference) -> str:
+    return f"relative {difference.logits:.1e}, KL {difference.kl:.1e} nats"
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK)
