@@ -19,7 +19,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from deployments.adapters.registry import AdapterSettings
-from deployments.checkpoints.resolve import resolve_model
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.config.load import (
     MantaConfig,
     PoolConfig,
@@ -29,6 +29,7 @@ from deployments.config.load import (
     parse_config,
     read_api_keys,
 )
+from deployments.environment import gpus_here
 from deployments.haproxy.environment import haproxy_environment
 from deployments.haproxy.launch import find_haproxy
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
@@ -96,7 +97,8 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
     logs: dict[str, Any] = {}
     if config.log.format == "json":
         logs["logging_config"] = {"encoding": "JSON"}
-    for name, pool in pools(config, NodeCapacity.here()).items():
+    machine = NodeCapacity.here()
+    for name, pool in pools(config, machine).items():
         settings = ReplicaSettings(
             engine=config.engine_options(pool),
             stall_seconds=config.limits.stall_seconds,
@@ -146,7 +148,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 config.model,
                 config.revision,
                 weights=False,
-                blocks=max(config.kept_blocks()),
+                blocks=max(config.kept_blocks(machine.gpus)),
             ),
             dispatch=DispatchLimits(
                 wait_seconds=config.router.wait_seconds,
@@ -191,7 +193,7 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
         options["model"],
         options.pop("revision"),
         weights=not dummy,
-        blocks=options.get("quantization") == "gguf",
+        blocks=keeps_blocks(options),
     )
     options["model"] = str(folder)
     if "graph_sizes" in options:
@@ -224,7 +226,7 @@ class NodeCapacity:
             # A node without cores is the head of a cluster whose other nodes come when asked for.
             alone = len(nodes) == 1 and cores > 0
             return cls(cores, max(node.get("GPU", 0) for node in nodes), alone)
-        return cls(len(os.sched_getaffinity(0)), len(list(Path("/dev").glob("nvidia[0-9]*"))))
+        return cls(len(os.sched_getaffinity(0)), gpus_here())
 
 
 def deployment_name(pool: str) -> str:
@@ -238,14 +240,9 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
     each other.
     """
-    given: dict[str, PoolConfig] = dict(config.pools.items())
-    if not given:
-        device = config.engine.get("device", "auto")
-        gpu = device == "cuda" or (device == "auto" and machine.gpus > 0)
-        given = {"gpu" if gpu else "cpu": PoolConfig(replicas=config.replicas)}
-    resolved = {}
-    for name, pool in given.items():
-        engine = {"device": "cuda" if name == "gpu" else "cpu", **pool.engine}
+    resolved: dict[str, PoolConfig] = {}
+    for name, pool in config.pools_on(machine.gpus).items():
+        engine = dict(pool.engine)
         cores = pool.num_cpus
         if name == "cpu":
             if cores is None:

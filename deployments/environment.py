@@ -16,6 +16,11 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "manta"
 
 
+def gpus_here() -> int:
+    """NVIDIA's GPUs of this machine, by their device files."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def auth_token_source() -> str | None:
     """Where Ray on this machine takes its authentication token from; None if it has none yet."""
     if os.environ.get("RAY_AUTH_TOKEN"):

@@ -13,6 +13,7 @@ from engine.typecheck import fits, words
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal[
+    "auto",
     "none",
     "gguf",
     "int8",
@@ -39,8 +40,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
         GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
-        (AWQ, GPTQ, compressed-tensors int4; CPU only). "gguf" keeps the blocks of a .gguf file or
-        of the default model instead of expanding them to 16 bits: a third of the memory (CPU only).
+        (AWQ, GPTQ, compressed-tensors int4; CPU only), and expands a .gguf file, such as the
+        default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory (CPU only).
+        "auto" is "gguf" for such a file where all replicas run on the CPU, dtype is "auto" and
+        deterministic is off, and "none" otherwise.
         "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits with a
         scale a token: half the memory to read, for a small loss of accuracy; CPUs with AVX512-VNNI
         only. "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
@@ -93,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
-    quantization: Quantization = "none"
+    quantization: Quantization = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 0

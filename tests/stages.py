@@ -247,8 +247,9 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="with the tests marked long, too")
     args = parser.parse_args()
     if "MANTA_TEST_MODEL" not in os.environ:  # as of tests/conftest.py
-        fetch = [sys.executable, "-m", "deployments.cli.fetch", "default"]
-        subprocess.run(fetch, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        for quantization in ("none", "auto"):  # as tests' engines take it, and as it is served
+            fetch = [sys.executable, "-m", "deployments.cli.fetch", "--quantization", quantization]
+            subprocess.run(fetch, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     adopt_orphans()
 
     def interrupt(*_: object) -> None:  # pytest has it too, and ends what its tests have started

@@ -116,13 +116,7 @@ def convert(
     dtype = _weight_dtype(file)
     config = _config(file, dtype, special)
     kept = _kept(file, names) if blocks else {}
-    if blocks:
-        if not kept:
-            raise ConfigError(
-                f"{source.name}: quantization 'gguf' keeps blocks, and the file has none of "
-                f"{', '.join(GGUF_BLOCKS)}; set quantization: none",
-                param="quantization",
-            )
+    if kept:
         types = {names[name].removesuffix(".weight"): kind for name, kind in kept.items()}
         config[KEY] = {"quant_method": "gguf", "types": types}
     model = ModelConfig.from_dicts(Reader(config, source.name), Reader({}, source.name))

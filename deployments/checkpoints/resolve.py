@@ -3,7 +3,7 @@ chat template.
 
     default            SmolLM2-135M-Instruct out of a PyPI package: needs no hub and no account
     path/to/folder     as it is
-    path/to/file.gguf  unpacked once into the cache
+    path/to/file.gguf  converted once into the cache
     org/name           from the hub, into the hub client's own cache
 
 `python -m deployments.cli.fetch SPEC` prints the folder.
@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deployments.checkpoints.gguf import GGUFFile, Progress, convert
 from deployments.environment import cache_dir
@@ -64,8 +65,8 @@ def resolve_model(
 
     revision: of a hub name; the default branch if None.
     weights: False accepts a local folder without weights (load_format "dummy").
-    blocks: of a GGUF file: its blocks are kept as they are (quantization "gguf"); a folder and a
-        hub name are what they are.
+    blocks: of a GGUF file: those that it has are kept as they are (see keeps_blocks) instead of
+        expanded to 16 bits; a folder and a hub name are what they are.
     cache: instead of the environment's.
     Processes that ask for the same model at once do the work once. Raises ConfigError with the way
     out.
@@ -90,6 +91,20 @@ def resolve_model(
 
         return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
     return _from_hub(spec, revision)
+
+
+def keeps_blocks(engine: Mapping[str, Any]) -> bool:
+    """Whether an engine with these fields of EngineConfig, its device decided, takes the blocks of
+    a GGUF file as they are. This is where `quantization: auto` is decided."""
+    asked = engine.get("quantization", "auto")
+    if asked != "auto":
+        return bool(asked == "gguf")
+    return (
+        engine.get("device") == "cpu"
+        and engine.get("dtype", "auto") == "auto"
+        and not engine.get("deterministic")
+        and engine.get("load_format") != "dummy"
+    )
 
 
 @dataclass(frozen=True, slots=True)

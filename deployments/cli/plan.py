@@ -3,12 +3,15 @@
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from deployments.checkpoints.resolve import resolve_model
+from msgspec.structs import asdict
+
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_target
-from deployments.config.load import MantaConfig, PoolConfig
+from deployments.config.load import MantaConfig, PoolConfig, PoolKind
 from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, check_quantization, plan
 from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config import BFLOAT16, EngineConfig
@@ -24,51 +27,58 @@ def run(
     """Print the tables. Raises ConfigError when something does not fit."""
     config = read_target(spec)
     priced = Prices.load(prices)
-    models: dict[bool, ModelConfig] = {}  # by whether blocks are kept
     with model_progress() as progress:
-        for blocks in config.kept_blocks():
-            folder = resolve_model(
-                config.model, config.revision, progress, weights=False, blocks=blocks
-            )
-            models[blocks] = ModelConfig.from_folder(folder)
+        # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
+        folder = resolve_model(config.model, config.revision, progress, weights=False, blocks=True)
+    model = ModelConfig.from_folder(folder)
     device = _device(gpu, memory)
     for number, (name, engine) in enumerate(_engines(config, device)):
-        result = plan(_model_of(models, engine), engine, device, devices_per_node=gpus)
+        result = plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
         if not number:
             print(f"Model    {config.name()} ({result.parameters / 1e6:,.0f} M parameters)")
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
-    for line in _costs(config, models, priced, gpu):
+    for line in _costs(config, model, priced, gpu):
         print(line)
     return 0
 
 
-def _model_of(models: dict[bool, ModelConfig], engine: EngineConfig) -> ModelConfig:
-    return models[engine.quantization == "gguf"]
+def _as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
+    """The model as this engine would get it. model: in blocks, if it has any."""
+    kept = model.quantized
+    if kept is None or kept.method != "gguf" or keeps_blocks(asdict(engine)):
+        return model
+    return replace(model, quantized=None)
+
+
+def _engine(config: MantaConfig, kind: PoolKind, pool: PoolConfig) -> EngineConfig:
+    return EngineConfig(**config.engine_options(config.decided(kind, pool)))
 
 
 def _costs(
-    config: MantaConfig, models: dict[bool, ModelConfig], prices: Prices, gpu: str | None
+    config: MantaConfig, model: ModelConfig, prices: Prices, gpu: str | None
 ) -> Iterator[str]:
     """A table for each pool: of those that the configuration has, or of both kinds."""
     yield f"Costs    {prices.currency}, {prices.source}, {prices.date}; --prices takes others"
     wanted = gpu.lower() if gpu is not None else ""
-    kinds = ("cpu",) if wanted == "cpu" else ("gpu",) if wanted else ("gpu", "cpu")
-    pools: dict[str, PoolConfig] = dict(config.pools.items()) or {
+    kinds: tuple[PoolKind, ...] = ("gpu", "cpu")
+    if wanted:
+        kinds = ("cpu",) if wanted == "cpu" else ("gpu",)
+    pools: dict[PoolKind, PoolConfig] = dict(config.pools.items()) or {
         kind: PoolConfig(replicas=config.replicas) for kind in kinds
     }
     for kind, pool in pools.items():
-        engine = EngineConfig(**config.engine_options(pool))
-        model = _model_of(models, engine)
+        engine = _engine(config, kind, pool)
+        loaded = _as_loaded(model, engine)
         try:
-            check_quantization(model, engine, "cuda" if kind == "gpu" else "cpu")
+            check_quantization(loaded, engine, "cuda" if kind == "gpu" else "cpu")
         except ConfigError as error:
             yield f"Pool     {kind}: {error.message}"
             continue
         found = [
             offer
-            for offer in offers(kind, pool, model, engine, prices)
+            for offer in offers(kind, pool, loaded, engine, prices)
             if kind == "cpu" or wanted not in GPUS or offer.node.gpu == wanted
         ]
         if not found:
@@ -108,7 +118,7 @@ def _offer(offer: NodeOffer) -> str:
 
 def _engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
     """(pool, engine configuration) of each pool that would run on the device."""
-    wanted = "gpu" if device.kind == "cuda" else "cpu"
+    wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
     pools = {name: pool for name, pool in config.pools.items() if name == wanted}
     if config.pools and not pools:
         raise ConfigError(
@@ -117,9 +127,9 @@ def _engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, Engin
             param="pools",
         )
     for name, pool in pools.items():
-        yield name, EngineConfig(**config.engine_options(pool))
+        yield name, _engine(config, name, pool)
     if not pools:
-        yield wanted, EngineConfig(model=config.model, **config.engine)
+        yield wanted, _engine(config, wanted, PoolConfig())
 
 
 def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:

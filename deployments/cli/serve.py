@@ -18,7 +18,7 @@ from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
 from deployments.cli.target import read_target
 from deployments.config.load import MantaConfig
 from deployments.config.tls import client_context
-from deployments.environment import asks_for_token
+from deployments.environment import asks_for_token, gpus_here
 from deployments.haproxy.launch import complaint
 from engine.errors import ConfigError
 
@@ -81,7 +81,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
         dummy = config.engine.get("load_format") == "dummy"
         with model_progress() as progress:
-            for blocks in config.kept_blocks():
+            for blocks in config.kept_blocks(gpus_here()):
                 resolve_model(
                     config.model, config.revision, progress, weights=not dummy, blocks=blocks
                 )

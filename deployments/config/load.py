@@ -23,6 +23,7 @@ from deployments.config.models import (
     LimitsConfig,
     MantaConfig,
     PoolConfig,
+    PoolKind,
     RouterConfig,
     engine_model,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "LimitsConfig",
     "MantaConfig",
     "PoolConfig",
+    "PoolKind",
     "RouterConfig",
     "default_config",
     "environment_names",

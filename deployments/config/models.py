@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -60,6 +61,9 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
 
 
 EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
+
+
+PoolKind = Literal["gpu", "cpu"]
 
 
 class _Section(BaseModel):
@@ -512,7 +516,7 @@ class MantaConfig(_Section):
         le=4096,
         description="Engine replicas, where there is one pool: gpu if there is a GPU, else cpu.",
     )
-    pools: dict[Literal["gpu", "cpu"], PoolConfig] = Field(
+    pools: dict[PoolKind, PoolConfig] = Field(
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
@@ -545,10 +549,31 @@ class MantaConfig(_Section):
         top = {"model": self.model, "revision": self.revision, "log_level": self.log.level}
         return {**top, **self.engine, **pool.engine}
 
-    def kept_blocks(self) -> list[bool]:
-        """Of the pools, without repeats: whether they keep the blocks of a GGUF file."""
-        options = [self.engine_options(pool) for pool in self.pools.values()] or [self.engine]
-        return sorted({each.get("quantization") == "gguf" for each in options})
+    def pools_on(self, gpus: float) -> dict[PoolKind, PoolConfig]:
+        """The pools, their device and quantization decided. gpus: of a machine, which decides
+        where nothing is said."""
+        named: dict[PoolKind, PoolConfig] = dict(self.pools)
+        if not named:
+            device = self.engine.get("device", "auto")
+            gpu = device == "cuda" or (device == "auto" and gpus > 0)
+            named = {"gpu" if gpu else "cpu": PoolConfig(replicas=self.replicas)}
+        return {kind: self.decided(kind, pool) for kind, pool in named.items()}
+
+    def decided(self, kind: PoolKind, pool: PoolConfig) -> PoolConfig:
+        """A pool of this kind with its device, and its quantization where that depends on the
+        others: an answer goes on with the same weights only, so that pools on GPUs and CPUs take
+        the same."""
+        engine = {"device": "cuda" if kind == "gpu" else "cpu", **pool.engine}
+        asked = {**self.engine, **engine}.get("quantization", "auto")
+        if asked == "auto" and kind == "cpu" and "gpu" in self.pools:
+            engine["quantization"] = "none"
+        return pool.model_copy(update={"engine": engine})
+
+    def kept_blocks(self, gpus: float) -> list[bool]:
+        """Of the pools, without repeats: whether they keep the blocks of a GGUF file. gpus: as of
+        pools_on."""
+        pools = self.pools_on(gpus).values()
+        return sorted({keeps_blocks(self.engine_options(pool)) for pool in pools})
 
     def queue_seconds(self) -> float:
         """`limits.queue_seconds`, or what follows from the promise."""

@@ -139,7 +139,7 @@ def plan(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
     dtype = str(resolved.dtype).removeprefix("torch.")
-    weights_kind = dtype if config.quantization == "none" else config.quantization
+    weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
     return EnginePlan(
         device=device,
         dtype=dtype,
@@ -161,7 +161,7 @@ def _outline(resolved: "Resolved") -> "Model":
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
     """Raises ConfigError if there is no such method for this model and kind of device."""
-    if config.quantization == "none" and model.quantized is None:
+    if config.quantization in ("auto", "none") and model.quantized is None:
         return
     from engine.quantization import registry  # with torch
 

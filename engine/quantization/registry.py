@@ -7,10 +7,11 @@ from engine.errors import ConfigError
 from engine.quantization.groups import GroupsCpu
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
 from engine.quantization.stored import StoredCpu
-from engine.quantized import Quantized
+from engine.quantized import GGUF_BLOCKS, Quantized
 from kernels.dispatch import Kernels
 
 AS_STORED = "gguf"  # weights in the blocks of a .gguf file
+_AS_THEY_ARE = ("auto", "none")  # the caller of the engine has made the folder that it wanted
 
 # Of a checkpoint with 16- or 32-bit weights.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
@@ -29,14 +30,14 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
 def check_quantization(name: str, device: str, quantized: Quantized | None) -> None:
     """Raises ConfigError where there is no such method on this type of device, or it is not for a
     checkpoint like this. quantized: of the checkpoint."""
-    if name != AS_STORED and name not in METHODS:
+    if name not in _AS_THEY_ARE and name != AS_STORED and name not in METHODS:
         raise ConfigError(
             f"quantization {name!r} is not supported; supported: "
-            f"{', '.join((*METHODS, AS_STORED))}",
+            f"{', '.join(('auto', *METHODS, AS_STORED))}",
             param="quantization",
         )
     if quantized is not None:
-        if name != "none" and not (name == quantized.method == AS_STORED):
+        if name not in _AS_THEY_ARE and not (name == quantized.method == AS_STORED):
             raise ConfigError(
                 f"quantization {name!r}: the checkpoint's weights are {quantized.name} already; "
                 "set quantization: none",
@@ -50,11 +51,11 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
             )
     elif name == AS_STORED:
         raise ConfigError(
-            "quantization 'gguf' keeps the blocks of a .gguf file, and this model is none; "
-            "set quantization: none",
+            "quantization 'gguf' keeps the blocks of a .gguf file, and this model has none of "
+            f"{', '.join(GGUF_BLOCKS)}; set quantization: none",
             param="quantization",
         )
-    elif device not in METHODS[name]:
+    elif name not in _AS_THEY_ARE and device not in METHODS[name]:
         raise ConfigError(f"quantization {name!r} does not run on {device}", param="quantization")
 
 
@@ -65,4 +66,4 @@ def linear_method(
     check_quantization(name, device, quantized)
     if quantized is not None:
         return StoredCpu(kernels, quantized)
-    return METHODS[name][device](kernels)
+    return METHODS["none" if name in _AS_THEY_ARE else name][device](kernels)

@@ -131,7 +131,11 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor]]:
 
 
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
-    """A sum reads each weight once, allocates nothing, and keeps any NaN or infinity."""
+    """A sum reads each weight once, allocates nothing, and keeps any NaN or infinity. Integers
+    have none; the scales among a block's bytes are looked at when they are decoded."""
+    parameters = [each for each in parameters if each.tensor.is_floating_point()]
+    if not parameters:
+        return
     sums = torch.stack([p.tensor.sum(dtype=torch.float32) for p in parameters])
     for index in (~sums.isfinite()).nonzero().flatten().tolist():
         for source, target in _targets(parameters[index]):

@@ -15,6 +15,8 @@ from deployments.checkpoints import resolve as models
 from deployments.checkpoints.gguf import convert
 from deployments.checkpoints.resolve import check_model, resolve_model
 from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+from engine.quantization.registry import check_quantization
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEXTS = [
@@ -341,10 +343,45 @@ def test_blocks_are_kept_where_a_pool_asks(tmp_path: Path, monkeypatch: pytest.M
     )
     assert blocks < 0.5 * whole
     pools = {"cpu": {"engine": {"quantization": "gguf"}}, "gpu": {}}
-    assert MantaConfig(model=source, pools=pools).kept_blocks() == [False, True]
-    assert MantaConfig(model=source, engine={"quantization": "gguf"}).kept_blocks() == [True]
-    with pytest.raises(ConfigError, match=r"whole.gguf: quantization 'gguf' keeps blocks, and the"):
-        resolve_model(str(tiny(tmp_path / "whole.gguf")), blocks=True)
+    assert MantaConfig(model=source, pools=pools).kept_blocks(0) == [False, True]
+    assert MantaConfig(model=source, engine={"quantization": "gguf"}).kept_blocks(0) == [True]
+    whole = ModelConfig.from_folder(resolve_model(str(tiny(tmp_path / "whole.gguf")), blocks=True))
+    check_quantization("auto", "cpu", whole.quantized)
+    with pytest.raises(
+        ConfigError, match=r"keeps the blocks of a .gguf file, and this model has n"
+    ):
+        check_quantization("gguf", "cpu", whole.quantized)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus", "kept"),
+    [
+        ({}, 0, [True]),
+        ({}, 1, [False]),
+        ({"engine": {"device": "cpu"}}, 1, [True]),
+        ({"engine": {"quantization": "none"}}, 0, [False]),
+        ({"engine": {"dtype": "float32"}}, 0, [False]),
+        ({"engine": {"dtype": "bfloat16"}}, 0, [False]),
+        ({"engine": {"deterministic": True}}, 0, [False]),
+        ({"engine": {"load_format": "dummy"}}, 0, [False]),
+        ({"engine": {"quantization": "gguf", "deterministic": True}}, 0, [True]),
+        ({"pools": {"cpu": {}}}, 1, [True]),
+        ({"pools": {"cpu": {"engine": {"dtype": "float32"}}}}, 0, [False]),
+        ({"pools": {"cpu": {}, "gpu": {}}}, 0, [False]),
+    ],
+)
+def test_what_auto_keeps(fields: dict[str, Any], gpus: int, kept: list[bool]) -> None:
+    """Bug: a configuration that asks for float32 or for deterministic numbers gets others; pools
+    on GPUs and CPUs have different weights, so that no answer goes on at the other."""
+    from deployments.app import NodeCapacity, pools
+    from deployments.config.load import parse_config
+
+    config = parse_config(fields, {})
+    assert config.kept_blocks(gpus) == kept
+    # Serve builds the application again from what was resolved, and elsewhere.
+    resolved = pools(config, NodeCapacity(2, gpus))
+    again = config.model_copy(update={"pools": resolved})
+    assert again.kept_blocks(0) == again.kept_blocks(4) == kept
 
 
 def test_unwritable_cache(tmp_path: Path) -> None:

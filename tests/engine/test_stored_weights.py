@@ -352,7 +352,7 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
 
 def test_every_setting_has_a_method() -> None:
     """Bug: a name of the configuration that nothing answers to, or that cannot be configured."""
-    assert {*get_args(Quantization)} == {*METHODS, AS_STORED}
+    assert {*get_args(Quantization)} == {"auto", *METHODS, AS_STORED}
 
 
 # ---- Whole models --------------------------------------------------------------------------------
