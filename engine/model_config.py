@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
+from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
 from engine.config_reader import Reader
 from engine.errors import ConfigError
@@ -140,6 +141,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint
     quantized: Quantized | None = None  # what it keeps in fewer bits
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -196,7 +198,10 @@ class ModelConfig:
             **values,
         )
         layers = architecture.attention(config, model.plain_attention, model.num_layers)
-        return replace(model, attention=tuple(layers))
+        experts = None
+        if architecture.experts is not None:
+            experts = architecture.experts(config, model)
+        return replace(model, attention=tuple(layers), experts=experts)
 
     @property
     def record(self) -> Architecture:
@@ -217,7 +222,7 @@ class ModelConfig:
         """Whether the model does not use the checkpoint's tensor of this name."""
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
-        return self.record.ignores(self.tensor_name(stored))
+        return self.record.ignores(self.tensor_name(stored), self.num_layers)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them."""

@@ -8,6 +8,10 @@ from torch import Tensor
 from kernels import activation, kv_write, lora, norm
 from kernels.attention.decode import attention_decode, plan
 from kernels.attention.prefill import attention_prefill
+from kernels.experts import few, topk
+from kernels.experts.grouped import grouped
+from kernels.experts.reference import ExpertWeights
+from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
@@ -139,6 +143,26 @@ class Cuda(Kernels):
         if num_tokens > meta.num_decodes:
             attention_prefill(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
         return out
+
+    def route(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if topk.fits(routing):
+            return topk.topk(logits, routing, correction)
+        return super().route(logits, routing, correction)
+
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: ExpertWeights,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Pair by pair, or grouped by expert."""
+        if 0 < x.shape[0] <= few.MOST:
+            return few.few(x, weights, ids, stack, residual)
+        return grouped(x, weights, ids, stack, residual)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         return lora.lora_add(y, x, layer, step)

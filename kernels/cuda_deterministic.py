@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kernels.attention.prefill import attention_prefill
 from kernels.cuda import Cuda, _count
+from kernels.experts.grouped import FIXED, grouped
+from kernels.experts.reference import ExpertWeights
 from kernels.gemm.deterministic import linear_fixed
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -35,6 +37,16 @@ class CudaDeterministic(Cuda):
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Nothing that time may decide."""
+
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: ExpertWeights,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return grouped(x, weights, ids, stack, residual, FIXED)
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
         _count(meta)

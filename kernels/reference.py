@@ -28,6 +28,9 @@ from torch.nn.functional import (
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
+from kernels.experts import reference as mixture
+from kernels.experts.reference import ExpertWeights
+from kernels.experts.routing import Routing
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -229,6 +232,28 @@ class Kernels:
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, how, chunk)
         return out.view(num_tokens, num_heads * head_dim)
+
+    def route(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """logits [num_tokens, experts] of a router -> the weights of the chosen experts
+        [num_tokens, chosen] float32, and their numbers, int32.
+
+        correction [experts] float32: is added to scores for the choice alone.
+        """
+        return mixture.route(logits, routing, correction)
+
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: ExpertWeights,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Each token's experts, weighted and summed: [num_tokens, hidden]; added to residual and
+        written over it if there is one, which must not be x. weights, ids: of `route`."""
+        return mixture.experts(x, weights, ids, stack, residual)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each

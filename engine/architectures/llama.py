@@ -63,7 +63,7 @@ def ungated(
     return without(tensors, "gate_up") | {"up": CheckpointTensor((f"{LAYER}{up}",))}
 
 
-def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     return [replace(plain, scale=config.number("attention_multiplier", 1.0))] * layers
 
 
@@ -71,7 +71,7 @@ def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
     """A base for each layer; 0 does not turn."""
-    plain = _granite(config, plain, 1)[0]
+    plain = granite(config, plain, 1)[0]
     bases = config.get("layer_rope_theta") or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
     found = []
@@ -123,7 +123,7 @@ def _temperature(config: Reader) -> tuple[float, int]:
     )
 
 
-_GRANITE: Mapping[str, Read] = {
+GRANITE: Mapping[str, Read] = {
     "embedding_scale": lambda config: config.number("embedding_multiplier", 1.0),
     "residual_scale": lambda config: config.number("residual_multiplier", 1.0),
     "logit_scale": lambda config: 1 / config.number("logits_scaling", 1.0),
@@ -249,15 +249,15 @@ ARCHITECTURES = (
         LLAMA,
         models="Granite 3 and 4 (dense)",
         model_type="granite",
-        switches=_GRANITE,
-        attention=_granite,
+        switches=GRANITE,
+        attention=granite,
     ),
     Architecture(
         "GraniteSWAForCausalLM",
         {**LLAMA, "sinks": CheckpointTensor((f"{LAYER}self_attn.sinks",))},
         models="Granite with windows",
         model_type="granite_swa",
-        switches=_GRANITE,
+        switches=GRANITE,
         defaults={"tie_word_embeddings": True},
         attention=_granite_swa,
     ),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from engine.architectures.experts import Experts
     from engine.model_config import LayerAttention, ModelConfig
 
 # The stored row of each of our rows, in our order: int64.
@@ -20,6 +21,8 @@ Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]
 Read = Callable[[Reader], Any]
 # (config.json, a layer of full attention, how many layers) -> each layer's attention
 Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
+# (config.json, the model without its experts) -> these, or None where no layer has any
+ReadExperts = Callable[[Reader, "ModelConfig"], "Experts | None"]
 # Beginnings of names -> what stands there in ours. The first that fits is taken.
 Renames = tuple[tuple[str, str], ...]
 
@@ -30,7 +33,8 @@ class CheckpointTensor:
 
     names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor. A
         matrix of ours that has several pieces (query, key and value; gate and up) is stored as one
-        tensor for each, or as one with all of them. A norm without a name has no weight.
+        tensor for each, or as one with all of them. A norm without a name has no weight. Names of
+        what experts have are whole, with "{e}" for the expert; without it all experts are stacked.
     rows: how rows are ordered, where not as ours; of all pieces below each other. Rows of one
         tensor cannot go to another. Biases and adapters follow their matrix.
     transposed: the checkpoint keeps [in, out].
@@ -71,11 +75,13 @@ class Architecture:
     keys: names of config.json that stand for others, ours -> theirs (see Reader).
     defaults: theirs -> what config.json means where it leaves them out.
     attention: how each layer attends, made of the plain one and config.json.
+    experts: the mixture of experts that layers have in the place of an MLP.
     made: keys of config.json that are computed from others, ours -> what makes them.
     only: keys that we compute for these values alone; the first is what absence means.
     variant: the name of the record that a config.json asks for, if not of this one.
     renames: of checkpoints whose names begin otherwise.
-    ignored: patterns of tensors that the model does not use.
+    ignored: patterns of tensors that the model does not use; "{layers}" is how many layers it has,
+        which is the number of the first one that is not of the model.
     network: the class that computes it, a key of `registry.MODELS`.
     """
 
@@ -87,6 +93,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention: Attend = alike
+    experts: ReadExperts | None = None
     made: Mapping[str, Read] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     variant: Callable[[Reader], str] | None = None
@@ -95,8 +102,10 @@ class Architecture:
     gguf: Gguf | None = None
     network: str = "decoder"
 
-    def ignores(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+    def ignores(self, name: str, layers: int) -> bool:
+        """layers: of the model."""
+        patterns = (pattern.replace("{layers}", str(layers)) for pattern in self.ignored)
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class Attention:
         self.qkv = build.column("qkv", (q, kv, kv), hidden, bias=config.qkv_bias, unit=dim)
         self.out = build.row("out", hidden, q, bias=config.out_bias)
         self.linears = (self.qkv, self.out)
+        self.stacks = ()
         names = ("q_norm", "k_norm") if config.qk_norm == "head" else ()
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]

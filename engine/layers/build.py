@@ -12,7 +12,7 @@ from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod, LinearSpec, Part
+from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Rows, Source, as_rows
 from kernels.dispatch import Kernels
 
@@ -123,6 +123,89 @@ class Builder:
         begin, end = self.group.part(heads, "num_attention_heads")
         tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
         return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
+
+    def kept(self, ours: str, out_features: int, in_features: int) -> Parameter:
+        """A small matrix that every rank has whole, as activations are kept."""
+        (name,) = self.stored(ours).names
+        shape = (out_features, in_features)
+        tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
+        return Parameter(f"{self._name(ours)}.weight", tensor, (Source(f"{name}.weight", shape),))
+
+    def router_bias(self) -> Parameter:
+        (name,) = self.stored("router").names
+        assert self.config.experts is not None
+        count = self.config.experts.count
+        tensor = torch.empty(count, dtype=self.activation_dtype, device=self.device)
+        return Parameter(self._name("router.bias"), tensor, (Source(f"{name}.bias", (count,)),))
+
+    def vector(self, ours: str, size: int) -> Parameter:
+        """Float32, stored in any shape under the record's whole name."""
+        (name,) = self.stored(ours).names
+        tensor = torch.empty(size, dtype=torch.float32, device=self.device)
+        return Parameter(self._name(ours), tensor, (Source(name, (size,), flat=True),))
+
+    def experts(self) -> ExpertsSpec:
+        """Of this layer: this rank's part of each expert."""
+        experts = self.config.experts
+        assert experts is not None
+        size, hidden = experts.size, self.config.hidden_size
+        begin, end = self.group.part(size, "expert columns")
+        both = (2 * size, hidden), ((begin, end), (size + begin, size + end)), None
+        columns = None if self.group.size == 1 else (begin, end)
+        down = (hidden, size), ((0, hidden),), columns
+        gate_up_bias: tuple[Source, ...] = ()
+        down_bias: tuple[Source, ...] = ()
+        if experts.bias:
+            gate_up_bias = self._of_experts("experts_gate_up_bias", (2 * size,), both[1], None)
+            down_bias = self._of_experts("experts_down_bias", (hidden,), down[1], None)
+        return ExpertsSpec(
+            self._name("experts"),
+            experts.count,
+            end - begin,
+            hidden,
+            self._of_experts("experts_gate_up", *both),
+            self._of_experts("experts_down", *down),
+            gate_up_bias,
+            down_bias,
+            self.dtype,
+            self.device,
+            experts.act,
+            experts.limit,
+            experts.weigh_input,
+        )
+
+    def _of_experts(
+        self,
+        ours: str,
+        shape: tuple[int, ...],  # of an expert's matrix or vector
+        kept: Sequence[tuple[int, int]],  # of its rows
+        columns: tuple[int, int] | None,
+    ) -> tuple[Source, ...]:
+        """One expert after the other; a matrix is stored whole, or its pieces apart."""
+        assert self.config.experts is not None
+        count, stored = self.config.experts.count, self.stored(ours)
+        order = np.arange(shape[0]) if stored.rows is None else stored.rows(self.config)
+        each, rest = shape[0] // len(stored.names), shape[1:]
+        if len(stored.names) == 1:
+            pieces = [np.concatenate([order[begin:end] for begin, end in kept])]
+        else:
+            pieces = [order[begin:end] % each for begin, end in kept]
+        on_disk = (each, *rest)[::-1] if stored.transposed else (each, *rest)
+        found = []
+        for expert in range(count):
+            for name, rows in zip(stored.names, pieces, strict=True):
+                stacked = "{e}" not in name
+                found.append(
+                    Source(
+                        name.replace("{e}", str(expert)),
+                        (count, *on_disk) if stacked else on_disk,
+                        as_rows(rows),
+                        columns,
+                        stored.transposed,
+                        at=expert if stacked else None,
+                    )
+                )
+        return tuple(found)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
         """Single numbers beside each other, float32: what the checkpoint keeps under these names

@@ -27,16 +27,19 @@ class Xielu:
 class Mlp:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if the checkpoint has no gate."""
 
-    def __init__(self, build: Builder) -> None:
+    def __init__(self, build: Builder, prefix: str = "", size: int = 0) -> None:
+        """prefix: before the record's names of its tensors. size: the inner width, 0 = the
+        model's."""
         config = build.config
-        hidden, inter, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gated = build.has("gate_up")
+        hidden, inter, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias
+        self.gated = build.has(f"{prefix}gate_up")
         self.act = config.hidden_act
         name, sizes = ("gate_up", (inter, inter)) if self.gated else ("up", (inter,))
-        self.up = build.column(name, sizes, hidden, bias=bias)
-        self.down = build.row("down", hidden, inter, bias=bias)
+        self.up = build.column(f"{prefix}{name}", sizes, hidden, bias=bias)
+        self.down = build.row(f"{prefix}down", hidden, inter, bias=bias)
         self.linears = (self.up, self.down)
         self.norms = ()
+        self.stacks = ()
         self.others: tuple[Parameter, ...] = ()
         self.plain: Callable[[Tensor], Tensor]
         if build.has("activation"):

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
 from engine.layers.build import Builder
 from engine.layers.edited_attention import attention_block
+from engine.layers.experts import Experts, Stack
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
@@ -27,10 +28,12 @@ KV = tuple[Tensor, Tensor]
 
 
 class Block(Protocol):
-    """What stands between two norms: attention, an MLP."""
+    """What stands between two norms: attention, an MLP, a mixture of experts."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
+    @property
+    def stacks(self) -> Sequence[Stack]: ...
     @property
     def norms(self) -> Sequence[Norm]: ...
     @property
@@ -86,7 +89,7 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """Attention, then the MLP."""
+    """Attention, then the MLP or the experts in its place."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -105,7 +108,11 @@ class DecoderLayer:
             return Sublayer(block, before, norm(f"{ours}_out_norm", False))
 
         self.attention = sublayer(attention_block(build, tables), "attention")
-        self.mlp = sublayer(Mlp(build), "mlp")
+        experts = config.experts
+        mixed = experts is not None and build.layer in experts.layers
+        self.mlp = sublayer(Experts(build) if mixed else Mlp(build), "mlp")
+        # Layers of one kind launch the same kernels.
+        self.kind = (config.attention[build.layer], mixed)
         self.sublayers = (self.attention, self.mlp)
 
     @property
@@ -119,6 +126,8 @@ class DecoderLayer:
             yield from each.block.others
             for linear in each.block.linears:
                 yield from linear.parameters
+            for stack in each.block.stacks:
+                yield from stack.parameters
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
@@ -240,6 +249,7 @@ class Decoder:
         self.num_bytes = self.loading_bytes + self._tied_bytes(spec)
         self.num_bytes += self.table.num_bytes - self.table.loading_bytes
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
+        self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
         # Those in blocks or words have another number of elements.
         elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
         self.num_parameters = self.table.num_parameters
@@ -250,6 +260,14 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         return chain.from_iterable(layer.linears for layer in self.layers)
+
+    def _stacks(self) -> list[Stack]:
+        return [
+            stack
+            for layer in self.layers
+            for each in layer.sublayers
+            for stack in each.block.stacks
+        ]
 
     def _all_linears(self) -> list[Linear]:
         entrance = [] if self.entrance is None else self.entrance.linears
@@ -320,7 +338,7 @@ class Decoder:
 
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)
-        kinds = {self.config.attention[layer.number]: layer for layer in reversed(self.layers)}
+        kinds = {layer.kind: layer for layer in reversed(self.layers)}
         short.layers = sorted(kinds.values(), key=lambda layer: layer.number)
         return short
 
@@ -348,6 +366,7 @@ class Decoder:
             weight.copy_(normalize(weight.float(), dim=1))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
             list(pool.map(Linear.finish, self._all_linears()))
+            list(pool.map(Stack.finish, self._stacks()))
         self.table.finish()
         if self.head is not None:
             return

@@ -22,6 +22,7 @@ from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.cpu.panels import GATES, Panels
 from kernels.dispatch import Kernels
+from kernels.experts.reference import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,30 @@ class LinearSpec:
         return self.out_features * (self.in_features + self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of a layer before they have weights, as this rank has them.
+
+    size: the inner width. sources: one expert after the other; of gate_up the gate's rows before
+        the up's. Biases have none where the model has none. act, limit, weigh_input: see
+        `ExpertWeights`.
+    """
+
+    name: str
+    count: int
+    size: int
+    hidden: int
+    gate_up: tuple[Source, ...]
+    down: tuple[Source, ...]
+    gate_up_bias: tuple[Source, ...]
+    down_bias: tuple[Source, ...]
+    dtype: torch.dtype
+    device: torch.device
+    act: str
+    limit: float
+    weigh_input: bool
+
+
 class LinearMethod(ABC):
     """Subclasses say how weights are kept and applied; what can be fused with that, they
     override."""
@@ -87,6 +112,29 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
+
+    def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
+        """As create, for the experts of a layer. Raises ConfigError where a method has no way to
+        keep them."""
+        raise ConfigError(
+            f"{spec.name}: this kind of quantized weights has no products for mixtures of experts; "
+            "take a checkpoint in 16 bits",
+            param="quantization",
+        )
+
+    def finish_experts(self, state: Any) -> Any:
+        """As finish."""
+        return state
+
+    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
+        """As packed_bytes."""
+        return None
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """See `Kernels.experts`."""
+        raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
         """Look for a faster apply (add: apply_add) with these states, all of one shape, for these
@@ -186,6 +234,32 @@ class Dense(LinearMethod):
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         return self.kernels.linear(x, state.weight, state.bias)
+
+    def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
+        parameters = []
+
+        def stacked(what: str, sources: tuple[Source, ...], *shape: int) -> Tensor:
+            tensor = torch.empty(spec.count, *shape, dtype=spec.dtype, device=spec.device)
+            rows = tensor.view(spec.count * shape[0], *shape[1:])
+            parameters.append(Parameter(f"{spec.name}.{what}", rows, sources))
+            return tensor
+
+        size, hidden = spec.size, spec.hidden
+        stack = ExpertWeights(
+            stacked("gate_up", spec.gate_up, 2 * size, hidden),
+            stacked("down", spec.down, hidden, size),
+            stacked("gate_up_bias", spec.gate_up_bias, 2 * size) if spec.gate_up_bias else None,
+            stacked("down_bias", spec.down_bias, hidden) if spec.down_bias else None,
+            spec.act,
+            spec.limit,
+            spec.weigh_input,
+        )
+        return stack, parameters
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        return self.kernels.experts(x, weights, ids, state, residual)
 
 
 class DenseCuda(Dense):

@@ -96,7 +96,9 @@ def _match(
                     f"{folder}: tensor {source.name} is missing from the checkpoint", param="model"
                 )
             found = stored[source.name]
-            if found.shape != source.shape:
+            if found.shape != source.shape and not (
+                source.flat and math.prod(found.shape) == math.prod(source.shape)
+            ):
                 raise ConfigError(
                     f"{found.file}: tensor {found.name} has shape {list(found.shape)}, "
                     f"config.json implies {list(source.shape)}",
@@ -110,6 +112,8 @@ def _match(
                 )
             if source.flat:
                 found = replace(found, shape=(math.prod(found.shape),))
+            if source.at is not None:
+                found = found.one_of_stack(source.at, source.shape)
             transfers.append(Transfer(target, source, found))
     for name, tensor in stored.items():
         if name not in wanted:

@@ -54,6 +54,8 @@ class Source:
     rows, columns: those taken, after ``transpose``; None takes all.
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
     flat: of any shape on disk, its elements are taken as a vector, of which rows are.
+    at: the checkpoint keeps several like this in one tensor, along its first axis: this one's
+        number. shape is the whole tensor's.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Source:
     columns: tuple[int, int] | None = None
     transpose: bool = False
     flat: bool = False
+    at: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
         """What is taken of the checkpoint tensor; a view unless rows change their order."""
@@ -79,7 +82,8 @@ class Source:
             return num_rows(self.rows)
         if self.flat:
             return math.prod(self.shape)
-        return self.shape[1] if self.transpose else self.shape[0]
+        shape = self.shape if self.at is None else self.shape[1:]
+        return shape[1] if self.transpose else shape[0]
 
 
 @dataclass(frozen=True, slots=True)

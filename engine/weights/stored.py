@@ -1,6 +1,6 @@
 """StoredTensor: a tensor of a checkpoint as it lies on disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+    def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
+        """Of the tensors along the first axis of this one, seen as of this shape."""
+        each = self.num_bytes // shape[0]
+        offset = self.offset + index * each
+        return replace(self, shape=shape[1:], offset=offset, num_bytes=each)
 
 
 def file_error(file: Path, message: str) -> ConfigError:

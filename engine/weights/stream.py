@@ -117,7 +117,7 @@ class _CpuReader:
             and target.is_contiguous()
             and not source.transpose
             and not isinstance(source.rows, np.ndarray)
-            and (source.columns is None or source.columns == (0, source.shape[1]))
+            and (source.columns is None or source.columns == (0, part.stored.shape[1]))
         )
         raw = (
             target.view(-1).view(torch.uint8) if direct else torch.empty(length, dtype=torch.uint8)

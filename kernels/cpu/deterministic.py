@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import CpuAttention, attention_for
+from kernels.experts.reference import ExpertWeights
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.reference import Kernels
 
@@ -66,6 +67,24 @@ class Deterministic(Kernels):
 
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         return _by_row(super().xielu, x, parameters)
+
+    def experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: ExpertWeights,
+        residual: Tensor | None,
+    ) -> Tensor:
+        given = torch.cat(
+            [
+                super(Deterministic, self).experts(row.clone(), weight, chosen, stack, None)
+                for row, weight, chosen in zip(
+                    x.split(1), weights.split(1), ids.split(1), strict=True
+                )
+            ]
+        )
+        return given if residual is None else residual.add_(given)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         for slot, tokens in step.segments:

@@ -29,6 +29,11 @@ from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noq
 from kernels.attention.decode import attention_decode, plan  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
+from kernels.experts import grouped as moe  # noqa: E402
+from kernels.experts.few import few  # noqa: E402
+from kernels.experts.reference import ExpertWeights  # noqa: E402
+from kernels.experts.routing import CLAMPED, Routing  # noqa: E402
+from kernels.experts.topk import topk  # noqa: E402
 from kernels.gemm.deterministic import TILES, product  # noqa: E402
 from kernels.gemm.gemv import gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
@@ -256,7 +261,55 @@ def adapters(d: Dims) -> None:
             lora_gated(both, x, gate_up, step, gate)
 
 
-PARTS = {part.__name__: part for part in (layers, plain, attention, sampling, assembly, adapters)}
+# Experts, how many a token has, the inner width and the hidden one: Qwen3-30B-A3B, gpt-oss-20b,
+# OLMoE.
+MIXTURES = {
+    "llama-8b": (128, 8, 768, 2048),
+    "qwen3-0.6b": (32, 4, 2880, 2880),
+    "smollm2-135m": (64, 8, 1024, 2048),
+}
+
+
+def experts(d: Dims) -> None:
+    """Choice and products of a layer of a mixture, of a few tokens and of many."""
+    (count, chosen, size, hidden) = next(
+        sizes for name, sizes in MIXTURES.items() if MODELS[name] == d
+    )
+    biased = size == hidden
+    for score, correction in (("softmax", None), ("sigmoid", torch.empty(count))):
+        topk(bf16(3, count), Routing(chosen, score), correction)
+
+    def stack(dtype: torch.dtype) -> ExpertWeights:
+        one = torch.empty(1, 1, 1, dtype=dtype)  # without memory for the rest
+        return ExpertWeights(
+            one.expand(count, 2 * size, hidden),
+            one.expand(count, hidden, size),
+            bf16(count, 2 * size) if biased else None,
+            bf16(count, hidden) if biased else None,
+            CLAMPED if biased else "silu",
+            7.0,
+        )
+
+    weights = stack(torch.bfloat16)
+    for tokens in (1, 8):
+        x, scale, ids = bf16(tokens, hidden), torch.empty(tokens, chosen), int32(tokens, chosen)
+        few(x, scale, ids, weights, x)
+        few(x, scale, ids, weights, None)
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
+        moe.grouped(x, scale, ids, weights, x, tiles)
+    weights.act, weights.weigh_input = "gelu_pytorch_tanh", True
+    few(x[:2], scale[:2], ids[:2], weights, None)
+    moe.grouped(x, scale, ids, weights, None)
+    if not biased:
+        for tiles in (moe.PLAIN, moe.FIXED):
+            moe.grouped(x.float(), scale, ids, stack(torch.float32), None, tiles)
+
+
+PARTS = {
+    part.__name__: part
+    for part in (layers, plain, attention, sampling, assembly, adapters, experts)
+}
 
 
 @pytest.mark.slow
@@ -283,6 +336,23 @@ def test_adapters_are_read_wide(launches: Launches) -> None:
     for name, compiled in launches.seen:
         assert "ld.global.b16" not in compiled.asm["ptx"], name
         assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg" in compiled.asm["ptx"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-8b", "qwen3-0.6b"])
+def test_experts_are_read_wide(model: str, launches: Launches) -> None:
+    """A mask or a stride that the compiler knows too little of makes it read weights two bytes at a
+    time."""
+    experts(MODELS[model])
+    for name, compiled in launches.seen:
+        ptx = compiled.asm["ptx"]
+        if name.startswith("_few_"):
+            weights = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
+            assert weights, name
+            assert all(".v4.b32" in line for line in weights), name
+        if name.startswith("_grouped_"):
+            assert "cp.async.cg" in ptx, name
+            assert "cp.async.ca" not in ptx, name
 
 
 @pytest.mark.slow

@@ -89,6 +89,9 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
         else:
             parameter.add_(torch.randn_like(parameter) * 0.3)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.add_(torch.randn_like(buffer) * 0.3)
 
 
 def rewrite_folder(folder: Path, case: Case) -> None:
@@ -463,6 +466,45 @@ WINDOWS: dict[str, Case] = {
             "window_size": 7,
         },
         drop=(*_GPT, "num_hidden_layers", "num_attention_heads"),
+    ),
+}
+_CHOSEN = {"num_experts": 6, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Mixtures of experts; three layers, of which some are dense where an architecture has such.
+EXPERTS: dict[str, Case] = {
+    "mixtral": Case("mixtral", _LOCAL),
+    "qwen 2 moe": Case(
+        "qwen2_moe",
+        {
+            **_CHOSEN,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen 3 moe": Case(
+        "qwen3_moe",
+        {**_CHOSEN, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
+    ),
+    "gpt-oss": Case("gpt_oss", {**_LOCAL, **_SEVEN, "head_dim": 16}),
+    "glm 4.5": Case("glm4_moe", {**_ROUTED, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    "glm 4.6": Case(
+        "glm4_moe", {**_ROUTED, "use_qk_norm": True, "n_group": 3, "topk_group": 2, "head_dim": 24}
+    ),
+    "solar open": Case("solar_open", {**_ROUTED, "head_dim": 16}),
+    "dots": Case("dots1", {**_ROUTED, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+    "minimax m2": Case("minimax_m2", {**_LOCAL, "head_dim": 16, "rope_parameters": _HALF}),
+    "hy3": Case("hy_v3", {**_CHOSEN, "moe_intermediate_size": 24, "head_dim": 16}),
+    "hunyuan moe": Case("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
+    "olmoe": Case("olmoe", _CHOSEN),
+    "granite moe": Case("granitemoe", {**_GRANITE, **_LOCAL}),
+    "granite moe, shared": Case(
+        "granitemoeshared", {**_GRANITE, **_LOCAL, "shared_intermediate_size": 40}
+    ),
+    "phi 3.5 moe": Case("phimoe", {**_LOCAL, "lm_head_bias": True, "router_jitter_noise": 0.2}),
+    "ernie 4.5 moe": Case(
+        "ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
     ),
 }
 _SLOPES = [2 ** (-8 * (h + 1) / 32) for h in range(32)] + [

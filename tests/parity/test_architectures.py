@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.checkpoints import Paged, adapter_on, load_model
-from tests.parity.cases import ALIBI, CASES, WINDOWS, Case, relative, save
+from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, Case, relative, save
 
 BOUND = 1e-5
-ALL = {**CASES, **WINDOWS, **ALIBI}
+ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
 
@@ -53,7 +53,15 @@ def with_adapter(folder: Path) -> float:
     return relative(beside, Paged(load_model(folder)).run((IDS, list(range(10)), 0))[0])
 
 
-@pytest.mark.parametrize("name", ALL)
+# Of the mixtures, those that the quick stage has; the others differ in names and routers.
+_QUICK = ("qwen 3 moe", "gpt-oss", "glm 4.6")
+_MARKED = [
+    pytest.param(name, marks=pytest.mark.slow if name in EXPERTS and name not in _QUICK else ())
+    for name in ALL
+]
+
+
+@pytest.mark.parametrize("name", _MARKED)
 def test_logits(name: str, tmp_path: Path) -> None:
     """A switch that is read and not applied, a layout taken for ours, a norm in the wrong place:
     each is a model that answers fluently and wrongly. An adapter whose rows stay where the

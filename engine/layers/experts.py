@@ -1,0 +1,117 @@
+"""A mixture of experts in the place of an MLP: each token goes through a few of many small MLPs,
+and through a shared one where the model has it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.layers.build import Builder
+from engine.layers.linear import Linear
+from engine.layers.mlp import Mlp
+from engine.layers.norm import Norm
+from engine.quantization.method import ExpertsSpec
+from engine.weights.parameter import Parameter
+from kernels.metadata import AttentionMeta
+
+
+class Stack:
+    """The experts of one layer, as a LinearMethod keeps them. Each rank has a part of each."""
+
+    def __init__(self, build: Builder) -> None:
+        self.method = build.method
+        self.spec: ExpertsSpec = build.experts()
+        self.state: Any
+        self.parameters: Sequence[Parameter]
+        self.state, self.parameters = self.method.create_experts(self.spec)
+        self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Once finished."""
+        packed = self.method.packed_experts_bytes(self.spec)
+        return self.loading_bytes if packed is None else packed
+
+    def finish(self) -> None:
+        """Call once all parameters are filled."""
+        self.state = self.method.finish_experts(self.state)
+        self.parameters = ()
+
+
+class Experts:
+    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), and the shared MLP."""
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        assert config.experts is not None
+        self.config = experts = config.experts
+        self.kernels, self.group = build.kernels, build.group
+        self.stack = Stack(build)
+        self.router = build.kept("router", experts.count, config.hidden_size)
+        self.others: tuple[Parameter, ...] = (self.router,)
+        self.router_bias: Tensor | None = None
+        self.correction: Tensor | None = None
+        if experts.router_bias:
+            self.router_bias = self._also(build.router_bias())
+        if build.has("router_correction"):
+            self.correction = self._also(build.vector("router_correction", experts.count))
+        self.shared: Mlp | None = None
+        self.shared_gate: Tensor | None = None
+        if experts.shared_size:
+            self.shared = Mlp(build, "shared_", experts.shared_size)
+            if experts.shared_gate:
+                self.shared_gate = self._also(build.kept("shared_gate", 1, config.hidden_size))
+        self.linears: tuple[Linear, ...] = () if self.shared is None else self.shared.linears
+        self.stacks = (self.stack,)
+        self.norms = ()
+
+    def _also(self, parameter: Parameter) -> Tensor:
+        self.others += (parameter,)
+        return parameter.tensor
+
+    @property
+    def activations(self) -> int:
+        experts, hidden = self.config, self.stack.spec.hidden
+        inside = experts.routing.chosen * (self.stack.spec.size + hidden) + experts.count + hidden
+        return inside + (0 if self.shared is None else self.shared.activations + hidden)
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
+        there is one."""
+        if norm is not None:
+            x = norm(x)
+        elif residual is x:
+            x = x.clone()
+        logits = self.kernels.linear(x, self.router.tensor, self.router_bias)
+        weights, ids = self.kernels.route(logits, self.config.routing, self.correction)
+        out = self._shared(x, kv, meta, residual)
+        add_to = out if self.group.size == 1 else None
+        given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, add_to)
+        if add_to is None:
+            given = self.group.all_reduce(given)
+            given = given if out is None else out.add_(given)
+        return given
+
+    def _shared(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        residual: Tensor | None,
+    ) -> Tensor | None:
+        if self.shared is None:
+            return residual
+        if self.shared_gate is None:
+            return self.shared.forward(x, kv, meta, residual=residual)
+        given = self.shared.forward(x, kv, meta)
+        opened = torch.sigmoid(self.kernels.linear(x, self.shared_gate, None))
+        return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)

@@ -1,0 +1,187 @@
+"""Experts of a few tokens: each (token, expert) pair streams its expert's weights, at the speed of
+memory. Two launches: gate, up and activation; down, the router's weights, their sum and the
+residual. What pairs of one expert read twice comes from the L2 cache."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts.gate import code, gated
+from kernels.experts.reference import ExpertWeights
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+MOST = 8  # tokens; from more on experts are met so often that grouping pays
+
+
+@triton.jit
+def _few_up_kernel(
+    x,  # [tokens, WIDTH]
+    weights,  # [tokens, CHOSEN]
+    ids,  # [tokens, CHOSEN]
+    gate_up,  # [experts, 2 * SIZE, WIDTH]
+    bias,  # [experts, 2 * SIZE]
+    inner,  # [tokens * CHOSEN, SIZE]
+    limit,
+    CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    ROWS: tl.constexpr,  # of gate_up a program owns: gate and up in turns
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    index = tl.arange(0, ROWS)
+    mine = tl.program_id(0) * (ROWS // 2) + index // 2
+    source = mine + (index % 2) * SIZE
+    exists = mine < SIZE
+    column = tl.arange(0, COLUMNS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(ids + pair).to(tl.int64)
+    x_at = x + (pair // CHOSEN).to(tl.int64) * WIDTH + column
+    row = expert * (2 * SIZE) + source
+    at = gate_up + row[:, None] * WIDTH + column[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    mask = exists[:, None] & (column < WIDTH)[None, :]
+    weight = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    for start in range(0, WIDTH, COLUMNS):
+        value = tl.load(x_at + start, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        # The next tile is on its way while this one is used.
+        mask = exists[:, None] & (start + COLUMNS + column < WIDTH)[None, :]
+        ahead = tl.load(at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
+        acc += weight.to(tl.float32) * value[None, :]
+        weight = ahead
+    y = tl.sum(acc, axis=1)
+    if WEIGH:
+        y *= tl.load(weights + pair)
+    if BIAS:
+        y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
+    out = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    value = gated(gate, up, limit, ACT)
+    at_out = inner + pair.to(tl.int64) * SIZE + out
+    tl.store(at_out, value.to(inner.dtype.element_ty), mask=out < SIZE)
+
+
+@triton.jit
+def _few_down_kernel(
+    inner,  # [tokens * CHOSEN, SIZE]
+    weights,
+    ids,
+    down,  # [experts, WIDTH, SIZE]
+    bias,  # [experts, WIDTH]
+    residual,  # [tokens, WIDTH]
+    out,  # [tokens, WIDTH]
+    CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    ADD: tl.constexpr,
+    PLACES: tl.constexpr,  # a power of two, at least CHOSEN
+    ROWS: tl.constexpr,  # outputs a program owns
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(1)
+    index = tl.arange(0, PLACES * ROWS)
+    place = index // ROWS
+    mine = tl.program_id(0) * ROWS + index % ROWS
+    exists = (place < CHOSEN) & (mine < WIDTH)
+    column = tl.arange(0, COLUMNS)
+    pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(ids + pair).to(tl.int64)
+    row = expert * WIDTH + mine
+    at = down + row[:, None] * SIZE + column[None, :]
+    inner_at = inner + pair.to(tl.int64)[:, None] * SIZE + column[None, :]
+    acc = tl.zeros([PLACES * ROWS, COLUMNS], tl.float32)
+    mask = exists[:, None] & (column < SIZE)[None, :]
+    weight = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    for start in range(0, SIZE, COLUMNS):
+        here = exists[:, None] & (start + column < SIZE)[None, :]
+        value = tl.load(inner_at + start, mask=here, other=0.0).to(tl.float32)
+        mask = exists[:, None] & (start + COLUMNS + column < SIZE)[None, :]
+        ahead = tl.load(at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
+        acc += weight.to(tl.float32) * value
+        weight = ahead
+    y = tl.sum(acc, axis=1)
+    if BIAS:
+        y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+    if not WEIGH:
+        y *= tl.load(weights + pair, mask=exists, other=0.0)
+    total = tl.sum(tl.reshape(y, (PLACES, ROWS)), axis=0)
+    outs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at_out = token.to(tl.int64) * WIDTH + outs
+    if ADD:
+        total += tl.load(residual + at_out, mask=outs < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + at_out, total.to(out.dtype.element_ty), mask=outs < WIDTH)
+
+
+def few(
+    x: Tensor,  # [1 .. MOST, hidden]
+    weights: Tensor,
+    ids: Tensor,
+    stack: ExpertWeights,
+    residual: Tensor | None,
+    *,
+    up: tuple[int, int, int] = (4, 512, 1),  # ROWS, COLUMNS, warps
+    down: tuple[int, int, int] = (0, 256, 1),  # ROWS 0: eight rows of weights at once
+) -> Tensor:
+    """See `kernels.reference.Kernels.experts`."""
+    tokens, width = x.shape
+    chosen = ids.shape[1]
+    size = stack.down.shape[2]
+    inner = x.new_empty((tokens * chosen, size))
+    rows, columns, warps = up
+    _few_up_kernel[(triton.cdiv(size, rows // 2), tokens * chosen)](
+        x,
+        weights,
+        ids,
+        stack.gate_up,
+        stack.gate_up_bias,
+        inner,
+        stack.limit,
+        CHOSEN=chosen,
+        SIZE=size,
+        WIDTH=width,
+        ACT=code(stack.act),
+        BIAS=stack.gate_up_bias is not None,
+        WEIGH=stack.weigh_input,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=warps,
+        **pdl(x.device),
+    )
+    out = torch.empty_like(x) if residual is None else residual
+    places = triton.next_power_of_2(chosen)
+    rows, columns, warps = down
+    rows = rows or max(1, 8 // places)
+    _few_down_kernel[(triton.cdiv(width, rows), tokens)](
+        inner,
+        weights,
+        ids,
+        stack.down,
+        stack.down_bias,
+        residual,
+        out,
+        CHOSEN=chosen,
+        SIZE=size,
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        ADD=residual is not None,
+        PLACES=places,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=warps,
+        **pdl(x.device),
+    )
+    return out

@@ -1,0 +1,25 @@
+"""act(gate) * up of experts, inside a kernel."""
+
+import triton
+import triton.language as tl
+
+from kernels.activation import _CODES, _act
+from kernels.experts.routing import CLAMPED
+
+_CLAMPED = 16
+
+
+@triton.jit
+def gated(gate, up, limit, ACT: tl.constexpr):
+    """float32 of one shape. ACT: of `code`; 16: gpt-oss's clamped one."""
+    if ACT == 16:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        y = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    else:
+        y = _act(gate, ACT) * up
+    return y
+
+
+def code(act: str) -> int:
+    return _CLAMPED if act == CLAMPED else _CODES[act]

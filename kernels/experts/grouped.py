@@ -1,0 +1,333 @@
+"""Experts of many tokens: (token, expert) pairs sorted by expert, then a matrix product for each
+expert that is met, over the tokens that meet it.
+
+Four launches: sort; gate, up and activation; down and the router's weights; the sum over a token's
+experts with the residual. Grids are bounds that the number of pairs gives, so that nothing is read
+back: a program finds its expert in the sorted counts, and those that are too many end at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts.gate import code, gated
+from kernels.experts.reference import ExpertWeights
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+class Tile(NamedTuple):
+    rows: int  # pairs of one expert
+    outs: int  # rows of the weight; of gate_up so many of the gate's and as many of the up's
+    depth: int  # columns a turn
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    up: Tile
+    down: Tile
+
+
+# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits.
+TILES: tuple[tuple[float, Tiles], ...] = (
+    (16, Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
+    (32, Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
+    (96, Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
+    (float("inf"), Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4))),
+)
+# For 32-bit weights, and where a row's numbers may not depend on how many rows there are.
+PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
+FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort_kernel(
+    ids,  # [pairs]
+    order,  # [pairs]: sorted place -> pair
+    starts,  # [EXPERTS + 1]: the first place of each expert
+    pairs,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    below = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        chosen = tl.load(ids + start + at, mask=start + at < pairs, other=EXPERTS)
+        below += (chosen < expert).to(tl.int32)
+    place = tl.sum(below, axis=0)
+    tl.store(starts + expert, place)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, pairs)
+    for start in range(0, pairs, BLOCK):
+        chosen = tl.load(ids + start + at, mask=start + at < pairs, other=EXPERTS)
+        mine = (chosen == expert).to(tl.int32)
+        rank = tl.cumsum(mine, axis=0) - mine
+        tl.store(order + place + rank, start + at, mask=mine == 1)
+        place += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a block of ROWS sorted pairs (EXPERTS: there is none), its first place, and the
+    first place behind the expert's."""
+    expert = tl.arange(0, BLOCK)
+    exists = expert < EXPERTS
+    first = tl.load(starts + expert, mask=exists, other=0)
+    behind = tl.load(starts + expert + 1, mask=exists, other=0)
+    blocks = (behind - first + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, axis=0)
+    before = (ends <= block) & exists
+    found = tl.sum(before.to(tl.int32), axis=0)
+    skipped = tl.sum(tl.where(before, blocks, 0), axis=0)
+    here = expert == found
+    place = tl.sum(tl.where(here, first, 0), axis=0) + (block - skipped) * ROWS
+    return found, place, tl.sum(tl.where(here, behind, 0), axis=0)
+
+
+@triton.jit
+def _grouped_up_kernel(
+    x,  # [tokens, WIDTH]
+    weights,  # [pairs]
+    order,
+    starts,
+    gate_up,  # [EXPERTS, 2 * SIZE, WIDTH]
+    bias,  # [EXPERTS, 2 * SIZE]
+    inner,  # [pairs, SIZE], in sorted order
+    limit,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least EXPERTS
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
+    if expert == EXPERTS:
+        return
+    row = place + tl.arange(0, ROWS)
+    exists = row < behind
+    pair = tl.load(order + row, mask=exists, other=0)
+    column = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    depth = tl.arange(0, DEPTH)
+    x_at = x + (pair // CHOSEN).to(tl.int64)[:, None] * WIDTH + depth[None, :]
+    source = expert.to(tl.int64) * (2 * SIZE) + column
+    gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
+    up_at = gate_at + SIZE * WIDTH
+    gate = tl.zeros([ROWS, OUTS], tl.float32)
+    up = tl.zeros([ROWS, OUTS], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        inside = (start + depth < WIDTH)[None, :]
+        mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
+        xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
+        gates = tl.load(gate_at + start, mask=mask, other=0.0)
+        ups = tl.load(up_at + start, mask=mask, other=0.0)
+        gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
+        up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+    if WEIGH:
+        weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
+        gate *= weight
+        up *= weight
+    if BIAS:
+        gate += tl.load(bias + source, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + source + SIZE, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
+    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(inner + at, value, mask=exists[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def _grouped_down_kernel(
+    inner,  # [pairs, SIZE], in sorted order
+    weights,  # [pairs]
+    order,
+    starts,
+    down,  # [EXPERTS, WIDTH, SIZE]
+    bias,  # [EXPERTS, WIDTH]
+    given,  # [pairs, WIDTH]
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
+    if expert == EXPERTS:
+        return
+    row = place + tl.arange(0, ROWS)
+    exists = row < behind
+    column = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    depth = tl.arange(0, DEPTH)
+    x_at = inner + row.to(tl.int64)[:, None] * SIZE + depth[None, :]
+    source = expert.to(tl.int64) * WIDTH + column
+    w_at = down + source[:, None] * SIZE + depth[None, :]
+    acc = tl.zeros([ROWS, OUTS], tl.float32)
+    for start in range(0, SIZE, DEPTH):
+        inside = (start + depth < SIZE)[None, :]
+        mask = inside if WIDTH % OUTS == 0 else (column < WIDTH)[:, None] & inside
+        xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
+        ws = tl.load(w_at + start, mask=mask, other=0.0)
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + source, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    pair = tl.load(order + row, mask=exists, other=0)
+    if not WEIGH:
+        acc *= tl.load(weights + pair, mask=exists, other=0.0)[:, None]
+    at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    mask = exists[:, None] & (column < WIDTH)[None, :]
+    tl.store(given + at, acc.to(given.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    given,  # [tokens * CHOSEN, WIDTH]
+    residual,  # [tokens, WIDTH]
+    out,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < WIDTH
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        at = (token * CHOSEN + place) * WIDTH + column
+        total += tl.load(given + at, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + token * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=exists)
+
+
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return PLAIN
+    return next(tiles for most, tiles in TILES if pairs / experts <= most)
+
+
+def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """ids [tokens, chosen] -> order [pairs] and starts [experts + 1], int32: the pairs of expert e
+    are order[starts[e] : starts[e + 1]], ascending."""
+    pairs = ids.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    block = min(2048, max(128, triton.next_power_of_2(pairs)))
+    _sort_kernel[(experts,)](
+        ids, order, starts, pairs, EXPERTS=experts, BLOCK=block, num_warps=4, **pdl(ids.device)
+    )
+    return order, starts
+
+
+def grouped(
+    x: Tensor,  # [tokens, hidden], any number of them
+    weights: Tensor,
+    ids: Tensor,
+    stack: ExpertWeights,
+    residual: Tensor | None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """See `kernels.reference.Kernels.experts`."""
+    tokens, width = x.shape
+    chosen, pairs = ids.shape[1], ids.numel()
+    experts, _, size = stack.down.shape
+    out = torch.empty_like(x) if residual is None else residual
+    if not tokens:
+        return out
+    order, starts = sort(ids, experts)
+    tiles = tiles or tiles_for(pairs, experts, x.dtype)
+    inner, given = x.new_empty((pairs, size)), x.new_empty((pairs, width))
+    block = triton.next_power_of_2(experts)
+
+    def grid(tile: Tile, outs: int) -> tuple[int]:
+        # An expert that is met has at most one block that is not full.
+        return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
+
+    def shape(tile: Tile) -> dict[str, int]:
+        return {
+            "BLOCK": block,
+            "ROWS": tile.rows,
+            "OUTS": tile.outs,
+            "DEPTH": tile.depth,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+    _grouped_up_kernel[grid(tiles.up, size)](
+        x,
+        weights,
+        order,
+        starts,
+        stack.gate_up,
+        stack.gate_up_bias,
+        inner,
+        stack.limit,
+        EXPERTS=experts,
+        CHOSEN=chosen,
+        SIZE=size,
+        WIDTH=width,
+        ACT=code(stack.act),
+        BIAS=stack.gate_up_bias is not None,
+        WEIGH=stack.weigh_input,
+        **shape(tiles.up),
+        **pdl(x.device),
+    )
+    _grouped_down_kernel[grid(tiles.down, width)](
+        inner,
+        weights,
+        order,
+        starts,
+        stack.down,
+        stack.down_bias,
+        given,
+        EXPERTS=experts,
+        SIZE=size,
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        **shape(tiles.down),
+        **pdl(x.device),
+    )
+    columns = min(1024, triton.next_power_of_2(width))
+    _sum_kernel[(tokens, triton.cdiv(width, columns))](
+        given,
+        residual,
+        out,
+        CHOSEN=chosen,
+        WIDTH=width,
+        ADD=residual is not None,
+        BLOCK=columns,
+        num_warps=4,
+        **pdl(x.device),
+    )
+    return out

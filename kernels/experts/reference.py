@@ -1,0 +1,95 @@
+"""Mixtures of experts in plain torch: the oracle of every back end."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, relu, silu
+
+from kernels.experts.routing import CLAMPED, Routing
+
+CLAMPED_ALPHA = 1.702
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """The experts of one layer, stacked.
+
+    act: a key of `Kernels.GATES`, or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
+        at most `limit` and up within [-limit, limit] (gpt-oss).
+    weigh_input: a token's weight multiplies what its expert reads, not what it gives (Llama 4).
+    """
+
+    gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's
+    down: Tensor  # [experts, hidden, size]
+    gate_up_bias: Tensor | None  # [experts, 2 * size]
+    down_bias: Tensor | None  # [experts, hidden]
+    act: str = "silu"
+    limit: float = 0.0
+    weigh_input: bool = False
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [n, experts] -> weights [n, chosen] float32 and experts [n, chosen] int32.
+
+    correction [experts] float32: is added to scores for the choice alone.
+    """
+    logits = logits.float()
+    if routing.score == "mixer":
+        return _sparse_mixer(logits, routing.jitter)
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    choice = logits if correction is None else scores + correction
+    if routing.groups > 1:
+        grouped = choice.unflatten(-1, (routing.groups, -1))
+        best = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        kept = best.topk(routing.top_groups, dim=-1).indices
+        hidden = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        choice = grouped.masked_fill(hidden[..., None], float("-inf")).flatten(-2)
+    ids = choice.topk(routing.chosen, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if routing.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_(min=1e-20)
+    return weights * routing.scale, ids.int()
+
+
+def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Phi-3.5-MoE: the best expert, weighted among those close to it, then the same once more
+    without it."""
+    weights, ids = [], []
+    left = logits
+    for _ in range(2):
+        top, chosen = left.max(-1, keepdim=True)
+        far = (top - logits) / logits.abs().clamp(min=top) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+        ids.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(ids, -1).int()
+
+
+def gated(gate: Tensor, up: Tensor, act: str, limit: float) -> Tensor:
+    if act == CLAMPED:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(CLAMPED_ALPHA * gate)
+    functions = {"silu": silu, "gelu": gelu, "relu": relu}
+    if act == "gelu_pytorch_tanh":
+        return gelu(gate, approximate="tanh") * up
+    return functions[act](gate) * up
+
+
+def experts(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
+) -> Tensor:
+    """See `kernels.reference.Kernels.experts`."""
+    out = torch.zeros_like(x) if residual is None else residual
+    for expert in ids.unique().tolist():
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        mine, weight = x.index_select(0, tokens), weights[tokens, place, None].to(x.dtype)
+        if stack.weigh_input:
+            mine = mine * weight
+        bias = None if stack.gate_up_bias is None else stack.gate_up_bias[expert]
+        gate, up = linear(mine, stack.gate_up[expert].to(x.dtype), bias).chunk(2, dim=-1)
+        bias = None if stack.down_bias is None else stack.down_bias[expert]
+        inner = gated(gate, up, stack.act, stack.limit)
+        given = linear(inner, stack.down[expert].to(x.dtype), bias)
+        out.index_add_(0, tokens, given if stack.weigh_input else given * weight)
+    return out

@@ -1,0 +1,92 @@
+"""The choice of experts in one launch: scores of a router's logits, the best, their weights."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts.routing import Routing
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+@triton.jit
+def _topk_kernel(
+    logits,  # [tokens, EXPERTS]
+    correction,  # [EXPERTS]
+    weights,  # [tokens, CHOSEN]
+    ids,  # [tokens, CHOSEN]
+    scale,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECT: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,  # of experts
+    PLACES: tl.constexpr,  # a power of two, at least CHOSEN
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    exists = expert < EXPERTS
+    if CORRECT:
+        added = tl.load(correction + expert, mask=exists, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logit = tl.load(logits + token * EXPERTS + expert, mask=exists, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - tl.max(logit, axis=0))
+        score = score / tl.sum(score, axis=0)
+    choice = logit
+    if CORRECT:
+        choice = tl.where(exists, score + added, float("-inf"))
+    place = tl.arange(0, PLACES)
+    found = tl.zeros([PLACES], tl.int32)
+    weight = tl.zeros([PLACES], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        # Of numbers that are none it may be any: it must be an expert all the same.
+        best = tl.minimum(tl.argmax(choice, axis=0), EXPERTS - 1)
+        mine = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
+        found = tl.where(place == i, best, found)
+        weight = tl.where(place == i, mine, weight)
+        choice = tl.where(expert == best, float("-inf"), choice)
+    if RENORMALISE:
+        weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-20)
+    at = token * CHOSEN + place
+    tl.store(weights + at, weight * scale, mask=place < CHOSEN)
+    tl.store(ids + at, found, mask=place < CHOSEN)
+
+
+def fits(routing: Routing) -> bool:
+    """Without groups of experts, and not the sparse mixer."""
+    return routing.groups == 1 and routing.score in ("softmax", "sigmoid")
+
+
+def topk(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.Kernels.route`."""
+    tokens, experts = logits.shape
+    chosen = routing.chosen
+    weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
+    if tokens:
+        block = triton.next_power_of_2(experts)
+        _topk_kernel[(tokens,)](
+            logits,
+            correction,
+            weights,
+            ids,
+            routing.scale,
+            EXPERTS=experts,
+            CHOSEN=chosen,
+            SIGMOID=routing.score == "sigmoid",
+            CORRECT=correction is not None,
+            RENORMALISE=routing.renormalise,
+            BLOCK=block,
+            PLACES=triton.next_power_of_2(chosen),
+            num_warps=1 if block <= 128 else 2,
+            **pdl(logits.device),
+        )
+    return weights, ids

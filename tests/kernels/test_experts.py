@@ -1,0 +1,177 @@
+"""Experts in Triton against plain torch in float64: the choice, the sort, few tokens and many."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.experts import reference
+from kernels.experts.few import MOST, few
+from kernels.experts.grouped import FIXED, TILES, Tiles, grouped, sort
+from kernels.experts.reference import ExpertWeights
+from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.topk import topk
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+
+pytestmark = pytest.mark.triton
+# In the interpreter a launch takes seconds.
+CASES = [
+    (DTYPES[0], "silu"),
+    pytest.param(DTYPES[0], CLAMPED, marks=pytest.mark.slow),
+    pytest.param(DTYPES[1], "gelu_pytorch_tanh", marks=pytest.mark.slow),
+]
+
+
+def stack(
+    experts: int, size: int, hidden: int, dtype: torch.dtype, act: str, *, weigh: bool = False
+) -> ExpertWeights:
+    """With biases where gpt-oss has them."""
+    biased = act == CLAMPED
+    return ExpertWeights(
+        random(experts, 2 * size, hidden, dtype=dtype) / hidden**0.5,
+        random(experts, hidden, size, dtype=dtype) / size**0.5,
+        random(experts, 2 * size, dtype=dtype) if biased else None,
+        random(experts, hidden, dtype=dtype) if biased else None,
+        act,
+        0.7 if biased else 0.0,
+        weigh,
+    )
+
+
+def double(weights: ExpertWeights) -> ExpertWeights:
+    tensors = {
+        name: None if (tensor := getattr(weights, name)) is None else tensor.double()
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
+    }
+    return replace(weights, **tensors)
+
+
+def chosen(tokens: int, experts: int, count: int, *, skewed: bool = False) -> tuple[Tensor, Tensor]:
+    """Different experts for each token; skewed: the first few experts get nearly all."""
+    scores = torch.rand(tokens, experts, device=DEVICE)
+    if skewed:
+        scores[:, count:] *= 0.3
+    weights, ids = scores.topk(count, dim=-1)
+    return weights.contiguous(), ids.int().contiguous()
+
+
+def error(
+    tokens: int,
+    weights: ExpertWeights,
+    count: int,
+    *,
+    residual: bool,
+    tiles: Tiles | None = None,
+    skewed: bool = False,
+) -> float:
+    experts, hidden, _ = weights.down.shape
+    x = random(tokens, hidden, dtype=weights.down.dtype)
+    scale, ids = chosen(tokens, experts, count, skewed=skewed)
+    before = random(tokens, hidden, dtype=x.dtype) if residual else None
+    want = reference.experts(
+        x.double(),
+        scale.double(),
+        ids,
+        double(weights),
+        None if before is None else before.double(),
+    )
+    if tokens <= MOST and tiles is None:
+        out = few(x, scale, ids, weights, before)
+    else:
+        out = grouped(x, scale, ids, weights, before, tiles)
+    if before is not None:
+        assert out is before
+    return row_error(out, want)
+
+
+@pytest.mark.parametrize(("dtype", "act"), CASES)
+def test_few_tokens(dtype: torch.dtype, act: str) -> None:
+    """Sizes that fill no tile; three experts a token, where places are four."""
+    for tokens, weigh in ((1, False), (3, True)):
+        weights = stack(6, 40, 72, dtype, act, weigh=weigh and act != CLAMPED)
+        assert error(tokens, weights, 3, residual=tokens == 1) < 2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "act"), CASES)
+def test_many_tokens(dtype: torch.dtype, act: str) -> None:
+    """Experts with no token, one, and more than a block; sizes that fill no tile."""
+    for tokens, skewed in ((9, False), (70, True)):
+        weights = stack(11, 40, 72, dtype, act, weigh=skewed and act != CLAMPED)
+        got = error(tokens, weights, 3, residual=not skewed, skewed=skewed)
+        assert got < 2 * BOUND[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])
+def test_every_tile(dtype: torch.dtype) -> None:
+    """Which are chosen by the number of tokens alone."""
+    weights = stack(3, 40, 72, dtype, "silu")
+    for tiles in (*(tiles for _, tiles in TILES), FIXED):
+        got = error(150, weights, 2, residual=True, tiles=tiles, skewed=True)
+        assert got < 2 * BOUND[dtype]
+
+
+@pytest.mark.slow
+def test_a_row_is_a_row() -> None:
+    """Deterministic mode: a token's numbers do not depend on its neighbours."""
+    dtype = DTYPES[0]
+    weights = stack(5, 40, 72, dtype, "silu")
+    x, (scale, ids) = random(90, 72, dtype=dtype), chosen(90, 5, 2)
+    whole = grouped(x, scale, ids, weights, None, FIXED)
+    some = torch.tensor([3, 50, 89], device=DEVICE)
+    part = grouped(x[some], scale[some], ids[some], weights, None, FIXED)
+    assert torch.equal(part, whole[some])
+
+
+def test_sort() -> None:
+    """Each expert's pairs, in their order; experts that nobody chose have none."""
+    for tokens in (1, 40, 600):
+        _, ids = chosen(tokens, 9, 4, skewed=True)
+        ids[ids == 7] = 8
+        order, starts = sort(ids, 9)
+        assert starts.tolist()[-1] == ids.numel()
+        for expert in range(9):
+            mine = order[starts[expert] : starts[expert + 1]]
+            assert mine.tolist() == (ids.flatten() == expert).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("experts", [6, 200])
+def test_choice(score: str, corrected: bool, experts: int) -> None:
+    """Numbers of experts that are no power of two; a correction that changes weights, too."""
+    logits = random(3, experts) * 2
+    correction = random(experts) if corrected else None
+    for renormalise, chosen in ((True, 1), (False, 5)):
+        routing = Routing(chosen, score, renormalise, 2.5)
+        weights, ids = topk(logits, routing, correction)
+        want, want_ids = reference.route(logits, routing, correction)
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights, want)
+
+
+def test_numbers_that_are_none() -> None:
+    """What pads a captured step may hold anything, and must still meet an expert that is there."""
+    logits = torch.full((2, 6), float("nan"), device=DEVICE)
+    _, ids = topk(logits, Routing(3), None)
+    assert all(0 <= expert < 6 for expert in ids.flatten().tolist())
+
+
+def test_routing_by_groups() -> None:
+    """Two experts of the best group alone, though another group has the best expert."""
+    scores = torch.tensor([[0.9, 0.0, 0.1, 0.1, 0.8, 0.7]]).logit(eps=1e-6)
+    routing = Routing(2, "sigmoid", True, 1.0, 3, 1, 2)
+    weights, ids = reference.route(scores, routing, None)
+    assert ids.tolist() == [[4, 5]]
+    torch.testing.assert_close(weights, torch.tensor([[0.8, 0.7]]) / 1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 8, 768, 2048), (32, 4, 2880, 2880)])
+def test_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None:
+    """Qwen3-30B-A3B's layer and gpt-oss-20b's, from one token to a whole step's prompt."""
+    experts, count, size, hidden = sizes
+    weights = stack(experts, size, hidden, torch.bfloat16, CLAMPED if size == hidden else "silu")
+    for tokens in (1, 2, 8, 9, 64, 256, 1024, 8192):
+        assert error(tokens, weights, count, residual=True) < 2 * BOUND[torch.bfloat16], tokens
