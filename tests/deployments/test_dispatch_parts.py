@@ -11,6 +11,7 @@ import pytest
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
+from deployments.router.admission.request_queue import RequestQueue, RequestQueueLimits
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
@@ -19,8 +20,9 @@ from deployments.router.placement import Placement
 from deployments.router.replica_client import ReplicaEndpoint
 from deployments.router.replica_clients import ReplicaClients
 from deployments.routing.fleet import Fleet
+from deployments.routing.step_cost import StepCost
 from deployments.transport.channel import Submit
-from engine.errors import MantaError
+from engine.errors import MantaError, Overloaded
 from engine.messages import Abort, EngineStats, Failed
 from engine.sampling_params import SamplingParams
 
@@ -203,3 +205,33 @@ def test_cards_are_of_the_shortest_replica_and_of_each_adapter():
     assert set(cards.by_name) == {"m", "a"}
     adapter = cards.by_name["a"]
     assert (adapter.max_model_len, adapter.parent, adapter.created) == (950, "m", 5)
+
+
+async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_ends_soon():
+    """With nothing waiting, each refused request was parsed and tokenised first; and it was sent to
+    wait in an engine whose whole batch went on for a minute."""
+    parts = Parts(a=published())
+    state = parts.clients["a"].state
+    sent: list[InflightRequest] = []
+    queue = RequestQueue(
+        RequestQueueLimits(),
+        parts.fleet,
+        parts.all_inflight,
+        Random(1).random,
+        lambda: 4096,
+        lambda inflight, roomy: sent.append(inflight),
+    )
+    queue.admit("a key")  # a row is free
+    running = [parts.inflight() for _ in range(8)]
+    for one in running:
+        parts.placement.place(one.choices)
+    state.steps.cost = StepCost(10.0, 0.0, 0.0)  # each has nine tokens to come
+    stats = EngineStats(rows=8, running=8, routers=1)
+    taken = [choice.id for one in running for choice in one.choices]
+    parts.fleet.observe(state, stats, taken, 0.0)
+    assert state.room() > 0, "choices may wait there"
+    with pytest.raises(Overloaded) as refused:
+        queue.admit("a key")
+    assert refused.value.retry_after == 60.0
+    with pytest.raises(Overloaded):
+        queue.check(running[0].request)

@@ -108,7 +108,7 @@ def test_every_algorithm_of_the_search(add: bool) -> None:
         assert len(search.timed) > offered
         for place, (_, algorithm) in enumerate(search.timed):
             y = residual.clone() if add else torch.empty_like(residual)
-            search.product.run(algorithm, x, weights[0], y)
+            search.matmul.run(algorithm, x, weights[0], y)
             assert row_error(y, ref) < BOUND[torch.bfloat16], (rows, place)
         cublaslt_tune.tune(weights, [rows, 10**4], add)
         if add:

@@ -77,12 +77,14 @@ class RequestQueue:
         """Raises Overloaded if an average request of this key would be refused."""
         if self._queue:
             self._check(key, 0, self._queue.tokens / len(self._queue), None)
+        elif self._ready() and not self._free():
+            self._check(key, 0, 0.0, None)
 
     def check(self, request: GenerationRequest) -> bool:
         """Whether a replica has room for it now; if not, it may wait. Raises MantaError."""
-        roomy = [] if self._queue else self._roomy()
-        if any(one.free_rows() > 0 for one in roomy):
+        if not self._queue and self._free():
             return True
+        roomy = [] if self._queue else self._roomy()
         if self.choices >= self._limits.waiting and not self._ready():
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=5)
@@ -147,6 +149,10 @@ class RequestQueue:
 
     def _roomy(self) -> list[ReplicaState]:
         return [one for one in self._fleet.replicas.values() if one.available and one.room() > 0]
+
+    def _free(self) -> bool:
+        """Whether a replica with room has a row for one more choice."""
+        return any(one.free_rows() > 0 for one in self._roomy())
 
     def _ready(self) -> bool:
         return any(one.available for one in self._fleet.replicas.values())
