@@ -176,6 +176,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             strict=http.strict,
             cors_origins=tuple(http.cors_origins),
             keepalive_seconds=http.keepalive_seconds,
+            store_bytes=http.store_bytes,
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,

@@ -17,6 +17,7 @@ from typing import Any
 
 from deployments.resuming import PATIENCE, ResumableStream
 
+_STREAMS = ("/completions", "/responses", "/messages")
 _NOWHERE = b'"code":"not_found"'  # a model that is not there has another code
 
 
@@ -273,7 +274,7 @@ def _stream_class(httpx: Any, base: str, of: type) -> Any:
 
 
 def _is_completion(request: Any) -> bool:
-    return request.method == "POST" and request.url.path.endswith("/completions")
+    return request.method == "POST" and request.url.path.endswith(_STREAMS)
 
 
 def _is_stream(response: Any) -> bool:

@@ -16,12 +16,21 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts; they double
 _LONGEST_TOLD = 5.0  # of what a server says itself
 # While its parts come back a service may say any of these, and Serve's edge 404 for a moment.
 _AGAIN = frozenset({404, 408, 425, 429, 500, 502, 503, 504})
+# How the last event of a response or a message begins; chats end with [DONE].
+_ENDS = tuple(
+    b'{"type":"%b"' % kind
+    for kind in (
+        *(b"response.completed", b"response.incomplete", b"response.failed"),
+        *(b"message_stop", b"error"),
+    )
+)
 
 
 class ResumableStream:
     """One streamed answer in all its parts. patience: seconds without news until it is given up.
 
-    finished: the stream has come to its end, by [DONE] or by an error that the server has told.
+    finished: the stream has come to its end, by [DONE], by the last event of its dialect or by an
+    error that the server has told.
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
@@ -67,7 +76,7 @@ class ResumableStream:
         if not data:
             return
         text = b"\n".join(data)
-        if text == b"[DONE]" or _is_error(text):
+        if text == b"[DONE]" or text.startswith(_ENDS) or _is_error(text):
             self.finished = True
         elif id:
             self._last = id

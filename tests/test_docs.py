@@ -93,10 +93,20 @@ def test_models_page_is_current() -> None:
 
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
+    from deployments.api.agents.fields import (
+        RESPONSES,
+        RESPONSES_IGNORED,
+        RESPONSES_REFUSED,
+        RESPONSES_REPEATED,
+    )
     from deployments.api.generation.fields import CHAT, COMPLETION
 
     page = (DOCS / "http.md").read_text("utf-8")
     missing = [name for name in sorted(CHAT | COMPLETION) if f"`{name}`" not in page]
+    of_responses = page.split("\n## Responses\n")[1].split("\n## ")[0]
+    others = {*RESPONSES_REPEATED, *RESPONSES_IGNORED, *RESPONSES_REFUSED}
+    missing += [name for name in sorted(others) if f"`{name}`" not in of_responses]
+    missing += [name for name in sorted(RESPONSES - CHAT) if f"`{name}`" not in of_responses]
     assert not missing
 
 

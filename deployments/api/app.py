@@ -5,7 +5,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,6 +13,10 @@ import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api import adapters
+from deployments.api.agents import responses
+from deployments.api.agents.answer import ItemAnswer
+from deployments.api.agents.store import ResponseStore
+from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
 from deployments.api.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.encodings import decoded
@@ -65,6 +69,7 @@ _PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 _OPEN_ROUTES = ("/health", "/ready")
 _MODELS = "/v1/models/"
 _ADAPTERS = f"{adapters.PATH}/"
+_RESPONSES = f"{responses.PATH}/"
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -79,6 +84,7 @@ class Api:
         self.backend = backend
         self.options = options
         self.in_flight = 0  # generation requests
+        self.responses = ResponseStore(options.store_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -143,7 +149,19 @@ class Api:
 
         return take_object(await in_thread(parse, len(data)))
 
-    async def generate(self, exchange: HttpExchange, *, chat: bool) -> None:
+    async def generate(
+        self, exchange: HttpExchange, *, chat: bool, turn: Turn | None = None
+    ) -> None:
+        """turn: of an API that is read into a chat."""
+        if turn is None:
+            await self._generate(exchange, chat, None)
+            return
+        try:
+            await self._generate(exchange, chat, turn)
+        except (ApiError, MantaError) as error:
+            raise turn.error(error) from None
+
+    async def _generate(self, exchange: HttpExchange, chat: bool, turn: Turn | None) -> None:
         if self.in_flight >= self.options.max_in_flight:
             raise ApiError(
                 503,
@@ -154,6 +172,9 @@ class Api:
             )
         # Only now: a body that comes slowly, or never, must not take the place of another request.
         body = await self.read(exchange)
+        if turn is not None:
+            body = await in_thread(partial(turn.chat, body), exchange.body_size)
+            exchange.ignored += turn.ignored
         ids = event_ids(exchange, exchange.caller.id, self.options.event_secret)
         key = key_of(exchange, body, self.options)
         deadline = deadline_of(exchange, body, self.options)
@@ -164,7 +185,8 @@ class Api:
         try:
             read = chat_call if chat else completion_call
             call = await read(body, exchange.body_size, self.backend, self.options)
-            exchange.ignored += call.ignored
+            ignored = call.ignored
+            exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             if call.card.parent is not None:
                 call.adapter = await self._pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
@@ -172,18 +194,18 @@ class Api:
             if call.output is not None and call.output.needs_grammar(call.constraint):
                 grammar, ignored = await output_grammar_of(call.output, call.constraint, call.card)
                 call.params = msgspec.structs.replace(call.params, structured=grammar)
-                exchange.ignored += ignored
+                exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             elif call.constraint is not None:
                 grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
                 call.params = msgspec.structs.replace(call.params, structured=grammar)
-                exchange.ignored += ignored
+                exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             call.key, call.deadline = key, deadline
             call.cache_salt, call.priority = salt, priority
             call.owner = exchange.caller.id
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             if not call.stream:
                 ids = None
-            await self._answer(exchange, call, chat, ids)
+            await self._answer(exchange, call, chat, ids, turn)
         finally:
             self.in_flight -= 1
 
@@ -198,14 +220,23 @@ class Api:
             raise MantaError(message, code="deadline_exceeded") from None
 
     async def _answer(
-        self, exchange: HttpExchange, call: OpenAIRequest, chat: bool, ids: EventIds | None
+        self,
+        exchange: HttpExchange,
+        call: OpenAIRequest,
+        chat: bool,
+        ids: EventIds | None,
+        turn: Turn | None,
     ) -> None:
         past: list[RecalledChoice | None] = []
         if ids is not None:
             ids.bind(call)
             if ids.resumed:
                 past = await recall(call, ids, self.backend)
-        answer = OpenAIResponse(call, chat=chat, ids=ids, past=past)
+        answer: OpenAIResponse | ItemAnswer
+        if turn is None:
+            answer = OpenAIResponse(call, chat=chat, ids=ids, past=past)
+        else:
+            answer = turn.answer(call, ids, past)
         generation = start(call, self.backend, exchange.request_id)
         async with UntilDisconnect(exchange.receive, generation.abort):
             if call.stream:
@@ -305,6 +336,8 @@ _POST = ("POST",)
 _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/chat/completions": (_POST, _chat),
     "/v1/completions": (_POST, _completions),
+    responses.PATH: (_POST, responses.create),
+    f"{responses.PATH}/input_tokens": (_POST, responses.count),
     "/v1/models": (_GET, _models),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
@@ -327,6 +360,8 @@ def _find(exchange: HttpExchange) -> tuple[str, Handler]:
         label, found = _MODELS + "{id}", (_GET, _one_model)
     elif found is None and path.startswith(REQUESTS):
         label, found = REQUESTS + "{id}", (_GET, _request)
+    if found is None and path.startswith(_RESPONSES) and len(path) > len(_RESPONSES):
+        label, found = _response_route(path[len(_RESPONSES) :])
     if found is None and path.startswith(_ADAPTERS) and len(path) > len(_ADAPTERS):
         label, found = _ADAPTERS + "{name}", (("GET", "HEAD", "DELETE"), adapters.one_adapter)
     if found is None:
@@ -346,6 +381,19 @@ def _find(exchange: HttpExchange) -> tuple[str, Handler]:
             headers=(("allow", ", ".join(methods)),),
         )
     return label, handler
+
+
+def _response_route(rest: str) -> tuple[str, tuple[tuple[str, ...], Handler] | None]:
+    """rest: of a path behind /v1/responses/."""
+    _, slash, part = rest.partition("/")
+    label = f"{_RESPONSES}{{id}}{slash}{part}"
+    if not slash:
+        return label, (("GET", "HEAD", "DELETE"), responses.one)
+    if part == "cancel":
+        return label, (_POST, responses.one)
+    if part == "input_items":
+        return label, (_GET, responses.one)
+    return rest, None
 
 
 def _near(path: str) -> str:

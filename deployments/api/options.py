@@ -34,6 +34,7 @@ class ApiOptions:
         none.
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
+    store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -60,6 +61,7 @@ class ApiOptions:
             {"enable_thinking", "thinking", "reasoning_effort", "documents", "date_string"}
         )
     )
+    store_bytes: int = 0
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -325,6 +325,15 @@ class HttpConfig(_Section):
         "connections, often after 60 s. A later failure has no status of its own: see "
         "docs/http.md. 0: never.",
     )
+    store_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 40,
+        description="Memory for answers of /v1/responses that are kept for later turns, each for "
+        "its own API key and up to 30 days; the least recently used go first. Only with "
+        "`router.replicas: 1`: routers do not share them, and they end with their router. 0: "
+        "none are kept, and clients send the whole conversation.",
+    )
     tls: TlsConfig = Field(default_factory=TlsConfig)
     connections: int = Field(
         16384,
@@ -534,6 +543,11 @@ class MantaConfig(_Section):
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
+        if self.http.store_bytes and self.router.replicas > 1:
+            raise ValueError(
+                f"http.store_bytes is set and router.replicas is {self.router.replicas}: a router "
+                "knows its own answers only. Set router.replicas to 1, or http.store_bytes to 0"
+            )
         if self.adapters != AdaptersConfig():
             self.adapters.check_names(self.name())
             for pool in self.pools.values() or [PoolConfig()]:

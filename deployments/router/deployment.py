@@ -63,6 +63,7 @@ class RouterSettings:
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
+    store_bytes: int = 0
     log_level: str = "info"
     seed: int | None = None
 
@@ -137,6 +138,7 @@ class Router:
             deadline_s=settings.deadline_seconds,
             cors_origins=frozenset(settings.cors_origins),
             keepalive_s=settings.keepalive_seconds,
+            store_bytes=settings.store_bytes,
             event_secret=secret,
             metrics=self._application_metrics.text,
             explain=self._explain,

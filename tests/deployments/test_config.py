@@ -110,6 +110,7 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
         ),
         ("pools:\n  cpu:\n    engine: {seed: 7}", 2, "set it under the top level's engine"),
         ("router:\n  silence_seconds: 0.9", 1, "heartbeat_seconds"),
+        ("http:\n  store_bytes: 9", 0, "http.store_bytes is set and router.replicas is 2"),
         ("replicas: -1", 1, "replicas"),
         ("replicas: 1.5", 1, "replicas"),
         ("replicas: yes", 1, "got 'yes'"),

@@ -56,13 +56,14 @@ class ChoiceProgress:
 
 
 class EventIds:
-    """The ids of one streamed answer. shown: of each choice; after `Last-Event-ID`, as it says."""
+    """The ids of one streamed answer. shown: of each choice; after `Last-Event-ID`, as it says.
+    told: 1 once usage has been; of answers in items, how many events have been."""
 
     def __init__(self, secret: bytes, binding: bytes, number: bytes, created: int) -> None:
         self.number = number
         self.created = created
         self.shown: list[ChoiceProgress] = []
-        self.usage_shown = False
+        self.told = 0
         self.resumed = False
         self._secret = secret
         self._binding = binding
@@ -96,7 +97,7 @@ class EventIds:
         head = _HEAD.pack(_VERSION, self.created, self.number, asked)
         self._prefix = b"id: " + b2a_base64(head, newline=False)
         self._mac = hashlib.blake2b(self._binding + head, key=self._secret, digest_size=_MAC_BYTES)
-        self._parts = [b"\x00", *(one.encode() for one in self.shown)]
+        self._parts = [_varint(self.told), *(one.encode() for one in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
         """The next event of this choice will have shown these tokens, too."""
@@ -115,8 +116,9 @@ class EventIds:
         self.shown[index].phase = phase
         self._parts[index + 1] = self.shown[index].encode()
 
-    def show_usage(self) -> None:
-        self._parts[0] = b"\x01"
+    def tell(self, count: int) -> None:
+        self.told = count
+        self._parts[0] = _varint(count)
 
     def line(self) -> bytes:
         """The field of the next event."""
@@ -151,8 +153,7 @@ class EventIds:
         found = cls(secret, binding, number, created)
         found.resumed = True
         found._asked = asked
-        found.usage_shown = signed[_HEAD.size] == 1
-        at = _HEAD.size + 1
+        found.told, at = _read_varint(signed, _HEAD.size)
         while at < len(signed):
             value, at = _read_varint(signed, at)
             shown = ChoiceProgress(value & 3, value >> 2)

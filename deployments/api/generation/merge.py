@@ -117,9 +117,13 @@ class ChoiceOutput:
         "token_ids",
     )
 
-    def __init__(self, call: OpenAIRequest, *, offsets: bool = False) -> None:
+    def __init__(
+        self, call: OpenAIRequest, *, offsets: bool = False, parsed: ParsedChoice | None = None
+    ) -> None:
         params = call.params
-        self.parsed = None if call.output is None else ParsedChoice(call.output, params)
+        self.parsed = parsed
+        if parsed is None and call.output is not None:
+            self.parsed = ParsedChoice(call.output, params)
         self.decoder = (
             ChoiceDecoder(call.tokenizer, params, offsets=offsets)
             if self.parsed is None

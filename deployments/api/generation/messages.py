@@ -143,23 +143,26 @@ def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]
     found = []
     for i, call in enumerate(calls):
         here = f"{path}[{i}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or call.get("type", "function") != "function":
+        kind = call.get("type", "function") if isinstance(call, dict) else None
+        function = call.get(kind) if kind in ("function", "custom") else None
+        if not isinstance(function, dict):
             raise invalid(f"{here} must be a function call", here, "invalid_type")
         if not isinstance(call.get("id"), str):
             raise wrong_type(f"{here}.id", "a string")
         if not isinstance(function.get("name"), str):
-            raise wrong_type(f"{here}.function.name", "a string")
+            raise wrong_type(f"{here}.{kind}.name", "a string")
         seen.asked.add(call["id"])
+        if kind == "custom":
+            arguments: Any = {"input": function.get("input") or ""}
+        else:
+            arguments = _arguments(function.get("arguments"), f"{here}.function.arguments", seen)
         found.append(
             {
                 "id": call["id"],
                 "type": "function",
                 "function": {
                     "name": function["name"],
-                    "arguments": _arguments(
-                        function.get("arguments"), f"{here}.function.arguments", seen
-                    ),
+                    "arguments": arguments,
                 },
             }
         )

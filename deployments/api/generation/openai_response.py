@@ -285,9 +285,9 @@ class OpenAIResponse:
             answer = error if isinstance(error, ApiError) else from_backend(error)
             await exchange.write(b"data: %b\n\n" % answer.body(), more=False)
             return
-        if self.call.include_usage and not (ids is not None and ids.usage_shown):
+        if self.call.include_usage and not (ids is not None and ids.told):
             if ids is not None:
-                ids.show_usage()
+                ids.tell(1)
             out.append(self._data({"choices": [], "usage": self.usage(generation)}))
         out.append(b"data: [DONE]\n\n")
         await exchange.write(b"".join(out), more=False)

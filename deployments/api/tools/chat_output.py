@@ -7,6 +7,7 @@ import msgspec
 
 from deployments.api.tools.parser import Event
 from deployments.api.tools.plan import OutputPlan
+from deployments.api.tools.text_reader import TextReader
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder, Decoded, open_at
@@ -27,6 +28,7 @@ class ParsedChoice:
 
     def __init__(self, plan: OutputPlan, params: SamplingParams) -> None:
         self._plan = plan
+        self._custom = plan.custom
         self._parser = plan.parser()
         tokenizer = plan.tokenizer
         hidden: frozenset[int] = frozenset()
@@ -44,7 +46,8 @@ class ParsedChoice:
         self.reasoning_tokens = 0
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[tuple[str, list[str]]] = []
+        self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of arguments or a text)
+        self._reader: TextReader | None = None  # of a custom tool's call
         self._told = 0  # calls that `delta` has begun
 
     def feed(self, delta: Delta) -> Decoded:
@@ -104,13 +107,17 @@ class ParsedChoice:
         kind, text = event
         if kind == "call":
             self.calls.append((text, []))
+            self._reader = TextReader() if text in self._custom else None
         elif kind == "arguments":
+            if self._reader is not None:
+                text = self._reader.feed(text)
+                event = Event(kind, text)
             self.calls[-1][1].append(text)
         elif kind == "content":
             self.content.append(text)
         elif kind == "reasoning":
             self.reasoning.append(text)
-        if text:
+        if text or kind == "end":
             self.new.append(event)
 
     def _before_stop(self, text: str) -> str:
@@ -140,11 +147,7 @@ class ParsedChoice:
             made["content"] = None
         if self.calls:
             made["tool_calls"] = [
-                {
-                    "id": self._id(number, choice, i),
-                    "type": "function",
-                    "function": {"name": name, "arguments": "".join(arguments)},
-                }
+                {"id": self._id(number, choice, i), **self._called(name, "".join(arguments))}
                 for i, (name, arguments) in enumerate(self.calls)
             ]
         return made
@@ -159,22 +162,23 @@ class ParsedChoice:
             elif kind == "reasoning":
                 made["reasoning_content"] = made.get("reasoning_content", "") + text
             elif kind == "call":
-                calls.append(
-                    {
-                        "index": self._told,
-                        "id": self._id(number, choice, self._told),
-                        "type": "function",
-                        "function": {"name": text, "arguments": ""},
-                    }
-                )
+                id = self._id(number, choice, self._told)
+                calls.append({"index": self._told, "id": id, **self._called(text, "")})
                 self._told += 1
             elif kind == "arguments":
+                custom = self.calls[self._told - 1][0] in self._custom
+                of, what = ("custom", "input") if custom else ("function", "arguments")
                 if not calls:
-                    calls.append({"index": self._told - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += text
+                    calls.append({"index": self._told - 1, of: {what: ""}})
+                calls[-1][of][what] += text
         if calls:
             made["tool_calls"] = calls
         return made
+
+    def _called(self, name: str, text: str) -> dict[str, Any]:
+        if name in self._custom:
+            return {"type": "custom", "custom": {"name": name, "input": text}}
+        return {"type": "function", "function": {"name": name, "arguments": text}}
 
     def forget_new(self) -> None:
         """The last `feed` has been told before."""

@@ -19,14 +19,16 @@ _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """schema: of its arguments, an object's, as `enforceable` leaves it."""
+    """schema: of its arguments, an object's, as `enforceable` leaves it. grammar: in Lark, of the
+    one argument of a custom tool."""
 
     name: str
     schema: dict[str, Any]
+    grammar: str = ""
 
-    def raw(self, format: OutputFormat) -> frozenset[str]:
+    def raw(self, format: OutputFormat | None) -> frozenset[str]:
         """Arguments that a tagged format writes without quotes."""
-        tags = format.tagged
+        tags = None if format is None else format.tagged
         if tags is None:
             return frozenset()
         properties = self.schema.get("properties")
@@ -173,6 +175,8 @@ class _Builder:
             if name not in raw:
                 inner = {**shared, **inner} if isinstance(inner, dict) and shared else inner
                 value = f"{_json(inner, _COMPACT)} {close}"
+            elif function.grammar:
+                value = f"%lark {{\n{function.grammar}\n}} {close}"
             elif (choices := _choices(inner)) is not None:
                 value = f"({' | '.join(map(_quoted, choices))}) {close}"
             elif tags.value_close in self._special:

@@ -1,7 +1,7 @@
 """OutputPlan: how the text of one chat's answer is to be read, and limited to what can be read."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -35,6 +35,12 @@ class OutputPlan:
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
+    def custom(self) -> frozenset[str]:
+        """Names of tools that take a text."""
+        tools = self.tools.tools if self.tools is not None else ()
+        return frozenset(tool.name for tool in tools if tool.custom)
+
+    @property
     def calls(self) -> bool:
         """There may be some."""
         return self.tools is not None and self.tools.mode != "none"
@@ -61,7 +67,15 @@ class OutputPlan:
             asked = RequestedGrammar(tool.where, "json", tool.schema, tool.strict)
             schema, left_out = compile(asked)
             ignored += name_fields(left_out, f"{tool.where}#")
-            functions.append(Function(tool.name, msgspec.json.decode(schema.text)))
+            function = Function(tool.name, msgspec.json.decode(schema.text))
+            if tool.grammar:
+                # In a JSON string it would have to be escaped, which no grammar can be told.
+                if function.raw(self.format):
+                    compile(RequestedGrammar(tool.where, "grammar", tool.grammar))
+                    function = replace(function, grammar=tool.grammar)
+                else:
+                    ignored += name_fields([tool.where])
+            functions.append(function)
         if self.format is not None:
             self.raw.update((one.name, one.raw(self.format)) for one in functions)
         content = ""

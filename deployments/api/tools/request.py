@@ -16,13 +16,17 @@ _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required
 
 @dataclass(slots=True)
 class RequestedTool:
-    """given: as the template gets it. schema: of the arguments, not yet looked into."""
+    """given: as the template gets it. schema: of the arguments, not yet looked into. custom: it
+    takes a text, which is the one argument, `input`. grammar: of that text, in Lark; "" for none.
+    """
 
     name: str
     given: dict[str, Any]
     schema: Any
     strict: bool
     where: str
+    custom: bool = False
+    grammar: str = ""
 
 
 @dataclass(slots=True)
@@ -78,17 +82,17 @@ def _tools(value: Any) -> list[RequestedTool]:
         if not isinstance(tool, dict):
             raise wrong_type(where, "an object with a function that has a name")
         kind = tool.get("type", "function")
-        if kind != "function":
+        if kind not in ("function", "custom"):
             raise invalid(
-                f"{where}.type {shown(kind)} is not supported; function is",
+                f"{where}.type {shown(kind)} is not supported; function and custom are",
                 f"{where}.type",
                 "not_supported",
             )
-        function = tool.get("function")
+        function = tool.get(kind)
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str):
             raise wrong_type(where, "an object with a function that has a name")
-        where = f"{where}.function"
+        where = f"{where}.{kind}"
         if not _NAME.fullmatch(name):
             raise invalid(
                 f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
@@ -102,6 +106,9 @@ def _tools(value: Any) -> list[RequestedTool]:
         described = function.get("description")
         if described is not None and not isinstance(described, str):
             raise wrong_type(f"{where}.description", "a string")
+        if kind == "custom":
+            found.append(_custom(name, described, function.get("format"), where))
+            continue
         path = f"{where}.parameters"
         schema = function.get("parameters")
         if schema is None:
@@ -112,6 +119,38 @@ def _tools(value: Any) -> list[RequestedTool]:
         given = {"type": "function", "function": told}
         found.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
     return found
+
+
+def _custom(name: str, described: str | None, format: Any, where: str) -> RequestedTool:
+    """A template knows functions: this is one of a text."""
+    text: dict[str, Any] = {"type": "string"}
+    kind = format.get("type") if isinstance(format, dict) else None
+    grammar = ""
+    if kind == "grammar":
+        inner = format.get("grammar")
+        at = f"{where}.format.grammar"
+        syntax = inner.get("syntax") if isinstance(inner, dict) else None
+        if syntax not in ("lark", "regex"):
+            raise invalid(f'{at}.syntax must be "lark" or "regex"', f"{at}.syntax")
+        definition = inner.get("definition")
+        if not isinstance(definition, str) or not definition.strip():
+            raise wrong_type(f"{at}.definition", "a text")
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        else:
+            grammar = definition
+    elif format is not None and kind != "text":
+        raise invalid(f'{where}.format must be of type "text" or "grammar"', f"{where}.format")
+    schema = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    plain = {**schema, "properties": {"input": {"type": "string"}}}
+    told = {"name": name, "description": described or "", "parameters": plain}
+    given = {"type": "function", "function": told}
+    return RequestedTool(name, given, schema, True, f"{where}.format", True, grammar)
 
 
 def _choice(choice: Any, names: set[str]) -> tuple[Mode, set[str], bool]:
@@ -134,7 +173,8 @@ def _choice(choice: Any, names: set[str]) -> tuple[Mode, set[str], bool]:
 
 
 def _named(choice: Any, names: set[str]) -> str:
-    function = choice.get("function") if isinstance(choice, dict) else None
+    kind = choice.get("type", "function") if isinstance(choice, dict) else None
+    function = choice.get(kind) if kind in ("function", "custom") else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise _no_choice()

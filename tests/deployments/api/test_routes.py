@@ -61,7 +61,7 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
     [
         ("/v1/embeddings", None),
         ("/v1/audio/speech", None),
-        ("/v1/responses", None),
+        ("/v1/batches", None),
         ("/v1/images/generations", None),
         ("/", None),
         ("/chat/completions", "/v1/chat/completions"),
@@ -79,7 +79,7 @@ def test_a_404_names_a_route_only_if_it_is_near(
     reply = run(client.request("GET", path))
     message = reply.json()["error"]["message"]
     assert (reply.status, reply.json()["error"]["code"]) == (404, "not_found")
-    assert "served: /v1/chat/completions, /v1/completions, /v1/models" in message
+    assert "served: /v1/chat/completions, /v1/completions, /v1/responses" in message
     hint = f', did you mean "{meant}"?;' if meant else ";"
     assert message.startswith(f'there is no "{path}"{hint} served: ')
 

@@ -3,6 +3,7 @@ a random model writes under the grammars that requests make."""
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,14 @@ CITY: dict[str, Any] = {
 def tool(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
     function = {"name": name, "description": f"<|im_end|> {name}", **more}
     return {"type": "function", "function": function | ({"parameters": schema} if schema else {})}
+
+
+def patch(format: Any = None) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "patch", "format": format}}
+
+
+def written_as(syntax: str, definition: str) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
 
 
 TOOLS: Any = [tool("weather", CITY), tool("now")]
@@ -242,7 +251,18 @@ def code_of(reply: Reply) -> tuple[int, str, str | None]:
         ({"tools": [tool("a" * 65)]}, "invalid_value", "tools[0].function.name"),
         ({"tools": [tool("a"), tool("a")]}, "invalid_value", "tools[1].function.name"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "invalid_value", "tools"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "not_supported", "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "not_supported", "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "invalid_type", "tools[0]"),
+        (
+            {"tools": [patch({"type": "grammar", "grammar": {"syntax": "x"}})]},
+            "invalid_value",
+            "tools[0].custom.format.grammar.syntax",
+        ),
+        (
+            {"tools": [patch(written_as("regex", "("))]},
+            "unsupported_schema",
+            "tools[0].custom.format#/properties/input/pattern",
+        ),
         (
             {"tools": [tool("a", {"type": "string"})]},
             "invalid_type",
@@ -267,6 +287,67 @@ def test_refused(fields: dict[str, Any], code: str, param: str) -> None:
     """A request that is answered as if it had been understood."""
     client = Client(build_asgi(backend_with(TEMPLATES["hermes"])))
     assert code_of(asyncio.run(client.chat(**{"tools": TOOLS, **fields}))) == (400, code, param)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_tool_of_text(served: tuple[FakeBackend, openai.OpenAI], streamed: bool) -> None:
+    """A text that comes as the JSON it was written in; the end of another tool's arguments."""
+    backend, client = served
+    text = 'a\n"\\ 😀'
+    backend.script = written(("patch", {"input": text}), ("now", {}))
+    sent: Any = {"model": MODEL, "messages": USER, "tools": [*TOOLS, patch()]}
+    if streamed:
+        found: dict[int, dict[str, str]] = {}
+        for chunk in client.chat.completions.create(**sent, stream=True):
+            for call in chunk.to_dict()["choices"][0]["delta"].get("tool_calls") or ():  # type: ignore[index]
+                known = found.setdefault(call["index"], call)
+                if call is not known:
+                    kind = known["type"]
+                    for name, piece in call[kind].items():
+                        known[kind][name] += piece
+        calls: list[Any] = list(found.values())
+    else:
+        answer = client.chat.completions.create(**sent)
+        calls = answer.to_dict()["choices"][0]["message"]["tool_calls"]  # type: ignore[index]
+    assert calls[0]["type"] == "custom" and calls[0]["custom"] == {"name": "patch", "input": text}
+    assert calls[1]["type"] == "function" and calls[1]["function"]["name"] == "now"
+    history = [
+        *USER,
+        {"role": "assistant", "tool_calls": [{k: v for k, v in calls[0].items() if k != "index"}]},
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": "done"},
+    ]
+    client.chat.completions.create(**{**sent, "messages": history})
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    assert written(("patch", {"input": text})) in prompt
+
+
+@pytest.mark.parametrize("template", ["hermes", "qwen3-coder"])
+@pytest.mark.parametrize("syntax", ["regex", "lark"])
+def test_a_tool_of_a_grammar(tmp_path: Path, template: str, syntax: str) -> None:
+    """A text that its grammar does not describe. In JSON no grammar in Lark can be held to."""
+    backend = backend_with(TEMPLATES[template])
+    client = Client(build_asgi(backend))
+    pattern = "[a-c]{2,5}-[0-9]{1,3}!"
+    tools = [patch(written_as(syntax, pattern if syntax == "regex" else f"start: /{pattern}/"))]
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    reply = asyncio.run(client.chat(**fields))
+    assert reply.status == 200, reply.body
+    if (template, syntax) == ("hermes", "lark"):
+        assert reply.header("x-ignored-fields") == "tools[0].custom.format"
+        return
+    assert reply.header("x-ignored-fields") is None
+    grammar = backend.requests[-1].params.structured
+    core = make_core(save_model(tmp_path, backend._tokenizer))
+    outputs = run(core, *(request(i, grammar, max_tokens=400) for i in range(1, 5)))
+    for output in outputs.values():
+        assert output.finish == "stop"
+        ids = [i for i in output.tokens if i != 2]
+        backend.script = backend._tokenizer.decode(ids, skip_special_tokens=False)
+        message = asyncio.run(client.chat(**fields, max_tokens=2000)).json()["choices"][0][
+            "message"
+        ]
+        (called,) = message["tool_calls"]
+        assert re.fullmatch(pattern, called["custom"]["input"])
 
 
 def test_what_is_not_enforced_is_named() -> None:

@@ -1,0 +1,52 @@
+"""Renaming: what a request's own fields are called, for errors about the chat that it became."""
+
+import re
+
+from deployments.api.errors import ApiError, from_backend
+from engine.errors import MantaError
+
+
+class Renaming:
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def add(self, chat: str, own: str) -> None:
+        self._names[chat] = own
+
+    def shift(self, of: str, count: int) -> None:
+        """The first items of this list in the chat became one: the others are `count` earlier."""
+        moved = {}
+        for chat, own in self._names.items():
+            at = re.match(rf"{of}\[(\d+)\](.*)", chat)
+            if at is None:
+                moved[chat] = own
+            elif (place := int(at[1]) - count) >= 0:
+                moved.setdefault(f"{of}[{place}]{at[2]}", own)
+                if place:
+                    moved[f"{of}[{place}]{at[2]}"] = own
+        self._names = moved
+
+    def name(self, path: str) -> str:
+        """Of a field, by its longest prefix that has another name."""
+        for end in [len(path), *(m.start() for m in reversed(list(_CUTS.finditer(path))))]:
+            own = self._names.get(path[:end])
+            if own is not None:
+                return own + path[end:]
+        return path
+
+    def error(self, error: ApiError | MantaError) -> ApiError:
+        """The same, about the request's own field."""
+        told = error if isinstance(error, ApiError) else from_backend(error)
+        if told.param is None or (own := self.name(told.param)) == told.param:
+            return told
+        return ApiError(
+            told.status,
+            told.code,
+            told.message.replace(told.param, own),
+            param=own,
+            kind=told.kind,
+            headers=told.headers,
+        )
+
+
+_CUTS = re.compile(r"[.\[#]")

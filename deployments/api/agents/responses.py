@@ -1,0 +1,117 @@
+"""The routes under /v1/responses."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.api.agents.answer import ItemAnswer, Naming, new_number
+from deployments.api.agents.responses_request import ResponsesRequest, responses_request
+from deployments.api.agents.responses_writer import ResponsesWriter
+from deployments.api.errors import ApiError, from_backend, invalid
+from deployments.api.generation.event_ids import EventIds
+from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
+from deployments.api.http_exchange import HttpExchange
+from deployments.backend import RecalledChoice
+from engine.errors import MantaError
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+PATH = "/v1/responses"
+
+
+class ResponsesTurn:
+    def __init__(self, api: "Api", owner: str) -> None:
+        self.ignored: list[str] = []
+        self._api = api
+        self._owner = owner
+        self._request: ResponsesRequest | None = None
+        self._writer: ResponsesWriter | None = None
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        store, options = self._api.responses, self._api.options
+        past: list[dict[str, Any]] = []
+        before = body.get("previous_response_id")
+        if before is not None:
+            if not isinstance(before, str):
+                raise invalid(
+                    "previous_response_id must be a string", "previous_response_id", "invalid_type"
+                )
+            found = store.get(before, self._owner, "previous_response_id")
+            past = msgspec.json.decode(found.items) + msgspec.json.decode(found.response)["output"]
+        self._request = responses_request(body, past, stores=store.on, strict=options.strict)
+        self.ignored = self._request.ignored
+        return self._request.chat
+
+    def name(self, path: str) -> str:
+        return path if self._request is None else self._request.names.name(path)
+
+    def error(self, error: ApiError | MantaError) -> ApiError:
+        if self._request is not None:
+            return self._request.names.error(error)
+        return error if isinstance(error, ApiError) else from_backend(error)
+
+    def answer(
+        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+    ) -> ItemAnswer:
+        assert self._request is not None
+        number, created = new_number(ids)
+        format = call.output.format if call.output is not None else None
+        naming = Naming(number, format is not None and format.short_ids)
+        self._writer = ResponsesWriter(self._request, call, naming, created)
+        return ItemAnswer(call, self._writer, ids=ids, past=past)
+
+    def keep(self) -> None:
+        """The answer, if it is to be kept and has come to its end."""
+        writer, request = self._writer, self._request
+        if writer is None or request is None or not request.store:
+            return
+        response = writer.whole()
+        if response["status"] in ("completed", "incomplete"):
+            self._api.responses.put(writer.id, self._owner, response, request.items)
+
+
+async def create(api: "Api", exchange: HttpExchange) -> None:
+    turn = ResponsesTurn(api, exchange.caller.id)
+    await api.generate(exchange, chat=True, turn=turn)
+    turn.keep()
+
+
+async def count(api: "Api", exchange: HttpExchange) -> None:
+    """Tokens of the prompt that a request would have."""
+    body = await api.read(exchange)
+    turn = ResponsesTurn(api, exchange.caller.id)
+    chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
+    try:
+        call = await chat_call(chat, exchange.body_size, api.backend, api.options)
+    except (ApiError, MantaError) as error:
+        raise turn.error(error) from None
+    told = {"object": "response.input_tokens", "input_tokens": len(call.prompts[0])}
+    await exchange.answer(200, msgspec.json.encode(told))
+
+
+async def one(api: "Api", exchange: HttpExchange) -> None:
+    """GET and DELETE of one response; POST of its cancel; GET of its input_items."""
+    id, _, rest = exchange.path[len(PATH) + 1 :].partition("/")
+    found = api.responses.get(id, exchange.caller.id)
+    if rest == "input_items":
+        items = msgspec.json.decode(found.items)
+        for i, item in enumerate(items):
+            item.setdefault("id", f"item_{id.removeprefix('resp_')}{i:04x}")
+        told = {
+            "object": "list",
+            "data": items[::-1],  # the newest first
+            "first_id": items[-1]["id"] if items else None,
+            "last_id": items[0]["id"] if items else None,
+            "has_more": False,
+        }
+        await exchange.answer(200, msgspec.json.encode(told))
+    elif rest == "cancel":
+        raise invalid("this response has ended; only one in the background can be cancelled", "id")
+    elif exchange.method == "DELETE":
+        api.responses.remove(id, exchange.caller.id)
+        told = {"id": id, "object": "response.deleted", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(told))
+    else:
+        await exchange.answer(200, found.response)

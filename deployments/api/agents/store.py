@@ -1,0 +1,83 @@
+"""ResponseStore: answers of /v1/responses that are kept for later turns."""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from deployments.api.errors import NOT_FOUND, ApiError, shown
+
+SECONDS = 30 * 86400.0
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    """response: its JSON. items: of the conversation before its output, as JSON."""
+
+    owner: str
+    response: bytes
+    items: bytes
+    until: float
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """In the memory of one router, within so many bytes: the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._known: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    @property
+    def on(self) -> bool:
+        return self._max_bytes > 0
+
+    def put(self, id: str, owner: str, response: Any, items: list[dict[str, Any]]) -> None:
+        made = StoredResponse(
+            owner, msgspec.json.encode(response), msgspec.json.encode(items), _now() + SECONDS
+        )
+        self._drop(id)
+        if made.size > self._max_bytes:
+            return
+        self._known[id] = made
+        self._bytes += made.size
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._known)))
+
+    def get(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
+        """Raises ApiError 404 response_not_found: the same for one of another key."""
+        found = self._known.get(id)
+        if found is not None and found.until < _now():
+            self._drop(id)
+            found = None
+        if found is None or found.owner != owner:
+            raise ApiError(
+                404,
+                "response_not_found",
+                f"there is no response {shown(id)}"
+                + ("" if self.on else "; this service keeps none (http.store_bytes)"),
+                param=param,
+                kind=NOT_FOUND,
+            )
+        self._known.move_to_end(id)
+        return found
+
+    def remove(self, id: str, owner: str) -> None:
+        """Raises ApiError 404 response_not_found."""
+        self.get(id, owner)
+        self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        found = self._known.pop(id, None)
+        if found is not None:
+            self._bytes -= found.size
+
+
+def _now() -> float:
+    return time.monotonic()
