@@ -2,7 +2,6 @@
 memory. Two launches: gate, up and activation; down, the router's weights, their sum and the
 residual. What pairs of one expert read twice comes from the L2 cache."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,22 +124,18 @@ def _few_down_kernel(
     tl.store(out + at_out, total.to(out.dtype.element_ty), mask=outs < WIDTH)
 
 
-def few(
+def few_up(
     x: Tensor,  # [1 .. MOST, hidden]
     weights: Tensor,
     ids: Tensor,
     stack: ExpertWeights,
-    residual: Tensor | None,
-    *,
-    up: tuple[int, int, int] = (4, 512, 1),  # ROWS, COLUMNS, warps
-    down: tuple[int, int, int] = (0, 256, 1),  # ROWS 0: eight rows of weights at once
+    config: tuple[int, int, int] = (4, 512, 1),  # ROWS, COLUMNS, warps
 ) -> Tensor:
-    """See `kernels.reference.Kernels.experts`."""
+    """act(gate) * up of each pair: [tokens * chosen, size]."""
     tokens, width = x.shape
-    chosen = ids.shape[1]
-    size = stack.down.shape[2]
+    chosen, size = ids.shape[1], stack.down.shape[2]
     inner = x.new_empty((tokens * chosen, size))
-    rows, columns, warps = up
+    rows, columns, warps = config
     _few_up_kernel[(triton.cdiv(size, rows // 2), tokens * chosen)](
         x,
         weights,
@@ -160,9 +155,27 @@ def few(
         num_warps=warps,
         **pdl(x.device),
     )
-    out = torch.empty_like(x) if residual is None else residual
+    return inner
+
+
+def few_down(
+    inner: Tensor,  # of few_up
+    weights: Tensor,
+    ids: Tensor,
+    stack: ExpertWeights,
+    residual: Tensor | None,
+    config: tuple[int, int, int] = (
+        0,
+        256,
+        1,
+    ),  # ROWS (0: eight of weights at once), COLUMNS, warps
+) -> Tensor:
+    """[tokens, hidden]: the weighted sum of each token's experts."""
+    tokens, chosen = ids.shape
+    _, width, size = stack.down.shape
+    out = inner.new_empty((tokens, width)) if residual is None else residual
     places = triton.next_power_of_2(chosen)
-    rows, columns, warps = down
+    rows, columns, warps = config
     rows = rows or max(1, 8 // places)
     _few_down_kernel[(triton.cdiv(width, rows), tokens)](
         inner,
@@ -182,6 +195,13 @@ def few(
         ROWS=rows,
         COLUMNS=columns,
         num_warps=warps,
-        **pdl(x.device),
+        **pdl(inner.device),
     )
     return out
+
+
+def few(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, residual: Tensor | None
+) -> Tensor:
+    """See `kernels.reference.Kernels.experts`; of 1 to MOST tokens."""
+    return few_down(few_up(x, weights, ids, stack), weights, ids, stack, residual)

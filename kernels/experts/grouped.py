@@ -236,9 +236,15 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     return next(tiles for most, tiles in TILES if pairs / experts <= most)
 
 
-def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """ids [tokens, chosen] -> order [pairs] and starts [experts + 1], int32: the pairs of expert e
-    are order[starts[e] : starts[e + 1]], ascending."""
+class Sorted(NamedTuple):
+    """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending."""
+
+    order: Tensor  # [pairs] int32
+    starts: Tensor  # [experts + 1] int32
+
+
+def sort(ids: Tensor, experts: int) -> Sorted:
+    """ids [tokens, chosen] int32."""
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
@@ -246,7 +252,98 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     _sort_kernel[(experts,)](
         ids, order, starts, pairs, EXPERTS=experts, BLOCK=block, num_warps=4, **pdl(ids.device)
     )
-    return order, starts
+    return Sorted(order, starts)
+
+
+def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
+    """An expert that is met has at most one block that is not full."""
+    pairs = ids.numel()
+    return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
+
+
+def _shape(tile: Tile, experts: int) -> dict[str, int]:
+    return {
+        "BLOCK": triton.next_power_of_2(experts),
+        "ROWS": tile.rows,
+        "OUTS": tile.outs,
+        "DEPTH": tile.depth,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def grouped_up(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    experts, width, size = stack.down.shape
+    inner = x.new_empty((ids.numel(), size))
+    _grouped_up_kernel[_grid(ids, experts, tile, size)](
+        x,
+        weights,
+        pairs.order,
+        pairs.starts,
+        stack.gate_up,
+        stack.gate_up_bias,
+        inner,
+        stack.limit,
+        EXPERTS=experts,
+        CHOSEN=ids.shape[1],
+        SIZE=size,
+        WIDTH=width,
+        ACT=code(stack.act),
+        BIAS=stack.gate_up_bias is not None,
+        WEIGH=stack.weigh_input,
+        **_shape(tile, experts),
+        **pdl(x.device),
+    )
+    return inner
+
+
+def grouped_down(
+    inner: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """inner of `grouped_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
+    order of ids."""
+    experts, width, size = stack.down.shape
+    given = inner.new_empty((ids.numel(), width))
+    _grouped_down_kernel[_grid(ids, experts, tile, width)](
+        inner,
+        weights,
+        pairs.order,
+        pairs.starts,
+        stack.down,
+        stack.down_bias,
+        given,
+        EXPERTS=experts,
+        SIZE=size,
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        **_shape(tile, experts),
+        **pdl(inner.device),
+    )
+    return given
+
+
+def sum_experts(given: Tensor, chosen: int, residual: Tensor | None) -> Tensor:
+    """given [tokens * chosen, hidden] -> [tokens, hidden], in residual if there is one."""
+    width = given.shape[1]
+    tokens = given.shape[0] // chosen
+    out = given.new_empty((tokens, width)) if residual is None else residual
+    columns = min(1024, triton.next_power_of_2(width))
+    _sum_kernel[(tokens, triton.cdiv(width, columns))](
+        given,
+        residual,
+        out,
+        CHOSEN=chosen,
+        WIDTH=width,
+        ADD=residual is not None,
+        BLOCK=columns,
+        num_warps=4,
+        **pdl(given.device),
+    )
+    return out
 
 
 def grouped(
@@ -258,76 +355,11 @@ def grouped(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.experts`."""
-    tokens, width = x.shape
-    chosen, pairs = ids.shape[1], ids.numel()
-    experts, _, size = stack.down.shape
-    out = torch.empty_like(x) if residual is None else residual
-    if not tokens:
-        return out
-    order, starts = sort(ids, experts)
-    tiles = tiles or tiles_for(pairs, experts, x.dtype)
-    inner, given = x.new_empty((pairs, size)), x.new_empty((pairs, width))
-    block = triton.next_power_of_2(experts)
-
-    def grid(tile: Tile, outs: int) -> tuple[int]:
-        # An expert that is met has at most one block that is not full.
-        return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
-
-    def shape(tile: Tile) -> dict[str, int]:
-        return {
-            "BLOCK": block,
-            "ROWS": tile.rows,
-            "OUTS": tile.outs,
-            "DEPTH": tile.depth,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-
-    _grouped_up_kernel[grid(tiles.up, size)](
-        x,
-        weights,
-        order,
-        starts,
-        stack.gate_up,
-        stack.gate_up_bias,
-        inner,
-        stack.limit,
-        EXPERTS=experts,
-        CHOSEN=chosen,
-        SIZE=size,
-        WIDTH=width,
-        ACT=code(stack.act),
-        BIAS=stack.gate_up_bias is not None,
-        WEIGH=stack.weigh_input,
-        **shape(tiles.up),
-        **pdl(x.device),
-    )
-    _grouped_down_kernel[grid(tiles.down, width)](
-        inner,
-        weights,
-        order,
-        starts,
-        stack.down,
-        stack.down_bias,
-        given,
-        EXPERTS=experts,
-        SIZE=size,
-        WIDTH=width,
-        BIAS=stack.down_bias is not None,
-        WEIGH=stack.weigh_input,
-        **shape(tiles.down),
-        **pdl(x.device),
-    )
-    columns = min(1024, triton.next_power_of_2(width))
-    _sum_kernel[(tokens, triton.cdiv(width, columns))](
-        given,
-        residual,
-        out,
-        CHOSEN=chosen,
-        WIDTH=width,
-        ADD=residual is not None,
-        BLOCK=columns,
-        num_warps=4,
-        **pdl(x.device),
-    )
-    return out
+    if not x.shape[0]:
+        return torch.empty_like(x) if residual is None else residual
+    experts = stack.down.shape[0]
+    tiles = tiles or tiles_for(ids.numel(), experts, x.dtype)
+    pairs = sort(ids, experts)
+    inner = grouped_up(x, weights, ids, stack, pairs, tiles.up)
+    given = grouped_down(inner, weights, ids, stack, pairs, tiles.down)
+    return sum_experts(given, ids.shape[1], residual)
