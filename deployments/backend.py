@@ -10,6 +10,7 @@ from typing import Protocol
 
 from deployments.adapters.record_store import AdapterRecord
 from engine.messages import Delta, EngineStats
+from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
@@ -28,6 +29,8 @@ class ModelCard:
     root: str = ""
     parent: str | None = None  # base model of an adapter
     seed: int | None = None  # EngineConfig's, of the replicas
+    pooling: Pooling | None = None  # how texts become vectors; None: they do not
+    vector_size: int = 0  # elements of a vector
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
 
@@ -96,6 +98,8 @@ class StepResult:
     prompt_logprobs: entry index -> one item for each prompt token predicted by this chunk, i.e. of
         the tokens at start + 1 .. min(start + length, num_prompt_tokens - 1), without the virtual
         ones and the first that is not.
+    pooled: entry index -> what the chunk adds to its request's vector: the sum of the hidden states
+        (mean pooling), or the one that is pooled, if it is in the chunk; [hidden_size] float32.
     errors: entry index -> why that entry alone has no valid token (e.g. "numerical_error").
     """
 
@@ -103,4 +107,5 @@ class StepResult:
     tokens: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)

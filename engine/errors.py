@@ -30,6 +30,16 @@ class InvalidRequest(MantaError, ValueError):
     code = "invalid_value"
 
 
+def no_vectors() -> InvalidRequest:
+    """The error of a request for a text's vector from a model that makes none."""
+    return InvalidRequest(
+        "this model makes no embeddings: its folder has no modules.json, in which "
+        "sentence-transformers says how texts are pooled",
+        param="model",
+        code="embeddings_not_supported",
+    )
+
+
 def context_too_long(
     limit: int,
     prompt: int,

@@ -19,6 +19,7 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.model_config import weight_files
 from engine.models.registry import Model, build_model
+from engine.pooling import Pooling, PoolingHead
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
 from engine.runner.kv_cache import KVCache
@@ -121,10 +122,15 @@ def build(
             torch.set_num_threads(resolved.num_threads)
     phases.end("weights")
 
+    pooling = Pooling.from_folder(resolved.folder)
+    head = None if pooling is None else PoolingHead(pooling, resolved.model.hidden_size)
+
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
-    runner, plan = _build_runner(resolved, model, kernels, device_adapters, host_bytes, compilers)
+    runner, plan = _build_runner(
+        resolved, model, kernels, device_adapters, host_bytes, compilers, pooling
+    )
     phases.end("memory")
 
     if device.type == "cuda" and config.cuda_graphs:
@@ -149,6 +155,8 @@ def build(
             eos_token_ids=tuple(resolved.model.eos_token_ids),
             vocab_size=resolved.model.vocab_size,
             model_key=_model_key(resolved),
+            pooling=head,
+            generates=resolved.model.generates,
         ),
         runner,
         _adapters(config, device_adapters, host_bytes),
@@ -169,12 +177,15 @@ def build(
         start_seconds=phases.seconds,
         memory_table=plan.table(),
         step_tokens=resolved.max_num_batched_tokens,
+        vector_size=0 if head is None else head.size,
     )
 
 
 def _rehearse(core: EngineCore) -> None:
     """Serve two short requests, so that the first real one meets no kernel that is not loaded."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    if not core.config.generates:
+        params = SamplingParams(temperature=0.0, max_tokens=0, pooled=True)
     longest = core.config.max_model_len - 4
     for number, length in enumerate((5, 100)):
         ids = [0] * min(length, longest)
@@ -238,6 +249,7 @@ def _build_runner(
     device_adapters: DeviceAdapters | None,
     host_bytes: int,
     compilers: Compilers | None,
+    pooling: Pooling | None,
 ) -> tuple[ModelRunner, MemoryPlan]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
@@ -263,6 +275,7 @@ def _build_runner(
             device=device,
             lora=None if device_adapters is None else device_adapters.lora,
             prompts=None if device_adapters is None else device_adapters.prompts,
+            pooling=pooling,
         )
 
     if device.type == "cuda":

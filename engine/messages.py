@@ -115,6 +115,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_token: the end token that finished it; None if none did. It is included in token_ids.
     cached: prompt tokens that came from the prefix cache; -1 on all but a request's first delta.
     error: with finish "error": "code: message".
+    vector: with `pooled`: the prompt's, float32 little-endian.
     queued_us: from the request's arrival here to its first step, in microseconds; -1 on all but its
         first delta. adapter_us: part of that, until its adapter was on the device.
     """
@@ -129,6 +130,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     error: str = ""
     queued_us: int = -1
     adapter_us: int = -1
+    vector: bytes | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -195,6 +197,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     start_seconds: dict[str, float]  # by phase
     memory_table: str
     step_tokens: int  # that a step computes at most
+    vector_size: int = 0  # elements of a text's vector; 0: the model makes none
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -12,6 +12,7 @@ from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
 from engine.config_reader import Reader
 from engine.errors import ConfigError
+from engine.pooling import MODULES
 from engine.quantized import Quantized, read_quantized
 
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
@@ -142,6 +143,7 @@ class ModelConfig:
     quantized: Quantized | None = None  # what it keeps in fewer bits
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
+    generates: bool = True  # False: the checkpoint has no head, and makes vectors of texts alone
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -172,10 +174,14 @@ class ModelConfig:
         """Read config.json and generation_config.json. Raises ConfigError naming file and key."""
         folder = Path(folder)
         generation = folder / "generation_config.json"
-        return cls.from_dicts(
+        model = cls.from_dicts(
             Reader.from_file(folder / "config.json"),
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
         )
+        if model.tie_embeddings or not (folder / MODULES).is_file():
+            return model
+        # Models that make vectors are saved without their head, whatever config.json says.
+        return replace(model, tie_embeddings=True, generates=False)
 
     @classmethod
     def from_dicts(cls, config: Reader, generation: Reader) -> "ModelConfig":
@@ -216,7 +222,7 @@ class ModelConfig:
         """What the record calls a tensor (or a module of an adapter) of the checkpoint."""
         if self.wrapper:
             stored = renamed(stored, WRAPPERS[self.wrapper].renames)
-        return renamed(stored, self.record.renames)
+        return self.record.stored_name(stored)
 
     def ignores(self, stored: str) -> bool:
         """Whether the model does not use the checkpoint's tensor of this name."""
@@ -254,8 +260,8 @@ def _find(config: Reader) -> tuple[Architecture, str, Reader]:
     if wrapper is not None:
         config = _text_of(config, wrapper)
         found = _by_model_type(config, wrapper)
-    elif name in ARCHITECTURES:
-        found = ARCHITECTURES[name]
+    elif (record := _record_of(name)) is not None:
+        found = record
     else:
         known = [*ARCHITECTURES, *WRAPPERS]
         near = get_close_matches(name, known, 1, cutoff=0.0)[0]
@@ -267,6 +273,13 @@ def _find(config: Reader) -> tuple[Architecture, str, Reader]:
     if found.variant is not None:
         found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
     return found, "" if wrapper is None else wrapper.name, config
+
+
+def _record_of(name: str) -> Architecture | None:
+    """Qwen3Model is Qwen3ForCausalLM without its head."""
+    base = name.removesuffix("Model")
+    names = (name, f"{base}ForCausalLM", f"{base}LMHeadModel") if base != name else (name,)
+    return next((ARCHITECTURES[each] for each in names if each in ARCHITECTURES), None)
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:

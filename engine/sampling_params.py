@@ -51,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and
         ignore_eos hold as long as the grammar allows anything else. With finish "length" it is only
         the beginning of something that fits.
+    pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
 
     Raises InvalidRequest naming the field.
     """
@@ -75,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Grammar | None = None
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -113,6 +115,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _number("logit_bias", bias, -100.0, 100.0)
         _range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.pooled and (self.max_tokens != 0 or self.n != 1):
+            raise InvalidRequest("pooled needs max_tokens 0 and n 1", param="pooled")
+        if self.pooled and not (self.prompt_logprobs is None and self.structured is None):
+            raise InvalidRequest(
+                "pooled goes without prompt_logprobs and structured", param="pooled"
+            )
 
     def _check_types(self) -> None:
         """Lengths first, so that no long list is walked through."""

@@ -258,6 +258,9 @@ class FakeRunner:
                 items = [_logprob(int(self.tokens[row, at]), at) for at in range(lower, upper + 1)]
                 if items:
                     prompt_logprobs[entry] = items
+            if new.params.pooled:
+                part = self.tokens[row, start:end].sum(dtype=np.float32)
+                result.pooled = {**result.pooled, entry: np.array([part, length], np.float32)}
             if not samples:
                 continue
             token = next_token(read, new, end)

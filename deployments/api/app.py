@@ -19,6 +19,7 @@ from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
 from deployments.api.cors import answer_preflight, is_preflight, tell_origin
+from deployments.api.embeddings import embeddings
 from deployments.api.encodings import decoded
 from deployments.api.errors import (
     INVALID,
@@ -149,6 +150,17 @@ class Api:
 
         return take_object(await in_thread(parse, len(data)))
 
+    def check_room(self) -> None:
+        """Raises ApiError 503 overloaded."""
+        if self.in_flight >= self.options.max_in_flight:
+            raise ApiError(
+                503,
+                "overloaded",
+                "too many requests are in flight",
+                kind=OVERLOADED,
+                headers=(("retry-after", "1"),),
+            )
+
     async def generate(
         self, exchange: HttpExchange, *, chat: bool, turn: Turn | None = None
     ) -> None:
@@ -162,14 +174,7 @@ class Api:
             raise turn.error(error) from None
 
     async def _generate(self, exchange: HttpExchange, chat: bool, turn: Turn | None) -> None:
-        if self.in_flight >= self.options.max_in_flight:
-            raise ApiError(
-                503,
-                "overloaded",
-                "too many requests are in flight",
-                kind=OVERLOADED,
-                headers=(("retry-after", "1"),),
-            )
+        self.check_room()
         # Only now: a body that comes slowly, or never, must not take the place of another request.
         body = await self.read(exchange)
         if turn is not None:
@@ -188,7 +193,7 @@ class Api:
             ignored = call.ignored
             exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             if call.card.parent is not None:
-                call.adapter = await self._pin(call.card.id, deadline)
+                call.adapter = await self.pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
             check_context(call, body, chat=chat)
             if call.output is not None and call.output.needs_grammar(call.constraint):
@@ -209,7 +214,7 @@ class Api:
         finally:
             self.in_flight -= 1
 
-    async def _pin(self, name: str, deadline: float | None) -> AdapterRecord:
+    async def pin(self, name: str, deadline: float | None) -> AdapterRecord:
         """The adapter as it is now. Its first request waits here until its files were read."""
         try:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -339,6 +344,7 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     responses.PATH: (_POST, responses.create),
     f"{responses.PATH}/input_tokens": (_POST, responses.count),
     "/v1/models": (_GET, _models),
+    "/v1/embeddings": (_POST, embeddings),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
     "/detokenize": (_POST, _detokenize),

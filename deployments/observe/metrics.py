@@ -121,6 +121,12 @@ class RouterMetrics:
             "prompt_tokens_cached_total", "Of these, found in a replica's prefix cache."
         )
         self.output_tokens = Counter("generation_tokens_total", "Tokens handed out.")
+        self.vector = Histogram(
+            "embedding_latency_seconds",
+            "From a text's arrival to its vector; texts are in no other histogram of requests.",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self.vector_tokens = Counter("embedding_tokens_total", "Prompt tokens made into vectors.")
         self.finished = Counter(
             "request_success_total", "Choices that ended, by reason.", "finished_reason"
         )

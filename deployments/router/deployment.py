@@ -32,6 +32,7 @@ from deployments.router.serve import discovery, handle_call
 from deployments.router.serve.peers import PeerRouters
 from deployments.store import event_secret, first_served
 from engine.model_config import ModelConfig
+from engine.pooling import Pooling
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
@@ -160,6 +161,7 @@ class Router:
         name, now = self._settings.model_name, int(time.time())
         model = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.load(folder)
+        pooling = Pooling.from_folder(folder)
         card = ModelCard(
             id=name,
             max_model_len=model.max_positions,
@@ -168,6 +170,8 @@ class Router:
             created=first_served(app, name, now),
             root=name,
             seed=self._settings.seed,
+            pooling=pooling,
+            vector_size=0 if pooling is None else pooling.size(model.hidden_size),
         )
         return card, tokenizer, ModelIdentity.of(folder)
 

@@ -161,7 +161,8 @@ class Dispatcher:
         )
         self._requests.add(inflight)
         self.metrics.prompt_tokens.add(len(request.token_ids))
-        self.metrics.prompt_size.observe(len(request.token_ids))
+        if not request.params.pooled:
+            self.metrics.prompt_size.observe(len(request.token_ids))
         if request.deadline is not None:
             error = MantaError("the request's deadline has passed", code="deadline_exceeded")
             left = max(0.0, request.deadline - time.monotonic())

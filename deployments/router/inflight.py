@@ -196,7 +196,11 @@ class InflightRequest:
         metrics = self._metrics
         tokens = len(delta.token_ids)
         if choice.last == 0.0:
-            metrics.first_token.observe(now - self.arrived)
+            if not self.request.params.pooled:
+                metrics.first_token.observe(now - self.arrived)
+            elif delta.vector is not None:
+                metrics.vector.observe(now - self.arrived)
+                metrics.vector_tokens.add(len(self.request.token_ids))
             queued = self.placed - self.arrived + max(0, delta.queued_us) / 1e6
             self._queue_s = max(self._queue_s, queued)
             self.trace.begun(delta, now)
@@ -216,7 +220,8 @@ class InflightRequest:
             self._open -= 1
             metrics.finished.add(1, delta.finish)
             self.trace.finish.append(delta.finish)
-            metrics.output_size.observe(len(choice.emitted))
+            if not self.request.params.pooled:
+                metrics.output_size.observe(len(choice.emitted))
             if not self._open:
                 self._finish(now)
         if self._waiter is not None:
@@ -258,7 +263,8 @@ class InflightRequest:
     def _finish(self, now: float) -> None:
         for timer in self.timers:
             timer.cancel()
-        self._metrics.request.observe(now - self.arrived)
+        if not self.request.params.pooled:
+            self._metrics.request.observe(now - self.arrived)
         emitted = sum(len(choice.emitted) for choice in self.choices)
         self.trace.ends(emitted, "" if self._error is None else self._error.code, now)
         self._on_end(self)

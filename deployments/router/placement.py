@@ -109,7 +109,10 @@ class Placement:
             len(request.token_ids) + len(emitted),
             self._max_len() if limit is None else limit,
             len(choices),
-            hash_prefix(request.token_ids + emitted, request.adapter, request.cache_salt),
+            # Of a text that becomes a vector nothing is kept.
+            []
+            if request.params.pooled
+            else hash_prefix(request.token_ids + emitted, request.adapter, request.cache_salt),
             request.adapter.partition("@")[0],  # as replicas call it
         )
 

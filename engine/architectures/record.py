@@ -107,6 +107,16 @@ class Architecture:
         patterns = (pattern.replace("{layers}", str(layers)) for pattern in self.ignored)
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
+    def stored_name(self, name: str) -> str:
+        """A name of the checkpoint as `tensors` has it. A network that was saved without its head
+        leaves out its own name: layers.0 for model.layers.0."""
+        name = renamed(name, self.renames)
+        network, dot, _ = self.tensors["embedding"].names[0].partition(".")
+        inside = f"{network}.{name.partition('.')[0]}."
+        stored = (each for one in self.tensors.values() for each in one.names)
+        known = any(f"{each}.".startswith(inside) for each in stored)
+        return f"{network}.{name}" if dot and known else name
+
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:

@@ -10,19 +10,25 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, no_vectors
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput
 from engine.library.prompts import Messages, Prompt, load_tokenizer
 from engine.library.request_manager import RequestManager, each_params
 from engine.messages import AdapterInfo, EngineStats
+from engine.pooling import Pooling, as_array
 from engine.process.client import START_SECONDS, OnProgress
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+_POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 
 
 def make_config(model: str, fields: Mapping[str, Any]) -> EngineConfig:
@@ -110,6 +116,42 @@ class LLM(RequestManager):
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **template}
         ids = self._prompts.encode_chats(many, options)
         return self._run(ids, [None] * len(ids), params, adapter, detokenize, progress)
+
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        prompt_name: str = "",
+        dimensions: int | None = None,
+        truncate: bool = False,
+        adapter: str | Sequence[str] = "",
+        progress: bool | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """The vector of each text, pooled as the checkpoint's sentence-transformers files say:
+        [elements] float32.
+
+        prompt_name: one of the checkpoint's prompts goes before each text; "" = none. dimensions:
+        only the first elements, of models that were trained for it. truncate: a text that is too
+        long is cut at its end. Raises InvalidRequest, EngineDead, RequestFailed.
+        """
+        pooling = Pooling.from_folder(self.config.model)
+        if pooling is None:
+            raise no_vectors()
+        if dimensions is not None:
+            pooling.check_dimensions(dimensions, self.ready.vector_size)
+        before = pooling.prompt(prompt_name) if prompt_name else ""
+        most = self.ready.max_model_len
+        limit = min(most, pooling.max_tokens or most)
+        ids = self._prompts.encode_pooled(_as_list(texts), before, limit, truncate=truncate)
+        vectors = []
+        for output in self._run(ids, [None] * len(ids), _POOLED, adapter, False, progress):
+            (choice,) = output.outputs
+            if choice.vector is None:
+                code, _, message = choice.error.partition(": ")
+                raise RequestFailed(message or "the text was given up", code=code or "aborted")
+            vector = as_array(choice.vector)
+            vectors.append(vector if dimensions is None else pooling.cut(vector, dimensions))
+        return vectors
 
     def _run(
         self,

@@ -26,6 +26,7 @@ class CompletionOutput:
     stop_reason: the stop string or the id from stop_token_ids that ended it.
     logprobs: one for each of token_ids, if asked for.
     error: with finish_reason "error": "code: message".
+    vector: of the prompt, with `pooled`: float32 little-endian.
     """
 
     index: int
@@ -35,6 +36,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: str = ""
+    vector: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ class _ChoiceState:
         if finish is not None:
             whole.finish_reason = finish
             whole.error = delta.error
+            whole.vector = delta.vector
         return finish is not None
 
     def _decode(self, tokens: list[int], finish: str) -> tuple[str | None, int]:

@@ -64,6 +64,26 @@ class Prompts:
 
         return _each("messages", chats, encode)
 
+    def encode_pooled(
+        self, texts: Sequence[Prompt], before: str, limit: int, *, truncate: bool
+    ) -> list[list[int]]:
+        """Ids of texts that become vectors. before: is put before each text. limit: tokens of one;
+        truncate cuts longer ones."""
+
+        def encode(text: Prompt) -> list[int]:
+            if not isinstance(text, str):
+                if before:
+                    raise InvalidRequest(
+                        "a prompt by name goes before texts, not token ids", param="prompt_name"
+                    )
+                ids = [token if type(token) is int else _token_id(token) for token in text]
+                return self._checked(ids[:limit] if truncate else ids, limit + 1)
+            most = limit if truncate else None
+            ids = self._text().encode(before + text, add_special_tokens=True, max_tokens=most)
+            return self._checked(ids, limit + 1)
+
+        return _each("texts", texts, encode)
+
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequest(
@@ -71,12 +91,13 @@ class Prompts:
             )
         return self._tokenizer
 
-    def _checked(self, ids: list[int]) -> list[int]:
+    def _checked(self, ids: list[int], limit: int | None = None) -> list[int]:
+        """limit: of tokens, which the prompt has less than; None = the context."""
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        limit, vocab_size = self._ready.max_model_len, self._ready.vocab_size
-        if len(ids) >= limit:
-            raise context_too_long(limit, len(ids))
+        vocab_size = self._ready.vocab_size
+        if len(ids) >= (limit or self._ready.max_model_len):
+            raise context_too_long(limit - 1 if limit else self._ready.max_model_len, len(ids))
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(

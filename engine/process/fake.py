@@ -4,7 +4,7 @@ Named by `EngineConfig(model="fake:key=value,...")`. The token at position p of 
 first + p % (vocab_size - first), a function of the position alone (and of the adapter's name and
 revision, which shift p), and its log-probability one of the token: so a stream that went on
 elsewhere can be checked for gaps and repeats, and the CPU cost of router and client shows without a
-model's.
+model's. The vector of a text is [tokens, their sum, the first, the last].
 """
 
 import os
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
@@ -234,6 +235,11 @@ class FakeCore:
     def _advance(self, request: EngineRequest) -> Delta:
         options, params, tokens = self._options, request.params, request.token_ids
         new: list[int] = []
+        if params.pooled:
+            self._forget(request.id)
+            self._stats.prompt_tokens += len(tokens)
+            vector = np.array([len(tokens), sum(tokens), tokens[0], tokens[-1]], dtype="<f4")
+            return Delta(request.id, [], "length", cached=0, vector=vector.tobytes())
         adapter = self._adapters.get(request.id)
         shift = 0 if adapter is None else crc32(adapter.key.encode())
         finish, stop_token = "", None

@@ -24,6 +24,7 @@ from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.lora.device import LoraDevice
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.registry import Model
+from engine.pooling import Pooling
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
@@ -44,6 +45,7 @@ class DeviceResult:
     event: "torch.cuda.Event | None" = None
     logprobs: "_HostLogprobs | None" = None
     prompt_logprobs: list[tuple[int, "_HostLogprobs"]] = field(default_factory=list)
+    pooled: "tuple[list[int], Tensor] | None" = None  # entries, and of each [hidden_size] float32
     # Until its masks are there: launches the sampling.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
 
@@ -76,6 +78,13 @@ class DeviceResult:
                 entry: [item for _, item in host.items() if item is not None]
                 for entry, host in self.prompt_logprobs
             }
+        if self.pooled is not None:
+            entries, parts = self.pooled
+            result.pooled = dict(zip(entries, parts.numpy(), strict=True))
+            for entry, part in result.pooled.items():
+                if not np.isfinite(part).all():
+                    why = "numerical_error: the model's hidden states are not finite"
+                    result.errors = {**result.errors, entry: why}
         return result
 
     def _entry(self, sample: int) -> int:
@@ -137,6 +146,7 @@ class ModelRunner:
         device: torch.device,
         lora: LoraDevice | None = None,
         prompts: VirtualTokensDevice | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -146,6 +156,7 @@ class ModelRunner:
         self.device = device
         self.lora = lora
         self._prompts = prompts
+        self._pooling = pooling
         self._max_num_batched_tokens = max_num_batched_tokens
         # Logits that are there at once: as many rows as sample in the largest step, which memory is
         # planned for. Fewer than 64 would gain no memory worth mentioning (16 MiB) and lose time.
@@ -162,11 +173,12 @@ class ModelRunner:
             self.inputs = CpuInputs(rows, kv.block_size)
         self._turn = 0
         # Per row, on the host: the alternatives it wants (as _HostLogprobs.counts), the length of
-        # its prompt, and how much of that is virtual.
+        # its prompt, how much of that is virtual, and whether its hidden states are pooled.
         self._logprobs = [-1] * rows.pad_row
         self._prompt_logprobs = [-1] * rows.pad_row
         self._num_prompt = [0] * rows.pad_row
         self._num_virtual = [0] * rows.pad_row
+        self._pooled = [False] * rows.pad_row
         self.graphs: StepGraphs | None = None
 
     def launch(self, batch: Batch) -> DeviceResult:
@@ -191,6 +203,7 @@ class ModelRunner:
             )
             self._num_prompt[new.row] = new.num_prompt_tokens
             self._num_virtual[new.row] = new.num_virtual
+            self._pooled[new.row] = params.pooled
             if self.lora is not None:
                 self.lora.set_row(new.row, new.lora_slot)
             if new.num_virtual:
@@ -212,9 +225,10 @@ class ModelRunner:
             None if decodes_only else [i for i, samples in enumerate(batch.samples) if samples]
         )
         size = None
-        if self.graphs is not None and (decodes_only or not self._wants_prompt_logprobs(batch)):
+        if self.graphs is not None and (decodes_only or not self._wants_hidden(batch)):
             size = self.graphs.size_of(batch)
         prompt_logprobs = []
+        pooled = None
         if self.graphs is not None and size is not None:
             self.graphs.forward(batch, size)
             if plan.simple and not batch.masked:
@@ -228,17 +242,21 @@ class ModelRunner:
             hidden = self.forward(step)
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
+                if self._pooling is not None:
+                    pooled = self._launch_pooled(batch, hidden, self._pooling.mode)
             if not sample_rows:
                 pending = self._finish(batch.step, hidden.new_empty(0, dtype=torch.int64), None)
-                pending.prompt_logprobs = prompt_logprobs
+                pending.prompt_logprobs, pending.pooled = prompt_logprobs, pooled
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
             rows, positions = step.sample_rows, step.sample_positions
         samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
         if not batch.masked:
-            return self._choose(batch.step, samples, prompt_logprobs, None)
-        pending = DeviceResult(batch.step, positions, entries)
+            pending = self._choose(batch.step, samples, prompt_logprobs, None)
+            pending.pooled = pooled
+            return pending
+        pending = DeviceResult(batch.step, positions, entries, pooled=pooled)
         masked = batch.masked
 
         def sample(masks: NDArray[np.int32]) -> None:
@@ -361,8 +379,33 @@ class ModelRunner:
             [self._logprobs[row] for row in rows],
         )
 
-    def _wants_prompt_logprobs(self, batch: Batch) -> bool:
-        return any(self._prompt_logprobs[row] >= 0 for row in batch.rows)
+    def _wants_hidden(self, batch: Batch) -> bool:
+        """Of tokens that do not sample, which graphs do not give out."""
+        return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
+
+    def _launch_pooled(
+        self, batch: Batch, hidden: Tensor, mode: str
+    ) -> tuple[list[int], Tensor] | None:
+        """What the chunks of texts add to their vectors: entries, and [entries, hidden_size]
+        float32. None if nothing."""
+        entries, spans = [], []
+        at = 0
+        for entry, (row, start, length) in enumerate(
+            zip(batch.rows, batch.starts, batch.lengths, strict=True)
+        ):
+            first, last = start == 0, start + length == self._num_prompt[row]
+            if self._pooled[row] and (mode == "mean" or (first if mode == "cls" else last)):
+                entries.append(entry)
+                spans.append((at, at + length))
+            at += length
+        if not entries:
+            return None
+        if mode == "mean":
+            found = torch.stack([hidden[begin:end].float().sum(0) for begin, end in spans])
+        else:
+            which = [end - 1 if mode == "last" else begin for begin, end in spans]
+            found = torch.stack([hidden[token] for token in which]).float()
+        return entries, self._to_host(found / self.model.config.logit_scale)
 
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor

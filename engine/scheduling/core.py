@@ -149,7 +149,7 @@ class EngineCore:
             return
         request = Request(message, self.config, self.scheduler.next_arrival(), adapter)
         done = len(request.token_ids) >= request.limit
-        if done and request.params.prompt_logprobs is None:
+        if done and not (request.pooled or request.prompt_logprobs):
             # Nothing to sample: resumed after its last token, or max_tokens = 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))
         elif request.params.structured is not None:

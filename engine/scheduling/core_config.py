@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.kv_groups import Full, KVKind
+from engine.pooling import PoolingHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class CoreConfig:
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, the order of a request's tables.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
+    pooling: how texts become vectors; None: requests for these are refused.
+    generates: False: all others are.
     """
 
     max_num_seqs: int
@@ -31,3 +34,5 @@ class CoreConfig:
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
     model_key: str = ""
+    pooling: PoolingHead | None = None
+    generates: bool = True

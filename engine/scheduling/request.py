@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from engine.batch import NewRow, TokenLogprobs
-from engine.errors import InvalidRequest, context_too_long
+from engine.errors import InvalidRequest, context_too_long, no_vectors
 from engine.lora.tiers.adapter import Adapter
 from engine.messages import Delta, EngineRequest
+from engine.pooling import PooledText
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.prefix_hash import root_hash
@@ -63,6 +64,7 @@ class Request:
         "order",
         "params",
         "phase",
+        "pooled",
         "prompt_logprobs",
         "queued_tokens",
         "queued_us",
@@ -131,6 +133,10 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+        self.pooled: PooledText | None = None
+        if params.pooled:
+            assert config.pooling is not None
+            self.pooled = PooledText(config.pooling, self.num_prompt)
 
     def __repr__(self) -> str:
         known, done = len(self.token_ids), self.num_computed
@@ -203,6 +209,8 @@ class Request:
             delta.queued_us = self.queued_us
             delta.adapter_us = self.adapter_us
             delta.prompt_logprobs = self.prompt_logprobs
+            if self.pooled is not None:
+                delta.vector = self.pooled.vector()
 
 
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
@@ -227,3 +235,16 @@ def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -
     if max_tokens is not None and len(token_ids) - num_prompt > max_tokens:
         raise InvalidRequest("token_ids has more output than max_tokens", param="max_tokens")
     message.params.check_vocabulary(config.vocab_size)
+    if message.params.pooled:
+        if config.pooling is None:
+            raise no_vectors()
+        if num_virtual:
+            raise InvalidRequest(
+                "an adapter of virtual tokens makes no vectors of texts", param="model"
+            )
+        if len(token_ids) > num_prompt:
+            raise InvalidRequest("pooled has no output", param="pooled")
+    elif not config.generates:
+        raise InvalidRequest(
+            "this model makes vectors of texts and no text", code="generation_not_supported"
+        )

@@ -331,7 +331,8 @@ class Scheduler:
         """Give the request a row and the cached blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
-        lookup = self.config.prefix_caching and request.prompt_logprobs is None
+        caching = self.config.prefix_caching and request.pooled is None
+        lookup = caching and request.prompt_logprobs is None
         if lookup:
             # The last token is computed again even if it is cached: sampling needs its logits.
             hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
@@ -354,7 +355,7 @@ class Scheduler:
         request.blocks = cached
         request.num_computed = num_cached * size
         request.num_registered = num_cached
-        request.cacheable = self.config.prefix_caching
+        request.cacheable = caching
         request.row = self._free_rows.pop()
         if request.adapter is not None:
             first = request.num_cached < 0

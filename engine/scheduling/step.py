@@ -64,6 +64,9 @@ class LaunchedStep:
 
         for entry, items in result.prompt_logprobs.items():
             requests[entry].collect_prompt_logprobs(self.starts[entry], items)
+        for entry, part in result.pooled.items():
+            if (pooled := requests[entry].pooled) is not None:
+                pooled.add(self.starts[entry], part)
         for entry, item in result.logprobs.items():
             deltas[entry].logprobs = [item]
         for entry in self.firsts:

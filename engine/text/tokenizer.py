@@ -134,12 +134,25 @@ class Tokenizer:
         found: int | None = self.backend.token_to_id(token) if token else None
         return found
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
         """Ids of a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
 
+        max_tokens: a longer text is cut at its end, between its special tokens.
         Other threads run while a long text is encoded.
         """
-        return _encode(self.backend, text, add_special_tokens)
+        if max_tokens is None:
+            return _encode(self.backend, text, add_special_tokens)
+        text = text[: (max_tokens + 1) * self._longest]  # no token is of more characters
+        ids = _encode(self.backend, text, add_special_tokens)
+        if len(ids) <= max_tokens:
+            return ids
+        plain = _encode(self.backend, text, False) if add_special_tokens else ids
+        special = len(ids) - len(plain)
+        before = next(i for i in range(special + 1) if ids[i : i + len(plain)] == plain)
+        kept = max(0, max_tokens - special)
+        return ids[:before] + plain[:kept] + ids[before + len(plain) :]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False

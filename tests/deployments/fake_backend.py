@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 import msgspec
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -26,6 +27,7 @@ from engine.text.tokenizer import Tokenizer
 MODEL = "tiny"
 VOCAB = 512  # of the "logits": wider than the tokenizer, as in real checkpoints
 MAX_MODEL_LEN = 256
+VECTOR = 8  # elements
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -197,7 +199,7 @@ class FakeBackend:
         if self.refuse is not None:
             raise self.refuse
         assert request.token_ids and all(0 <= t < VOCAB for t in request.token_ids)
-        assert request.params.max_tokens != 0
+        assert request.params.pooled or request.params.max_tokens != 0
         self.requests.append(request)
         return FakeGeneration(self, request)
 
@@ -228,6 +230,8 @@ class FakeBackend:
         if isinstance(self.script, list):
             return self.script
         params = request.params
+        if params.pooled:
+            return [Delta(choice, [], "length", cached=0, vector=vector_of(request))]
         limit = self.cards[request.model].max_model_len - len(request.token_ids)
         limit = min(limit, params.max_tokens or limit)
         tokens = self._tokens(request, choice, limit)
@@ -259,6 +263,13 @@ class FakeBackend:
         key = repr((request.token_ids, seed, choice, request.cache_salt)).encode()
         digest = hashlib.sha256(key).hexdigest()
         return [*self._tokenizer.encode(f"the answer is {digest[:12]}"), 2, *([5] * limit)]
+
+
+def vector_of(request: GenerationRequest) -> bytes:
+    """Of length 1, and another for every list of ids and adapter."""
+    key = hashlib.sha256(repr((request.token_ids, request.adapter)).encode()).digest()
+    values = np.frombuffer(key[:VECTOR], dtype=np.uint8).astype(np.float32) + 1
+    return (values / np.linalg.norm(values)).astype("<f4").tobytes()
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:

@@ -17,6 +17,7 @@ from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
+from engine.pooling import as_array
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
@@ -94,6 +95,39 @@ def test_a_lost_replica_is_a_pause_not_an_error(how):
             ]
             assert resumed, "nothing was resumed in the middle"
             assert all(r.seed == 7 and r.num_prompt_tokens == len(PROMPT) for r in resumed)
+
+    run(case())
+
+
+def test_texts_become_vectors_beside_generation_and_after_a_loss():
+    """A vector that belongs to another text, is lost with its replica, or is counted as the answer
+    of a chat: then autoscaling takes texts for requests that generate."""
+
+    async def case():
+        async with Fleet(2) as fleet:
+            chats = [fleet.generate() for _ in range(4)]
+            pooled = SamplingParams(max_tokens=0, temperature=0, pooled=True)
+            fleet.engines["r0"].pace = fleet.engines["r1"].pace = 0.05
+            texts = [[7] * (n + 1) for n in range(30)]
+            asked = [
+                fleet.dispatcher.generate(GenerationRequest("", "m", list(ids), pooled, 0))
+                for ids in texts
+            ]
+            await asyncio.sleep(0.01)
+            fleet.engines["r0"].die()
+            for ids, inflight in zip(texts, asked, strict=True):
+                ((choice, delta),) = await inflight.next()
+                assert (choice, delta.finish, delta.token_ids) == (0, "length", [])
+                assert as_array(delta.vector).tolist() == [len(ids), sum(ids), 7, 7]
+                assert await inflight.next() == []
+            assert all(tokens == WHOLE for tokens in await asyncio.gather(*map(read, chats)))
+            metrics = fleet.dispatcher.metrics
+            assert metrics.migrations.values[()] > 0
+            for chat in (metrics.first_token, metrics.prompt_size, metrics.output_size):
+                assert sum(chat.counts) == len(chats)
+            assert sum(metrics.vector.counts) == len(texts)
+            assert metrics.vector_tokens.values[()] == sum(map(len, texts))
+            assert fleet.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
 
     run(case())
 

@@ -196,6 +196,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "logprobs": 3,
         "max_tokens": 32,
         "structured": None,
+        "pooled": False,
     }
     assert given == expected
     assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)

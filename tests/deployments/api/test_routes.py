@@ -59,7 +59,7 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("/v1/embeddings", None),
+        ("/v1/files", None),
         ("/v1/audio/speech", None),
         ("/v1/batches", None),
         ("/v1/images/generations", None),

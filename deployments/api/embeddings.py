@@ -1,0 +1,64 @@
+"""POST /v1/embeddings: the vectors of texts, in OpenAI's shape."""
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.api.errors import wrong_type
+from deployments.api.generation.fields import take_int
+from deployments.api.generation.openai_request import in_thread
+from deployments.api.http_exchange import HttpExchange
+from deployments.api.pooled import PooledCall, pooled_call, take_prompts
+from engine.pooling import as_array
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+_FIELDS = ("input", "encoding_format", "dimensions", "prompt_name")
+_FORMATS = ("float", "base64")
+
+
+async def embeddings(api: "Api", exchange: HttpExchange) -> None:
+    """Raises ApiError, MantaError."""
+    api.check_room()
+    body = await api.read(exchange)
+    api.in_flight += 1
+    try:
+        call = await pooled_call(api, exchange, body, _FIELDS)
+        form = body.get("encoding_format")
+        if form is not None and form not in _FORMATS:
+            raise wrong_type("encoding_format", " or ".join(_FORMATS))
+        dimensions = take_int(body, "dimensions", 1, 2**31 - 1)
+        if dimensions is not None:
+            call.pooling.check_dimensions(dimensions, call.card.vector_size)
+        prompts = await take_prompts(call, body, "input")
+        vectors = await call.vectors(prompts)
+        tokens = sum(map(len, prompts))
+
+        def answer() -> bytes:
+            data = [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": _written(call, one, form, dimensions),
+                }
+                for i, one in enumerate(vectors)
+            ]
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return msgspec.json.encode(
+                {"object": "list", "data": data, "model": call.card.id, "usage": usage}
+            )
+
+        await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
+    finally:
+        api.in_flight -= 1
+
+
+def _written(call: PooledCall, vector: bytes, form: str | None, dimensions: int | None) -> Any:
+    values = as_array(vector)
+    if dimensions is not None:
+        values = call.pooling.cut(values, dimensions)
+    if form == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    return values.tolist()

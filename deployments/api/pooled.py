@@ -1,0 +1,262 @@
+"""PooledCall: an HTTP request for vectors of texts.
+
+Each text goes to the engines as a request of its own, so that a step takes texts of any clients
+beside what else it computes. A bounded number of them runs at a time, so that a long list takes
+turns with other work.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deployments.adapters.record_store import AdapterRecord
+from deployments.api.errors import invalid, wrong_type
+from deployments.api.generation.fields import (
+    check_names,
+    take_bool,
+    take_int,
+    take_str,
+    take_token_ids,
+)
+from deployments.api.generation.merge import failed
+from deployments.api.generation.openai_request import find_model, in_thread, too_many_tokens
+from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
+from deployments.api.http_exchange import HttpExchange, UntilDisconnect
+from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
+from engine.errors import Overloaded, context_too_long, no_vectors
+from engine.messages import Delta
+from engine.pooling import Pooling
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer, TooManyTokens
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+# Fields of every route that pools.
+COMMON = frozenset(
+    {
+        "model",
+        "truncate",
+        "truncate_prompt_tokens",
+        "add_special_tokens",
+        "priority",
+        "deadline_seconds",
+    }
+)
+MAX_TEXTS = 2048  # OpenAI's
+FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
+MAX_WINDOW = 256
+
+_POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
+
+
+@dataclass(slots=True)
+class PooledCall:
+    """limit: tokens of a text. truncate: cut longer ones at their end. special: with the special
+    tokens that tokenizer.json puts around a text."""
+
+    exchange: HttpExchange
+    backend: Backend
+    card: ModelCard
+    pooling: Pooling
+    tokenizer: Tokenizer
+    limit: int
+    truncate: bool
+    special: bool
+    key: str
+    priority: int
+    deadline: float | None
+    adapter: AdapterRecord | None
+
+    def encode(self, text: str, path: str) -> list[int]:
+        """Raises InvalidRequest context_length_exceeded."""
+        tokenizer = self.tokenizer
+        if self.truncate:
+            return tokenizer.encode(text, add_special_tokens=self.special, max_tokens=self.limit)
+        try:
+            tokenizer.check_length(text, self.limit)
+        except TooManyTokens as error:
+            raise too_many_tokens(error, path) from None
+        return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
+
+    def checked(self, ids: list[int], path: str) -> list[int]:
+        if self.truncate:
+            return ids[: self.limit]
+        if len(ids) > self.limit:
+            raise context_too_long(self.limit, len(ids), param=path, where=path)
+        return ids
+
+    async def vectors(self, prompts: Sequence[list[int]]) -> list[bytes]:
+        """Of each prompt, which has at least one token: float32, little-endian.
+
+        Raises ApiError, MantaError, ClientDisconnected.
+        """
+        run = _Run(self.backend, [self._request(ids) for ids in prompts])
+        async with UntilDisconnect(self.exchange.receive, run.abort):
+            return await run.collect()
+
+    def _request(self, ids: list[int]) -> GenerationRequest:
+        adapter = self.adapter
+        return GenerationRequest(
+            request_id=self.exchange.request_id,
+            model=self.card.id,
+            token_ids=ids,
+            params=_POOLED,
+            seed=0,
+            adapter="" if adapter is None else adapter.key,
+            adapter_path="" if adapter is None else adapter.path,
+            adapter_version=0 if adapter is None else adapter.version,
+            priority=self.priority,
+            deadline=self.deadline,
+            key=self.key,
+            owner=self.exchange.caller.id,
+        )
+
+
+async def pooled_call(
+    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Collection[str]
+) -> PooledCall:
+    """The fields that all routes have, checked. fields: the others that the route takes.
+
+    Raises ApiError, MantaError.
+    """
+    exchange.ignored += check_names(body, COMMON | frozenset(fields), strict=api.options.strict)
+    key = key_of(exchange, body, api.options)
+    deadline = deadline_of(exchange, body, api.options)
+    priority = priority_of(exchange, body)
+    api.backend.admit(key)
+    card = await find_model(body.get("model"), api.backend)
+    if card.pooling is None:
+        raise no_vectors()
+    adapter = None
+    if card.parent is not None:
+        adapter = await api.pin(card.id, deadline)
+        card = api.backend.models().get(card.id, card)
+    assert card.pooling is not None
+    limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
+    cut = take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1)
+    if cut == 0:
+        raise invalid(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",
+            "truncate_prompt_tokens",
+        )
+    if cut is not None and cut > limit:
+        raise invalid(
+            f"truncate_prompt_tokens must be at most {limit}, the model's context",
+            "truncate_prompt_tokens",
+        )
+    return PooledCall(
+        exchange,
+        api.backend,
+        card,
+        card.pooling,
+        api.backend.tokenizer(card.id),
+        limit if cut is None or cut < 0 else cut,
+        take_bool(body, "truncate") or cut is not None,
+        take_bool(body, "add_special_tokens", True),
+        key,
+        priority,
+        deadline,
+        adapter,
+    )
+
+
+async def take_prompts(call: PooledCall, body: dict[str, Any], name: str) -> list[list[int]]:
+    """A text, token ids, or a list of either, as token ids. `prompt_name` goes before each text.
+
+    Raises ApiError, InvalidRequest.
+    """
+    value = body.get(name)
+    prompt_name = take_str(body, "prompt_name", 256)
+    before = call.pooling.prompt(prompt_name) if prompt_name else ""
+    if value is None:
+        raise invalid(f"{name} is required", name, "missing_field")
+    if not isinstance(value, (str, list)):
+        raise wrong_type(name, "a string, a list of token ids, or a list of these")
+    if not value:
+        raise invalid(f"{name} must not be empty", name)
+    many = isinstance(value, list) and isinstance(value[0], (str, list))
+    items: list[Any] = value if many else [value]  # type: ignore[assignment]
+    if len(items) > MAX_TEXTS:
+        raise invalid(f"{name} takes at most {MAX_TEXTS} texts, got {len(items)}", name)
+    if before and isinstance(items[0], list):
+        raise invalid("prompt_name goes before texts, not token ids", "prompt_name")
+
+    def work() -> list[list[int]]:
+        return [
+            _take_one(call, item, type(items[0]), f"{name}[{i}]" if many else name, before)
+            for i, item in enumerate(items)
+        ]
+
+    return await in_thread(work, call.exchange.body_size)
+
+
+def _take_one(call: PooledCall, item: Any, kind: Any, path: str, before: str) -> list[int]:
+    if type(item) is not kind:
+        raise wrong_type(path, "of the same kind as the first")
+    if isinstance(item, str):
+        ids = call.encode(before + item, path)
+    elif item:
+        ids = call.checked(take_token_ids(item, path, call.card.vocab_size), path)
+    else:
+        ids = []
+    if not ids:
+        raise invalid(f"{path} must not be empty", path)
+    return ids
+
+
+class _Run:
+    """The texts of one call, some of them in flight."""
+
+    def __init__(self, backend: Backend, requests: Sequence[GenerationRequest]) -> None:
+        self._backend = backend
+        self._waiting = deque(enumerate(requests))
+        self._found: list[bytes] = [b""] * len(requests)
+        self._live: dict[asyncio.Task[bytes], tuple[int, Generation]] = {}
+        self._window = FIRST_WINDOW
+
+    async def collect(self) -> list[bytes]:
+        while self._waiting or self._live:
+            self._fill()
+            done, _ = await asyncio.wait(self._live, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, _ = self._live.pop(task)
+                self._found[index] = task.result()
+            self._window = min(MAX_WINDOW, self._window + len(done))
+        return self._found
+
+    def _fill(self) -> None:
+        """Start texts. Where the service has no room for one, those that run are waited for."""
+        while self._waiting and len(self._live) < self._window:
+            index, request = self._waiting[0]
+            try:
+                generation = self._backend.generate(request)
+            except Overloaded as refusal:
+                if not self._live or refusal.code == "draining":
+                    raise
+                self._window = max(1, len(self._live) // 2)
+                return
+            self._waiting.popleft()
+            self._live[asyncio.create_task(_vector(generation))] = (index, generation)
+
+    def abort(self) -> None:
+        self._waiting.clear()
+        for task, (_, generation) in self._live.items():
+            task.cancel()
+            generation.abort()
+
+
+async def _vector(generation: Generation) -> bytes:
+    while items := await generation.next():
+        for _, delta in items:
+            if delta.finish:
+                return _taken(delta)
+    raise AssertionError("a text ended without a word")
+
+
+def _taken(delta: Delta) -> bytes:
+    if delta.vector is None:
+        raise failed(delta)
+    return delta.vector
