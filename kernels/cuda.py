@@ -9,6 +9,7 @@ from kernels import activation, kv_write, lora, norm
 from kernels.attention.decode import attention_decode, plan
 from kernels.attention.prefill import attention_prefill
 from kernels.experts import few, topk
+from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
@@ -150,6 +151,20 @@ class Cuda(Kernels):
         if topk.fits(routing):
             return topk.topk(logits, routing, correction)
         return super().route(logits, routing, correction)
+
+    def norm_route(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        router: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        correction: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if few_route_fits(x, routing):
+            return few_route(x, norm, eps, router, bias, routing, correction)
+        return super().norm_route(x, norm, eps, router, bias, routing, correction)
 
     def experts(
         self,

@@ -26,6 +26,7 @@ class CudaDeterministic(Cuda):
     # As they are made of the products below, not as Cuda fuses them.
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
+    norm_route = Kernels.norm_route
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear_fixed(x, weight, bias)

@@ -243,6 +243,20 @@ class Kernels:
         """
         return mixture.route(logits, routing, correction)
 
+    def norm_route(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        router: Tensor,  # [experts, hidden]
+        bias: Tensor | None,
+        routing: Routing,
+        correction: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """rms_norm(x), and what `route` makes of a router's logits for that."""
+        normed = self.rms_norm(x, norm, eps)
+        return normed, *self.route(self.linear(normed, router, bias), routing, correction)
+
     def experts(
         self,
         x: Tensor,

@@ -107,6 +107,9 @@ def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]
     router = random(layer.experts, layer.hidden)
     routing, residual = Routing(layer.chosen), torch.zeros_like(x)
     up_bytes, down_bytes = step.met * layer.up_bytes, step.met * layer.down_bytes
+    norm = random(layer.hidden)
+    routed = partial(kernels.norm_route, x, norm, 1e-6, router, None, routing, None)
+    yield "norm, router, choice", router.nbytes, [routed] * COPIES
     yield "router", router.nbytes, [partial(kernels.linear, x, router, None)] * COPIES
     yield "choice", 0, [partial(kernels.route, each, routing, None) for each in step.logits]
     if len(x) <= MOST:
@@ -237,7 +240,7 @@ def main() -> None:
                 continue
             for launch, num_bytes, calls in launches(step):
                 us = time_us(calls)
-                line = f"  {launch:<16}{us:9.2f} us"
+                line = f"  {launch:<22}{us:9.2f} us"
                 if num_bytes:
                     line += f"  {num_bytes / us * 1e6 / copy:6.2f} of a copy"
                 if launch == "experts, whole" and tokens >= 1024:

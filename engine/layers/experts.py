@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
-from engine.layers.norm import Norm
+from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
@@ -87,12 +87,7 @@ class Experts:
     ) -> Tensor:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
-        if norm is not None:
-            x = norm(x)
-        elif residual is x:
-            x = x.clone()
-        logits = self.kernels.linear(x, self.router.tensor, self.router_bias)
-        weights, ids = self.kernels.route(logits, self.config.routing, self.correction)
+        x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
         add_to = out if self.group.size == 1 else None
         given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, add_to)
@@ -100,6 +95,22 @@ class Experts:
             given = self.group.all_reduce(given)
             given = given if out is None else out.add_(given)
         return given
+
+    def _routed(
+        self, x: Tensor, norm: Norm | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """norm(x), in other memory than the residual, its weights and its experts."""
+        router, routing = (self.router.tensor, self.router_bias), self.config.routing
+        if isinstance(norm, RMSNorm):
+            return self.kernels.norm_route(
+                x, norm.weight, norm.eps, *router, routing, self.correction
+            )
+        if norm is not None:
+            x = norm(x)
+        elif residual is x:
+            x = x.clone()
+        logits = self.kernels.linear(x, *router)
+        return x, *self.kernels.route(logits, routing, self.correction)
 
     def _shared(
         self,

@@ -10,6 +10,50 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit
+def choose_experts(
+    logit,  # [BLOCK] float32; -inf where there is no expert
+    correction,
+    weights,
+    ids,
+    token,
+    scale,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECT: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """One token's experts and weights, written to their places."""
+    expert = tl.arange(0, BLOCK)
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - tl.max(logit, axis=0))
+        score = score / tl.sum(score, axis=0)
+    choice = logit
+    if CORRECT:
+        added = tl.load(correction + expert, mask=expert < EXPERTS, other=0.0)
+        choice = tl.where(expert < EXPERTS, score + added, float("-inf"))
+    place = tl.arange(0, PLACES)
+    found = tl.zeros([PLACES], tl.int32)
+    weight = tl.zeros([PLACES], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        # Of numbers that are none it may be any: it must be an expert all the same.
+        best = tl.minimum(tl.argmax(choice, axis=0), EXPERTS - 1)
+        mine = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
+        found = tl.where(place == i, best, found)
+        weight = tl.where(place == i, mine, weight)
+        choice = tl.where(expert == best, float("-inf"), choice)
+    if RENORMALISE:
+        weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-20)
+    at = token * CHOSEN + place
+    tl.store(weights + at, weight * scale, mask=place < CHOSEN)
+    tl.store(ids + at, found, mask=place < CHOSEN)
+
+
+@triton.jit
 def _topk_kernel(
     logits,  # [tokens, EXPERTS]
     correction,  # [EXPERTS]
@@ -27,37 +71,15 @@ def _topk_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    exists = expert < EXPERTS
-    if CORRECT:
-        added = tl.load(correction + expert, mask=exists, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logit = tl.load(logits + token * EXPERTS + expert, mask=exists, other=float("-inf"))
-    logit = logit.to(tl.float32)
-    if SIGMOID:
-        score = tl.sigmoid(logit)
-    else:
-        score = tl.exp(logit - tl.max(logit, axis=0))
-        score = score / tl.sum(score, axis=0)
-    choice = logit
-    if CORRECT:
-        choice = tl.where(exists, score + added, float("-inf"))
-    place = tl.arange(0, PLACES)
-    found = tl.zeros([PLACES], tl.int32)
-    weight = tl.zeros([PLACES], tl.float32)
-    for i in tl.static_range(CHOSEN):
-        # Of numbers that are none it may be any: it must be an expert all the same.
-        best = tl.minimum(tl.argmax(choice, axis=0), EXPERTS - 1)
-        mine = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
-        found = tl.where(place == i, best, found)
-        weight = tl.where(place == i, mine, weight)
-        choice = tl.where(expert == best, float("-inf"), choice)
-    if RENORMALISE:
-        weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-20)
-    at = token * CHOSEN + place
-    tl.store(weights + at, weight * scale, mask=place < CHOSEN)
-    tl.store(ids + at, found, mask=place < CHOSEN)
+    at = logits + token * EXPERTS + expert
+    logit = tl.load(at, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    choose_experts(
+        logit, correction, weights, ids, token, scale,
+        EXPERTS, CHOSEN, SIGMOID, CORRECT, RENORMALISE, BLOCK, PLACES,
+    )  # fmt: skip
 
 
 def fits(routing: Routing) -> bool:

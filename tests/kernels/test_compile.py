@@ -31,6 +31,7 @@ from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.experts import grouped as moe  # noqa: E402
 from kernels.experts.few import few  # noqa: E402
+from kernels.experts.few_route import few_route  # noqa: E402
 from kernels.experts.reference import ExpertWeights  # noqa: E402
 from kernels.experts.routing import CLAMPED, Routing  # noqa: E402
 from kernels.experts.topk import topk  # noqa: E402
@@ -276,8 +277,11 @@ def experts(d: Dims) -> None:
         sizes for name, sizes in MIXTURES.items() if MODELS[name] == d
     )
     biased = size == hidden
+    router, bias = bf16(count, hidden), bf16(count) if biased else None
     for score, correction in (("softmax", None), ("sigmoid", torch.empty(count))):
-        topk(bf16(3, count), Routing(chosen, score), correction)
+        routing = Routing(chosen, score)
+        topk(bf16(3, count), routing, correction)
+        few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
 
     def stack(dtype: torch.dtype) -> ExpertWeights:
         one = torch.empty(1, 1, 1, dtype=dtype)  # without memory for the rest
@@ -346,7 +350,7 @@ def test_experts_are_read_wide(model: str, launches: Launches) -> None:
     experts(MODELS[model])
     for name, compiled in launches.seen:
         ptx = compiled.asm["ptx"]
-        if name.startswith("_few_"):
+        if name in ("_few_up_kernel", "_few_down_kernel"):
             weights = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
             assert weights, name
             assert all(".v4.b32" in line for line in weights), name

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from kernels.experts import reference
 from kernels.experts.few import MOST, few
+from kernels.experts.few_route import few_route
 from kernels.experts.grouped import FIXED, TILES, Tiles, grouped, sort
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
+from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -149,6 +151,22 @@ def test_choice(score: str, corrected: bool, experts: int) -> None:
         want, want_ids = reference.route(logits, routing, correction)
         assert torch.equal(ids, want_ids)
         torch.testing.assert_close(weights, want)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm_router_and_choice_at_once(biased: bool) -> None:
+    """Sizes that fill no tile; the counters are zeros again for the next launch."""
+    experts, hidden = 37, 72
+    norm, router = random(hidden), random(experts, hidden) / 8
+    bias = random(experts) if biased else None
+    routing = Routing(3, "sigmoid" if biased else "softmax")
+    for tokens in (1, 3):
+        x = random(tokens, hidden)
+        normed, weights, ids = few_route(x, norm, 1e-5, router, bias, routing, bias)
+        want = Kernels().norm_route(x, norm, 1e-5, router, bias, routing, bias)
+        torch.testing.assert_close(normed, want[0])
+        torch.testing.assert_close(weights, want[1])
+        assert torch.equal(ids, want[2])
 
 
 def test_numbers_that_are_none() -> None:

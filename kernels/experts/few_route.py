@@ -1,0 +1,136 @@
+"""Norm, router and choice of experts of a few tokens, in one launch: each program multiplies by a
+few rows of the router, and the one that ends last chooses."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts import topk
+from kernels.experts.few import MOST
+from kernels.experts.routing import Routing
+from kernels.experts.topk import choose_experts
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+_WIDEST = 8192  # a program holds a whole row of x
+
+
+@triton.jit
+def _few_route_kernel(
+    x,  # [tokens, WIDTH]
+    norm,  # [WIDTH]
+    router,  # [EXPERTS, WIDTH]
+    bias,  # [EXPERTS]
+    correction,
+    normed,  # [tokens, WIDTH]
+    logits,  # [tokens, EXPERTS] float32
+    arrived,  # [tokens], zeros before and after
+    weights,  # [tokens, CHOSEN]
+    ids,
+    eps,
+    scale,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECT: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two, at least WIDTH
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    # What no kernel writes is fetched before the one that makes x has ended.
+    mask = (row < EXPERTS)[:, None] & inside[None, :]
+    rows = tl.load(router + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps) * factor
+    rounded = value.to(normed.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(normed + token * WIDTH + column, rounded, mask=inside)
+    logit = tl.sum(rows.to(tl.float32) * rounded.to(tl.float32)[None, :], axis=1)
+    if BIAS:
+        logit += tl.load(bias + row, mask=row < EXPERTS, other=0.0).to(tl.float32)
+    tl.store(logits + token * EXPERTS + row, logit, mask=row < EXPERTS)
+    tl.debug_barrier()  # every thread's stores come before the arrival
+    before = tl.atomic_add(arrived + token, 1, sem="release")
+    if before == tl.num_programs(0) - 1:
+        tl.atomic_xchg(arrived + token, 0, sem="acquire")
+        tl.debug_barrier()
+        expert = tl.arange(0, BLOCK)
+        at = logits + token * EXPERTS + expert
+        every = tl.load(at, mask=expert < EXPERTS, other=float("-inf"))
+        choose_experts(
+            every, correction, weights, ids, token, scale,
+            EXPERTS, CHOSEN, SIGMOID, CORRECT, RENORMALISE, BLOCK, PLACES,
+        )  # fmt: skip
+
+
+@lru_cache
+def _counters(device: torch.device) -> Tensor:
+    """Kernels of one device run one after the other, and each leaves zeros."""
+    return torch.zeros(MOST, dtype=torch.int32, device=device)
+
+
+def few_route_fits(x: Tensor, routing: Routing) -> bool:
+    return 0 < x.shape[0] <= MOST and x.shape[1] <= _WIDEST and topk.fits(routing)
+
+
+def few_route(
+    x: Tensor,  # [1 .. MOST, hidden]
+    norm: Tensor,
+    eps: float,
+    router: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    correction: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.reference.Kernels.norm_route`."""
+    tokens, width = x.shape
+    experts, chosen = router.shape[0], routing.chosen
+    normed = torch.empty_like(x)
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    weights = torch.empty((tokens, chosen), dtype=torch.float32, device=x.device)
+    ids = torch.empty((tokens, chosen), dtype=torch.int32, device=x.device)
+    rows = max(1, min(4, experts // 32))
+    columns = triton.next_power_of_2(width)
+    _few_route_kernel[(triton.cdiv(experts, rows), tokens)](
+        x,
+        norm,
+        router,
+        bias,
+        correction,
+        normed,
+        logits,
+        _counters(x.device),
+        weights,
+        ids,
+        eps,
+        routing.scale,
+        EXPERTS=experts,
+        CHOSEN=chosen,
+        WIDTH=width,
+        SIGMOID=routing.score == "sigmoid",
+        CORRECT=correction is not None,
+        RENORMALISE=routing.renormalise,
+        BIAS=bias is not None,
+        ROWS=rows,
+        COLUMNS=columns,
+        BLOCK=triton.next_power_of_2(experts),
+        PLACES=triton.next_power_of_2(chosen),
+        num_warps=4 if rows * columns <= 8192 else 8,
+        **pdl(x.device),
+    )
+    return normed, weights, ids
