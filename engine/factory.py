@@ -50,12 +50,15 @@ from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids
 from engine.weights import load_weights
+from engine.weights.stream import Loading
 from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
 
 logger = logging.getLogger("manta.engine")
 
-Progress = Callable[[str, float], None]  # phase name, fraction done
+# Phase name, and while weights are read ": " and how far that is; fraction done.
+Progress = Callable[[str, float], None]
+_LOG_SECONDS = 5.0
 
 
 class _StartTimes:
@@ -113,7 +116,7 @@ def build(
             model,
             None if config.load_format == "dummy" else resolved.folder,
             seed=config.seed or 0,
-            progress=None if progress is None else lambda done: progress("weights", done),
+            progress=_tell(progress),
         )
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -179,6 +182,22 @@ def build(
         step_tokens=resolved.max_num_batched_tokens,
         vector_size=0 if head is None else head.size,
     )
+
+
+def _tell(progress: Progress | None) -> Callable[[Loading], None]:
+    """Into the log every few seconds and at the end; to whoever waits each time."""
+    logged = 0.0
+
+    def tell(loading: Loading) -> None:
+        nonlocal logged
+        over = loading.done == loading.total
+        if progress is not None:
+            progress(f"weights: {loading}", loading.fraction)
+        if over or loading.seconds - logged >= _LOG_SECONDS:
+            logged = loading.seconds
+            logger.info("weights: %s", loading)
+
+    return tell
 
 
 def _rehearse(core: EngineCore) -> None:

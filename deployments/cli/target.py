@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from deployments.config.load import MantaConfig, load_config, parse_config
+from deployments.environment import gpus_here
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -26,20 +27,16 @@ def read_target(spec: str) -> MantaConfig:
 
 
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
-    """Of an engine in this process: as a pool of its kind has it, if the configuration has one.
+    """Of an engine in this process, its device decided: as a pool of that kind has it, if the
+    configuration has one.
 
     instead: fields that the command line decides; None leaves one alone.
     """
     wanted = {name: value for name, value in instead.items() if value is not None}
     options = {"model": target.model, "revision": target.revision, **target.engine}
     device = wanted.get("device", options.get("device", "auto"))
-    kind = "gpu" if device == "cuda" or (device == "auto" and _has_gpu()) else "cpu"
+    kind = "gpu" if device == "cuda" or (device == "auto" and gpus_here()) else "cpu"
     if kind in target.pools:
         options = target.engine_options(target.pools[kind])
+    wanted["device"] = "cuda" if kind == "gpu" else "cpu"
     return msgspec.convert({**options, **wanted}, EngineConfig)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

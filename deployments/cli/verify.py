@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from deployments.checkpoints.resolve import resolve_model
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import StatusLine, model_progress, out
 from deployments.cli.target import engine_config, read_target
 from engine.errors import ConfigError
@@ -38,12 +38,13 @@ def run(
     """0: agrees. 1: differs. 3: nothing differs, and it was not compared with transformers."""
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
+    kept = keeps_blocks(msgspec.structs.asdict(config))
     with model_progress() as progress:
         folders = {
             blocks: resolve_model(target.model, target.revision, progress, blocks=blocks)
-            for blocks in {False, config.quantization == "gguf"}
+            for blocks in {False, kept}
         }
-    folder = folders[config.quantization == "gguf"]
+    folder = folders[kept]
     config = msgspec.structs.replace(config, model=str(folder))
     longest = resolve(config).max_model_len - max_tokens
     if longest < 1:
@@ -74,7 +75,7 @@ def run(
 
 
 def lines(report: Report, dump: Path | None = None) -> Iterator[str]:
-    kind = report.dtype if report.quantization == "none" else report.quantization
+    kind = report.quantization or report.dtype
     yield f"Model      {report.model}"
     yield f"           {report.architecture}, {kind} on {report.device}"
     yield f"Prompts    {report.prompts}, {report.tokens:,} tokens with the greedy text of each"

@@ -58,11 +58,19 @@ class Bounds:
     def of(cls, resolved: Resolved, max_kl: float | None) -> "Bounds":
         """float32 differs by the order of sums alone, 16 bits by the rounding of each activation,
         and fewer bits by that of the weights."""
-        if resolved.config.quantization != "none" or resolved.model.quantized is not None:
+        if in_fewer_bits(resolved):
             return cls(None, 0.1 if max_kl is None else max_kl, 0.5, math.inf)
         if resolved.dtype != torch.float32:
             return cls(None, 0.01 if max_kl is None else max_kl, 0.1, math.inf)
         return cls(1e-4 if max_kl is None else None, 1e-6 if max_kl is None else max_kl, 1e-4, 1e-3)
+
+
+def in_fewer_bits(resolved: Resolved) -> str:
+    """How weights are kept, if in fewer bits than the type has; else ""."""
+    if resolved.model.quantized is not None:
+        return resolved.model.quantized.name
+    asked = resolved.config.quantization
+    return "" if asked in ("auto", "none") else asked
 
 
 @dataclass(slots=True)
@@ -186,7 +194,7 @@ def verify(
         resolved.model.architecture,
         str(resolved.dtype).removeprefix("torch."),
         str(resolved.device),
-        config.quantization,
+        in_fewer_bits(resolved),
         Bounds.of(resolved, options.max_kl),
         prompts=len(prompts),
     )
@@ -382,9 +390,9 @@ def _begins(report: Report) -> str:
 
 
 def consistency(model: Model, sequences: Sequence[Tensor]) -> dict[str, Difference]:
-    """The logits of the first few sequences, [n] token ids each, from other steps than one with the
-    whole sequence alone."""
-    sequences = sequences[:FEW]
+    """The logits of the few longest sequences, [n] token ids each, from other steps than one with
+    the whole sequence alone."""
+    sequences = sorted(sequences, key=len)[-FEW:]
     each = _blocks(max(map(len, sequences))) + 1
     # Blocks out of order; behind the tables as many, which no sequence has.
     order = torch.randperm(each * len(sequences), generator=torch.Generator().manual_seed(0))

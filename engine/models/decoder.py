@@ -2,7 +2,7 @@
 (`engine.architectures`)."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Protocol
@@ -205,6 +205,12 @@ class Entrance:
             yield from self.norm.parameters
 
 
+def _finish_left(each: Linear | Stack) -> None:
+    """What the loader has not finished yet."""
+    if each.parameters:
+        each.finish()
+
+
 class Decoder:
     """See registry.Model."""
 
@@ -336,6 +342,13 @@ class Decoder:
             if linear is not None:
                 yield from linear.parameters
 
+    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]:
+        for linear in self._all_linears():
+            if linear is not self.head or not self.config.unit_head:  # that one is divided first
+                yield linear.parameters, linear.finish
+        for stack in self._stacks():
+            yield stack.parameters, stack.finish
+
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)
         kinds = {layer.kind: layer for layer in reversed(self.layers)}
@@ -365,8 +378,7 @@ class Decoder:
             weight = self.head.state.weight
             weight.copy_(normalize(weight.float(), dim=1))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            list(pool.map(Linear.finish, self._all_linears()))
-            list(pool.map(Stack.finish, self._stacks()))
+            list(pool.map(_finish_left, [*self._all_linears(), *self._stacks()]))
         self.table.finish()
         if self.head is not None:
             return

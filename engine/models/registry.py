@@ -62,6 +62,11 @@ class Model(Protocol):
         """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...
 
+    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]:
+        """Parameters that are packed together, and what does that once they are filled: called from
+        any thread, before `finish`. Those of no unit wait for `finish`."""
+        ...
+
     def tensor_name(self, stored: str) -> str:
         """What the sources of parameters call the checkpoint's tensor of this name."""
         ...
@@ -80,7 +85,8 @@ class Model(Protocol):
         ...
 
     def finish(self) -> None:
-        """All parameters are filled: let the layers repack them. Called once, by the loader."""
+        """All parameters are filled: let the layers repack those that are not yet. Called once, by
+        the loader."""
         ...
 
 

@@ -1,8 +1,9 @@
 """load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import Protocol
@@ -14,7 +15,7 @@ from engine.errors import ConfigError
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
-from engine.weights.stream import Transfer, run_transfers
+from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 from kernels.cpu.huge_pages import collapse
 
 # A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
@@ -27,6 +28,7 @@ class Loadable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterator[Parameter]: ...
+    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]: ...
     def tensor_name(self, stored: str) -> str: ...
     def ignores(self, stored: str) -> bool: ...
     @property
@@ -39,27 +41,54 @@ def load_weights(
     folder: str | Path | None,
     *,
     seed: int = 0,
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[Loading], None] | None = None,
 ) -> None:
     """Fill every parameter from the folder's safetensors, or with random numbers if folder is None.
 
-    progress: called with the fraction done, from this thread.
+    progress: called from this thread some ten times a second.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
-    parameters = list(model.parameters())
     if folder is None:
+        parameters = list(model.parameters())
         _fill_randomly(parameters, model.device, seed)
+        _settle(parameters)
+        del parameters  # else what is packed is there twice until the last one is
     else:
         folder = Path(folder)
         stored = _named(model, read_index(folder))
-        run_transfers(_match(model, parameters, stored, folder), model.device, progress)
-        _check_finite(parameters, stored)
-    _settle(parameters)
-    del parameters  # else what is packed is there twice until the last one is
+        jobs = _jobs(model, stored, folder)
+        run_jobs(jobs, model.device, progress)
+        if model.device.type == "cuda":
+            _check_finite(list(model.parameters()), stored)
+            for job in jobs:
+                job.then()
+        del jobs
     model.finish()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
+
+
+def _jobs(model: Loadable, stored: dict[str, StoredTensor], folder: Path) -> list[Job]:
+    """One for each unit, and one for each parameter that is in none."""
+    units = [(list(parameters), finish) for parameters, finish in model.units()]
+    inside = {id(each.tensor) for parameters, _ in units for each in parameters}
+    units += [([each], _nothing) for each in model.parameters() if id(each.tensor) not in inside]
+    transfers = _match(model, [parameters for parameters, _ in units], stored, folder)
+
+    def then(parameters: list[Parameter], finish: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            _settle(parameters)
+            parameters.clear()  # else what is packed is there twice
+            finish()
+
+        return run
+
+    return [Job(each, then(*unit)) for each, unit in zip(transfers, units, strict=True)]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _settle(parameters: list[Parameter]) -> None:
@@ -83,13 +112,17 @@ def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, Stored
 
 
 def _match(
-    model: Loadable, parameters: list[Parameter], stored: dict[str, StoredTensor], folder: Path
-) -> list[Transfer]:
-    """Pair each source with its tensor on disk."""
-    transfers = []
+    model: Loadable,
+    units: Sequence[Sequence[Parameter]],
+    stored: dict[str, StoredTensor],
+    folder: Path,
+) -> list[list[Transfer]]:
+    """Pair each source with its tensor on disk; the transfers of each unit."""
+    transfers: list[list[Transfer]] = []
     wanted = set()
-    for parameter in parameters:
-        for source, target in _targets(parameter):
+    for parameters in units:
+        transfers.append([])
+        for source, target in chain.from_iterable(map(_targets, parameters)):
             wanted.add(source.name)
             if source.name not in stored:
                 raise ConfigError(
@@ -114,7 +147,7 @@ def _match(
                 found = replace(found, shape=(math.prod(found.shape),))
             if source.at is not None:
                 found = found.one_of_stack(source.at, source.shape)
-            transfers.append(Transfer(target, source, found))
+            transfers[-1].append(Transfer(target, source, found))
     for name, tensor in stored.items():
         if name not in wanted:
             raise ConfigError(
@@ -135,8 +168,9 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor]]:
 
 
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
-    """A sum reads each weight once, allocates nothing, and keeps any NaN or infinity. Integers
-    have none; the scales among a block's bytes are looked at when they are decoded."""
+    """On CUDA; on the CPU they are looked at while they are read. A sum reads each weight once,
+    allocates nothing, and keeps any NaN or infinity. Integers have none; the scales among a block's
+    bytes are looked at when they are decoded."""
     parameters = [each for each in parameters if each.tensor.is_floating_point()]
     if not parameters:
         return
@@ -144,15 +178,7 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
     for index in (~sums.isfinite()).nonzero().flatten().tolist():
         for source, target in _targets(parameters[index]):
             if not bool(target.isfinite().all()):
-                raise ConfigError(
-                    f"{stored[source.name].file}: tensor {source.name} holds NaN or infinity "
-                    f"(as {_name(target.dtype)})",
-                    param="model",
-                )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+                raise not_finite(stored[source.name], target.dtype)
 
 
 def _fill_randomly(parameters: list[Parameter], device: torch.device, seed: int) -> None:

@@ -1,17 +1,20 @@
-"""Parallel reading of checkpoint bytes into parameters.
+"""Parallel reading of checkpoint bytes into parameters, in the order in which files have them.
 
 Threads, because a positional read and a device copy both release the interpreter lock. On the CPU
-bytes go straight into the parameter where nothing has to be converted. On CUDA each thread owns
-two pinned buffers and a stream: one buffer is being read into while the other is being copied to
-the device.
+bytes go straight into the parameter where nothing has to be converted, they are looked at while
+they are in the processor's cache, and what belongs together is packed as soon as it is there. On
+CUDA each thread owns two pinned buffers and a stream: one buffer is being read into while the other
+is being copied to the device.
 """
 
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import local
+from threading import Condition, Thread
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +24,18 @@ from engine.errors import ConfigError
 from engine.weights.parameter import Source, some_rows, span
 from engine.weights.stored import StoredTensor
 
-CHUNK_BYTES = 32 << 20  # large enough that per-chunk costs vanish, small enough to pin 16 of them
-CUDA_THREADS = 8  # a thread copies some 3 GB/s out of the page cache, the bus takes over 25 GB/s
+# Large enough that the costs of a chunk vanish, and small: on the CPU it is to stay in the cache,
+# and of pinned ones there are two a thread.
+CPU_CHUNK = 2 << 20
+CUDA_CHUNK = 8 << 20
+CUDA_THREADS = 16  # a thread copies some 3 GB/s out of the page cache, the bus takes 25 to 55 GB/s
+_LOOK = 0.1  # seconds between reports
+# Of a number, the bits that are all ones in infinities and NaNs, and only there.
+_EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
+    torch.float32: (np.uint32, 0x7F800000),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float16: (np.uint16, 0x7C00),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +82,79 @@ class Transfer:
         return replace(source, rows=within).take(values)
 
 
-def run_transfers(
-    transfers: Sequence[Transfer], device: torch.device, progress: Callable[[float], None] | None
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far it is. done, total: bytes of the files. seconds: since it began."""
+
+    done: int
+    total: int
+    seconds: float
+
+    @property
+    def fraction(self) -> float:
+        return self.done / max(1, self.total)
+
+    def __str__(self) -> str:
+        """For people: "12.3 of 16.1 GB, 9.8 GB/s, 1 s left"."""
+        rate = self.done / max(self.seconds, 1e-6)
+        speed = f"{rate / 1e9:.1f} GB/s"
+        if self.done >= self.total:
+            return f"{self.total / 1e9:.1f} GB in {self.seconds:.1f} s, {speed}"
+        left = f"{(self.total - self.done) / rate:.0f} s left" if self.done else "no byte yet"
+        return f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {speed}, {left}"
+
+
+@dataclass(slots=True)
+class Job:
+    """Transfers that end together. then: what comes after them. On the CPU one of the threads calls
+    it, as soon as all are there; on CUDA it is the caller's to call, when all jobs are done."""
+
+    transfers: list[Transfer]
+    then: Callable[[], None]
+    left: int = 0  # parts that are not read
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    device: torch.device,
+    progress: Callable[[Loading], None] | None = None,
 ) -> None:
-    """Do them all. progress gets the fraction of bytes done. Raises ConfigError naming the file."""
+    """Do them all. Host memory: a chunk or two for each thread.
+
+    Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
+    """
     cuda = device.type == "cuda"
-    parts = [part for transfer in transfers for part in transfer.split(CHUNK_BYTES)]
-    total = sum(part.byte_range[1] for part in parts) or 1
-    files = {part.stored.file for part in parts}
+    queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK)
     descriptors: dict[Path, int] = {}
     try:
-        for file in files:
+        for file in queue.files:
             descriptors[file] = os.open(file, os.O_RDONLY)
-        reader = _CudaReader(descriptors, device, parts) if cuda else _CpuReader(descriptors)
-        workers = CUDA_THREADS if cuda else max(2, torch.get_num_threads())
-        with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
-            futures = [pool.submit(reader.run, part) for part in parts]
-            done = 0
-            try:
-                for future in as_completed(futures):
-                    done += future.result()
-                    if progress is not None:
-                        progress(done / total)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        if cuda:
+            torch.cuda.synchronize(device)  # what the memory was before may still be written
+            count = min(CUDA_THREADS, max(4, len(os.sched_getaffinity(0))))
+        else:
+            count = max(2, torch.get_num_threads())
+        count = max(1, min(count, queue.parts))
+
+        inference = torch.is_inference_mode_enabled()
+
+        def make_reader() -> _Reader:
+            if cuda:
+                return _CudaReader(descriptors, device, queue.largest)
+            return _CpuReader(descriptors)
+
+        how = (make_reader, not cuda, inference)
+        threads = [
+            Thread(target=queue.work, args=how, name="weights", daemon=True) for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            queue.watch(len(threads), progress)
+        finally:
+            queue.close()
+            for thread in threads:
+                thread.join()
         if cuda:
             torch.cuda.synchronize(device)
     except OSError as error:
@@ -103,67 +164,173 @@ def run_transfers(
             os.close(descriptor)
 
 
+class _Reader(Protocol):
+    def run(self, part: Transfer) -> int:
+        """Returns the bytes read; on CUDA their copy to the device is launched."""
+        ...
+
+
+class _Queue:
+    """The parts that are to be read, in the order of files, and how far that is."""
+
+    def __init__(self, jobs: Sequence[Job], chunk: int) -> None:
+        entries = []
+        self.total = self.largest = 0
+        for job in jobs:
+            for transfer in job.transfers:
+                for part in transfer.split(chunk):
+                    offset, length = part.byte_range
+                    entries.append((str(part.stored.file), offset, part, job))
+                    job.left += 1
+                    self.total += length
+                    self.largest = max(self.largest, length)
+            job.transfers = []  # a part is held until it is read, a matrix until it is packed
+        entries.sort(key=lambda entry: entry[:2])
+        self.files = {entry[2].stored.file for entry in entries}
+        self.parts = len(entries)
+        self._waiting: deque[tuple[Transfer | None, Job]] = deque(
+            (None, job) for job in jobs if not job.left
+        )
+        self._waiting += [(part, job) for *_, part, job in entries]
+        self._changed = Condition()
+        self._done = 0
+        self._ended = 0  # threads
+        self._error: BaseException | None = None
+
+    def work(self, make_reader: Callable[[], _Reader], then: bool, inference: bool) -> None:
+        """What a thread does. then: it also does what comes after a job's last part. inference:
+        torch's mode of the caller, which is one of each thread."""
+        try:
+            with torch.inference_mode():  # else parameters made in that mode refuse
+                reader = make_reader()
+            while (entry := self._next()) is not None:
+                part, job = entry
+                if part is not None:
+                    with torch.inference_mode():
+                        count = reader.run(part)
+                    with self._changed:
+                        self._done += count
+                        job.left -= 1
+                if then and not job.left:
+                    del part, entry  # what they hold is packed now
+                    with torch.inference_mode(inference):
+                        job.then()
+                    job.then = _nothing
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
+
+    def _next(self) -> "tuple[Transfer | None, Job] | None":
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+        self.close()
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+    def watch(self, threads: int, progress: Callable[[Loading], None] | None) -> None:
+        """Report until the threads have ended. Raises what one has raised."""
+        began = time.monotonic()
+        last = -1
+        over = False
+        while not over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended == threads, _LOOK)
+                over, done = self._ended == threads, self._done
+            if progress is not None and done != last and self._error is None:
+                progress(Loading(done, self.total, time.monotonic() - began))
+                last = done
+        if self._error is not None:
+            raise self._error
+
+
+def _nothing() -> None:
+    pass
+
+
+def _direct(part: Transfer) -> bool:
+    """Whether the target has the very bytes that are read."""
+    source, target = part.source, part.target
+    return (
+        target.dtype == part.stored.dtype
+        and target.is_contiguous()
+        and not source.transpose
+        and not isinstance(source.rows, np.ndarray)
+        and (source.columns is None or source.columns == (0, part.stored.shape[1]))
+    )
+
+
 class _CpuReader:
     def __init__(self, descriptors: dict[Path, int]) -> None:
         self._descriptors = descriptors
 
-    @torch.inference_mode()  # a mode of the thread; without it parameters made in that mode refuse
     def run(self, part: Transfer) -> int:
-        """Returns the bytes read."""
         offset, length = part.byte_range
-        source, target = part.source, part.target
-        direct = (
-            target.dtype == part.stored.dtype
-            and target.is_contiguous()
-            and not source.transpose
-            and not isinstance(source.rows, np.ndarray)
-            and (source.columns is None or source.columns == (0, part.stored.shape[1]))
-        )
+        target, direct = part.target, _direct(part)
         raw = (
             target.view(-1).view(torch.uint8) if direct else torch.empty(length, dtype=torch.uint8)
         )
         _read(self._descriptors[part.stored.file], raw, offset, part.stored)
         if not direct:
             target.copy_(part.take(raw))
+        _check_finite(part)
         return length
 
 
-class _Lane:
-    """What a thread owns: a stream, two pinned buffers and the events of their last copies."""
+def _check_finite(part: Transfer) -> None:
+    """Of what is on the CPU and in its cache."""
+    kind = _EXPONENTS.get(part.target.dtype)
+    if kind is None:
+        return
+    words, exponent = kind
+    bits: Any = part.target.contiguous().view(-1).view(torch.uint8).numpy().view(words)
+    if bits.size and (bits & words(exponent)).max() == exponent:
+        raise not_finite(part.stored, part.target.dtype)
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.events = [torch.cuda.Event() for _ in range(2)]
-        self.turn = 0
+
+def not_finite(stored: StoredTensor, dtype: torch.dtype) -> ConfigError:
+    name = str(dtype).removeprefix("torch.")
+    return ConfigError(
+        f"{stored.file}: tensor {stored.name} holds NaN or infinity (as {name})", param="model"
+    )
 
 
 class _CudaReader:
-    def __init__(
-        self, descriptors: dict[Path, int], device: torch.device, parts: Sequence[Transfer]
-    ) -> None:
+    """A stream, two pinned buffers and the events of their last copies."""
+
+    def __init__(self, descriptors: dict[Path, int], device: torch.device, size: int) -> None:
         self._descriptors = descriptors
         self._device = device
-        self._size = max((part.byte_range[1] for part in parts), default=1)
-        self._lanes = local()
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
 
-    @torch.inference_mode()  # a mode of the thread; without it parameters made in that mode refuse
     def run(self, part: Transfer) -> int:
-        """Returns the bytes read; their copy to the device is launched."""
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
-        if lane is None:
-            torch.cuda.set_device(self._device)
-            lane = self._lanes.lane = _Lane(self._size, self._device)
-        lane.turn ^= 1
-        event = lane.events[lane.turn]
+        self._turn ^= 1
+        event = self._events[self._turn]
         event.synchronize()
         offset, length = part.byte_range
-        raw = lane.buffers[lane.turn][:length]
+        raw = self._buffers[self._turn][:length]
         _read(self._descriptors[part.stored.file], raw, offset, part.stored)
-        with torch.cuda.stream(lane.stream):
-            staged = raw.to(self._device, non_blocking=True)
-            part.target.copy_(part.take(staged), non_blocking=True)
-            event.record(lane.stream)
+        target = part.target
+        with torch.cuda.stream(self._stream):
+            if _direct(part):
+                target.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
+            else:
+                staged = raw.to(self._device, non_blocking=True)
+                target.copy_(part.take(staged), non_blocking=True)
+            event.record(self._stream)
         return length
 
 

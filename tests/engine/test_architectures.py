@@ -85,7 +85,7 @@ def test_layouts_of_checkpoints(
     """Bug: a fused tensor whose rows are grouped by head or take turns, or one that is stored
     transposed, is loaded as if it were ours; or its adapter is; or a chunk of it."""
     monkeypatch.setitem(ARCHITECTURES, FUSED.name, FUSED)
-    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(stream, "CPU_CHUNK", chunk)
     save_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     llama = load_model(tmp_path)
     want = Paged(llama).run((IDS, BLOCKS, 0))[0]

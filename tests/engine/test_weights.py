@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.linear import Linear
 from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.weights import load_weights, stream
@@ -274,17 +275,50 @@ def test_converts_dtypes(folder: Path) -> None:
 def test_chunked_reads_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk is split by rows: an off-by-one would shift the rest."""
     want = parameters(folder)
-    monkeypatch.setattr(stream, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(stream, "CPU_CHUNK", 300)
     for name, tensor in parameters(folder).items():
         assert torch.equal(tensor, want[name]), name
 
 
 def test_progress_reaches_one(folder: Path) -> None:
     """A bar that jumps back or ends at 99 % looks like a hang."""
-    seen: list[float] = []
+    seen: list[stream.Loading] = []
     model = build_model(ModelConfig.from_folder(folder), torch.float32, "cpu", kernels_for("cpu"))
     load_weights(model, folder, progress=seen.append)
-    assert seen == sorted(seen) and seen[-1] == 1.0
+    fractions = [loading.fraction for loading in seen]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+
+def test_progress_in_words() -> None:
+    """Time that is left by another rate than the one beside it."""
+    assert str(stream.Loading(12 * 10**9, 16 * 10**9, 4.0)) == "12.0 of 16.0 GB, 3.0 GB/s, 1 s left"
+    assert str(stream.Loading(16 * 10**9, 16 * 10**9, 4.0)) == "16.0 GB in 4.0 s, 4.0 GB/s"
+    assert str(stream.Loading(0, 16 * 10**9, 0.0)) == "0.0 of 16.0 GB, 0.0 GB/s, no byte yet"
+
+
+def test_a_layer_is_packed_while_others_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model on the CPU that is there twice before it is packed."""
+    model = build_model(ModelConfig.from_folder(folder), torch.bfloat16, "cpu", kernels_for("cpu"))
+    every = sum(len(parameter.sources) for parameter in model.parameters())
+    finish, read = Linear.finish, stream._CpuReader.run
+    seen: list[stream.Transfer] = []
+    unread: list[int] = []
+
+    def finished(self: Linear) -> None:
+        unread.append(every - len(seen))
+        finish(self)
+
+    def counted(self: stream._CpuReader, part: stream.Transfer) -> int:
+        seen.append(part)
+        return read(self, part)
+
+    monkeypatch.setattr(Linear, "finish", finished)
+    monkeypatch.setattr(stream._CpuReader, "run", counted)
+    load_weights(model, folder)
+    assert len(seen) == every and unread[0] > every // 2
+    assert not any(linear.parameters for linear in model.linears())
 
 
 def test_dummy_weights_are_a_function_of_the_seed(folder: Path) -> None:
