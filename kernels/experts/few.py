@@ -10,7 +10,11 @@ from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-MOST = 8  # tokens; from more on experts are met so often that grouping pays
+MOST = 4  # tokens; from more on experts are met so often that grouping pays
+
+# ROWS, COLUMNS, warps, as a sweep of bench.kernels.experts found them on an H200.
+UP = (2, 2048, 2)
+DOWN = (2, 256, 1)
 
 
 @triton.jit
@@ -94,24 +98,32 @@ def _few_down_kernel(
     exists = (place < CHOSEN) & (mine < WIDTH)
     column = tl.arange(0, COLUMNS)
     pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    # The choice is there since before the launch before this one: the weights come from far away
+    # while that one is still running.
     expert = tl.load(ids + pair).to(tl.int64)
     row = expert * WIDTH + mine
     at = down + row[:, None] * SIZE + column[None, :]
     inner_at = inner + pair.to(tl.int64)[:, None] * SIZE + column[None, :]
-    acc = tl.zeros([PLACES * ROWS, COLUMNS], tl.float32)
     mask = exists[:, None] & (column < SIZE)[None, :]
     weight = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    for start in range(0, SIZE, COLUMNS):
-        here = exists[:, None] & (start + column < SIZE)[None, :]
-        value = tl.load(inner_at + start, mask=here, other=0.0).to(tl.float32)
-        mask = exists[:, None] & (start + COLUMNS + column < SIZE)[None, :]
-        ahead = tl.load(at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
-        acc += weight.to(tl.float32) * value
-        weight = ahead
-    y = tl.sum(acc, axis=1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if COLUMNS >= SIZE:
+        value = tl.load(inner_at, mask=mask, other=0.0).to(tl.float32)
+        y = tl.sum(weight.to(tl.float32) * value, axis=1)
+    else:
+        acc = tl.zeros([PLACES * ROWS, COLUMNS], tl.float32)
+        for start in range(0, SIZE, COLUMNS):
+            here = exists[:, None] & (start + column < SIZE)[None, :]
+            value = tl.load(inner_at + start, mask=here, other=0.0).to(tl.float32)
+            mask = exists[:, None] & (start + COLUMNS + column < SIZE)[None, :]
+            ahead = tl.load(
+                at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            acc += weight.to(tl.float32) * value
+            weight = ahead
+        y = tl.sum(acc, axis=1)
     if BIAS:
         y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
     if not WEIGH:
@@ -129,7 +141,7 @@ def few_up(
     weights: Tensor,
     ids: Tensor,
     stack: ExpertWeights,
-    config: tuple[int, int, int] = (4, 512, 1),  # ROWS, COLUMNS, warps
+    config: tuple[int, int, int] = UP,
 ) -> Tensor:
     """act(gate) * up of each pair: [tokens * chosen, size]."""
     tokens, width = x.shape
@@ -164,11 +176,7 @@ def few_down(
     ids: Tensor,
     stack: ExpertWeights,
     residual: Tensor | None,
-    config: tuple[int, int, int] = (
-        0,
-        256,
-        1,
-    ),  # ROWS (0: eight of weights at once), COLUMNS, warps
+    config: tuple[int, int, int] = DOWN,
 ) -> Tensor:
     """[tokens, hidden]: the weighted sum of each token's experts."""
     tokens, chosen = ids.shape
@@ -176,7 +184,6 @@ def few_down(
     out = inner.new_empty((tokens, width)) if residual is None else residual
     places = triton.next_power_of_2(chosen)
     rows, columns, warps = config
-    rows = rows or max(1, 8 // places)
     _few_down_kernel[(triton.cdiv(width, rows), tokens)](
         inner,
         weights,

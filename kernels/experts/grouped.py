@@ -33,10 +33,11 @@ class Tiles(NamedTuple):
 
 # The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits.
 TILES: tuple[tuple[float, Tiles], ...] = (
-    (16, Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
-    (32, Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
-    (96, Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
-    (float("inf"), Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4))),
+    (10, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4))),
+    (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 3))),
+    (48, Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))),
+    (96, Tiles(Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 3))),
+    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))),
 )
 # For 32-bit weights, and where a row's numbers may not depend on how many rows there are.
 PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
@@ -174,10 +175,11 @@ def _grouped_down_kernel(
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    # Sorted before the launch before this one.
+    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
     if expert == EXPERTS:
         return
     row = place + tl.arange(0, ROWS)
