@@ -136,7 +136,7 @@ def build(
     )
     phases.end("memory")
 
-    if device.type == "cuda" and config.cuda_graphs:
+    if device.type == "cuda" and config.cuda_graphs and not resolved.model.whole_texts:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
             runner.capture_graphs(_graph_sizes(resolved))
@@ -160,6 +160,7 @@ def build(
             model_key=_model_key(resolved),
             pooling=head,
             generates=resolved.model.generates,
+            whole_texts=resolved.model.whole_texts,
         ),
         runner,
         _adapters(config, device_adapters, host_bytes),
@@ -331,8 +332,9 @@ def _hand_over(
     a model of one layer. What fails here fails again where it is needed, or is not."""
     try:
         runner = make_runner()
+        graphs = resolved.config.cuda_graphs and not resolved.model.whole_texts
         with compilers.collecting():
-            runner.launch_everything(_graph_sizes(resolved) if resolved.config.cuda_graphs else ())
+            runner.launch_everything(_graph_sizes(resolved) if graphs else ())
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 

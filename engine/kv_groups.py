@@ -106,7 +106,8 @@ class KVGroup:
     @property
     def elements(self) -> int:
         """Of one token's keys, or values, in one layer."""
-        return self.attention.num_kv_heads * self.attention.head_dim
+        heads, dim = self.attention.kept
+        return heads * dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def kv_groups(model: ModelConfig) -> KVGroups:
     """The groups of a model's layers; those of one class follow each other."""
     classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
     for number, layer in enumerate(model.attention):
-        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        shape = (layer.num_heads, *layer.kept)
         classes.setdefault((_kind(layer), *shape), []).append(number)
     largest = max(kv_heads * dim for _, _, kv_heads, dim in classes)
     # How many layers of each class find room in one place.
@@ -170,6 +171,6 @@ def kv_groups(model: ModelConfig) -> KVGroups:
 
 
 def _kind(layer: LayerAttention) -> KVKind:
-    if layer.window:
+    if layer.window and not layer.bidirectional:
         return Window(layer.window)
     return Chunked(layer.chunk) if layer.chunk else Full()

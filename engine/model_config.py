@@ -67,6 +67,7 @@ class LayerAttention:
     sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
         record's tensors). slopes: one a head: score + slope * (s - t) (ALiBi); () = none.
     head_dim: of keys and of values. rope: None where nothing is rotated.
+    bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
     """
 
     num_heads: int
@@ -79,6 +80,13 @@ class LayerAttention:
     softcap: float = 0.0
     sinks: bool = False
     slopes: tuple[float, ...] = ()
+    bidirectional: bool = False
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
+        sees both ways; the cache's blocks count its tokens all the same."""
+        return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ class ModelConfig:
     qkv_clip: queries, keys and values are cut to [-clip, clip].
     query_temperature: (beta, trained): q *= 1 + beta * ln(1 + floor(position / trained)).
     position_offset, position_rows: of learned positions: rows before the first, and all.
+    token_types: learned kinds of tokens; all of ours are of the first.
     """
 
     architecture: str
@@ -136,6 +145,7 @@ class ModelConfig:
     query_temperature: tuple[float, int]
     position_offset: int
     position_rows: int
+    token_types: int
     hidden_act: str
     eos_token_ids: tuple[int, ...]
     max_positions: int
@@ -207,7 +217,13 @@ class ModelConfig:
         experts = None
         if architecture.experts is not None:
             experts = architecture.experts(config, model)
-        return replace(model, attention=tuple(layers), experts=experts)
+        generates = not architecture.encoder
+        return replace(model, attention=tuple(layers), experts=experts, generates=generates)
+
+    @property
+    def whole_texts(self) -> bool:
+        """A text cannot be computed in chunks."""
+        return any(layer.bidirectional for layer in self.attention)
 
     @property
     def record(self) -> Architecture:
@@ -232,7 +248,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them."""
-        elements = sum(layer.num_kv_heads * layer.head_dim for layer in self.attention)
+        elements = sum(heads * dim for heads, dim in (layer.kept for layer in self.attention))
         return 2 * elements * dtype_bytes
 
 
@@ -276,9 +292,11 @@ def _find(config: Reader) -> tuple[Architecture, str, Reader]:
 
 
 def _record_of(name: str) -> Architecture | None:
-    """Qwen3Model is Qwen3ForCausalLM without its head."""
-    base = name.removesuffix("Model")
-    names = (name, f"{base}ForCausalLM", f"{base}LMHeadModel") if base != name else (name,)
+    """Qwen3Model is Qwen3ForCausalLM without its head, BertForMaskedLM is BertModel with one."""
+    base = name.removesuffix("Model").removesuffix("ForMaskedLM")
+    names = [name]
+    if base != name:
+        names += [f"{base}Model", f"{base}ForCausalLM", f"{base}LMHeadModel"]
     return next((ARCHITECTURES[each] for each in names if each in ARCHITECTURES), None)
 
 
@@ -301,10 +319,11 @@ _OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "a
 def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
     kind = config.get("model_type", wrapper.flat)
     kind = TEXT_TYPES.get(kind, kind)
-    for architecture in ARCHITECTURES.values():
+    decoders = [each for each in ARCHITECTURES.values() if not each.encoder]
+    for architecture in decoders:
         if kind and architecture.model_type == kind:
             return architecture
-    known = sorted({each.model_type for each in ARCHITECTURES.values()} - {""})
+    known = sorted({each.model_type for each in decoders} - {""})
     raise config.error(
         "model_type",
         f"{kind!r} is not supported in a {wrapper.name}; supported: {', '.join(known)}",
@@ -468,5 +487,6 @@ _SWITCHES: Mapping[str, Read] = {
     "query_temperature": lambda config: (0.0, 1),
     "position_offset": lambda config: 0,
     "position_rows": lambda config: 0,
+    "token_types": lambda config: 0,
     "hidden_act": _activation,
 }

@@ -71,6 +71,8 @@ def decide(
             param="graph_sizes",
         )
     budget = config.max_num_batched_tokens or (8192 if cuda else 512)
+    if model.whole_texts:
+        budget = max(budget, max_model_len)
     return Resolved(
         config=config,
         folder=Path(config.model),

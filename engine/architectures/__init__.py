@@ -5,7 +5,18 @@ the checkpoint keeps what they need, checkpoints/gguf.py the names in GGUF files
 else asks which architecture a model is of.
 """
 
-from engine.architectures import cohere, gemma, glm, gpt, llama, mixtures, olmo, phi, remote
+from engine.architectures import (
+    cohere,
+    encoders,
+    gemma,
+    glm,
+    gpt,
+    llama,
+    mixtures,
+    olmo,
+    phi,
+    remote,
+)
 from engine.architectures.layout import half_pairs
 from engine.architectures.record import (
     Architecture,
@@ -32,7 +43,7 @@ __all__ = [
     "half_pairs",
 ]
 
-_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt, mixtures)
+_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt, mixtures, encoders)
 
 ARCHITECTURES: dict[str, Architecture] = {
     each.name: each for module in _MODULES for each in module.ARCHITECTURES

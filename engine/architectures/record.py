@@ -83,6 +83,8 @@ class Architecture:
     ignored: patterns of tensors that the model does not use; "{layers}" is how many layers it has,
         which is the number of the first one that is not of the model.
     network: the class that computes it, a key of `registry.MODELS`.
+    encoder: it makes vectors of texts, and no text.
+    absent: our name -> layers that do not have it.
     """
 
     name: str
@@ -101,6 +103,8 @@ class Architecture:
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     gguf: Gguf | None = None
     network: str = "decoder"
+    encoder: bool = False
+    absent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def ignores(self, name: str, layers: int) -> bool:
         """layers: of the model."""

@@ -38,7 +38,8 @@ class Builder:
         return replace(self, layer=layer)
 
     def has(self, ours: str) -> bool:
-        return ours in self.config.record.tensors
+        record = self.config.record
+        return ours in record.tensors and self.layer not in record.absent.get(ours, ())
 
     def stored(self, ours: str) -> CheckpointTensor:
         stored = self.config.record.tensors[ours]

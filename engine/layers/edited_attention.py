@@ -6,9 +6,10 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
+from engine.layers.bidirectional_attention import BidirectionalAttention
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
-from engine.layers.rotary import Tables
+from engine.layers.rotary import Tables, turn
 from engine.model_config import ModelConfig
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
@@ -16,6 +17,8 @@ from kernels.metadata import AttentionMeta
 
 def attention_block(build: Builder, tables: Tables) -> Attention:
     """The plain block wherever it serves."""
+    if build.config.attention[build.layer or 0].bidirectional:
+        return BidirectionalAttention(build, tables)
     return (EditedAttention if _edits(build.config) else Attention)(build, tables)
 
 
@@ -111,14 +114,5 @@ class EditedAttention(Attention):
             (split[:, :heads], split[:, heads : heads + kv_heads]), self.apart, strict=True
         ):
             if self.turning is not None:
-                _turn(part, self.turning.index_select(0, meta.positions)[:, None])
+                turn(part, self.turning.index_select(0, meta.positions)[:, None])
             part.copy_(norm(part.contiguous()))
-
-
-def _turn(x: Tensor, rows: Tensor) -> None:
-    """x [n, heads, head_dim], written over. rows [n, 1, rotary_dim]: cosines, then sines."""
-    cos, sin = rows.chunk(2, dim=-1)
-    half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = first * cos - second * sin, second * cos + first * sin
-    x[..., :half], x[..., half : 2 * half] = turned

@@ -106,3 +106,12 @@ _FREQUENCIES = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+
+
+def turn(x: Tensor, rows: Tensor) -> None:
+    """x [n, heads, head_dim], written over. rows [n, 1, rotary_dim]: cosines, then sines."""
+    cos, sin = rows.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = first * cos - second * sin, second * cos + first * sin
+    x[..., :half], x[..., half : 2 * half] = turned

@@ -172,6 +172,9 @@ class Entrance:
                 first + config.max_positions,
                 config.hidden_size,
             )
+        self.types: Parameter | None = None
+        if build.has("token_types"):
+            self.types = build.table("token_types", config.token_types, 0, 1, config.hidden_size)
         self.norm: Norm | None = None
         if build.has("embedding_norm"):
             self.norm = build.norm("embedding_norm", config.hidden_size)
@@ -179,8 +182,9 @@ class Entrance:
     @classmethod
     def of(cls, build: Builder) -> "Entrance | None":
         made = cls(build)
-        others = (made.project, made.positions, made.norm)
-        return None if made.factor == 1 and others == (None, None, None) else made
+        others = (made.project, made.positions, made.types, made.norm)
+        plain = all(other is None for other in others)
+        return None if made.factor == 1 and plain else made
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [n, embedding_size], which may be written over; positions [n]."""
@@ -190,6 +194,8 @@ class Entrance:
             x = self.project.forward(x)
         if self.positions is not None:
             x = x.add_(self.positions.tensor.index_select(0, positions))
+        if self.types is not None:
+            x = x.add_(self.types.tensor)
         return x if self.norm is None else self.norm(x)
 
     @property
@@ -201,6 +207,8 @@ class Entrance:
             yield from self.project.parameters
         if self.positions is not None:
             yield self.positions
+        if self.types is not None:
+            yield self.types
         if self.norm is not None:
             yield from self.norm.parameters
 
@@ -361,7 +369,9 @@ class Decoder:
     def ignores(self, stored: str) -> bool:
         """A tied head may be in the checkpoint all the same; it is the embedding."""
         name = self.config.tensor_name(stored)
-        tied = self.head is None and name == f"{self.build.stored('head').names[0]}.weight"
+        tied = False
+        if self.head is None and self.build.has("head"):
+            tied = name == f"{self.build.stored('head').names[0]}.weight"
         quantized = self.config.quantized
         if quantized is not None and quantized.ignores(name):
             return True

@@ -16,6 +16,7 @@ then n has been waited for (the loop is one ahead, never two).
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -299,6 +300,8 @@ class CudaInputs:
         token_ids, metas = self.lay_out(
             count, batch.num_tokens, batch.num_decodes, max(lengths), max_kv_len
         )
+        for meta in metas:
+            meta.query_start_host = [0, *accumulate(lengths)]
         if decodes_only:
             positions = metas[0].kv_len.long()
             return DeviceStep(token_ids, metas, None, self.rows[:count].long(), positions)

@@ -50,7 +50,7 @@ class KVCache:
     def _views(self) -> list[tuple[Tensor, Tensor]]:
         found = {}
         for group in self.groups.groups:
-            heads, dim = group.attention.num_kv_heads, group.attention.head_dim
+            heads, dim = group.attention.kept
             shape = (self.num_blocks, heads, self.block_size, dim)
             own = self.block_size * group.elements
             fit = self.storage.shape[3] // own

@@ -136,6 +136,9 @@ def plan_memory(
     plan.num_blocks = count_blocks(
         budget, plan.block_bytes, longest, groups.blocks(longest, block_size), given=given
     )
+    if resolved.model.whole_texts:  # whose blocks only count tokens
+        most = resolved.max_num_seqs * groups.blocks(longest, block_size)
+        plan.num_blocks = min(plan.num_blocks, most)
     return plan
 
 

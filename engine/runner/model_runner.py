@@ -329,6 +329,8 @@ class ModelRunner:
         layers = self.kv.layers
         for group, meta in zip(self.kv.groups.groups, metas, strict=True):
             meta.window, meta.chunk = group.attention.window, group.attention.chunk
+            if group.attention.bidirectional:
+                continue
             self.kernels.prepare(meta, group.attention.num_heads, layers[group.layers[0]][0])
         return self.model.forward(token_ids, metas, layers)
 

@@ -19,6 +19,7 @@ class CoreConfig:
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     pooling: how texts become vectors; None: requests for these are refused.
     generates: False: all others are.
+    whole_texts: a text is computed in one step or not at all.
     """
 
     max_num_seqs: int
@@ -36,3 +37,4 @@ class CoreConfig:
     model_key: str = ""
     pooling: PoolingHead | None = None
     generates: bool = True
+    whole_texts: bool = False

@@ -225,6 +225,10 @@ class Scheduler:
     def _schedule_chunk(self, request: Request, builder: StepBuilder) -> None:
         """Schedule as many of the request's tokens as budget and blocks allow, perhaps none."""
         budget = self._budget(builder)
+        if self.config.whole_texts:
+            if request.remaining > budget and builder.chunk_tokens:
+                return
+            budget = request.remaining  # alone even if steps were made smaller: it cannot be cut
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
             budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)

@@ -1,0 +1,141 @@
+"""Encoders: BERT, RoBERTa and ModernBERT see a text in both directions and make vectors of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import FULL, WINDOW, layer_types
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention
+
+
+def _both_ways(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    return [replace(plain, rope=None, bidirectional=True)] * layers
+
+
+def _bert(network: str) -> Mapping[str, CheckpointTensor]:
+    layer = f"{network}.encoder.layer.{{i}}."
+    return {
+        "embedding": CheckpointTensor((f"{network}.embeddings.word_embeddings",)),
+        "positions": CheckpointTensor((f"{network}.embeddings.position_embeddings",)),
+        "token_types": CheckpointTensor((f"{network}.embeddings.token_type_embeddings",)),
+        "embedding_norm": CheckpointTensor((f"{network}.embeddings.LayerNorm",)),
+        "qkv": CheckpointTensor(
+            tuple(f"{layer}attention.self.{name}" for name in ("query", "key", "value"))
+        ),
+        "out": CheckpointTensor((f"{layer}attention.output.dense",)),
+        "attention_norm": CheckpointTensor((f"{layer}attention.output.LayerNorm",)),
+        "up": CheckpointTensor((f"{layer}intermediate.dense",)),
+        "down": CheckpointTensor((f"{layer}output.dense",)),
+        "mlp_norm": CheckpointTensor((f"{layer}output.LayerNorm",)),
+    }
+
+
+_SWITCHES: Mapping[str, Read] = {
+    "norm": always("layer"),
+    "norm_bias": always(True),
+    "norm_eps": lambda config: config.number("layer_norm_eps", 1e-12),
+    "num_kv_heads": lambda config: config.size("num_attention_heads"),
+    "qkv_bias": always(True),
+    "out_bias": always(True),
+    "mlp_bias": always(True),
+    "post_norm": always(True),
+    "position_rows": lambda config: config.size("max_position_embeddings"),
+    "token_types": lambda config: config.size("type_vocab_size"),
+    "tie_embeddings": always(True),
+}
+# Positions are counted from the row behind padding's.
+_ROBERTA: Mapping[str, Read] = {
+    **_SWITCHES,
+    "position_offset": lambda config: config.get("pad_token_id", 1) + 1,
+    "max_positions": lambda config: (
+        config.size("max_position_embeddings") - config.get("pad_token_id", 1) - 1
+    ),
+}
+_IGNORED = ("pooler.*", "*.pooler.*", "cls.*", "lm_head.*", "*embeddings.position_ids")
+
+
+def _record(
+    name: str, network: str, models: str, model_type: str, switches: Mapping[str, Read]
+) -> Architecture:
+    return Architecture(
+        name,
+        _bert(network),
+        models=models,
+        model_type=model_type,
+        switches=switches,
+        defaults={"type_vocab_size": 2, "hidden_act": "gelu"},
+        only={
+            "position_embedding_type": ("absolute",),
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+        },
+        attention=_both_ways,
+        ignored=_IGNORED,
+        encoder=True,
+    )
+
+
+def _modern(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Every third layer sees the whole text; the others see their neighbours, and turn faster."""
+    every = config.size("global_attn_every_n_layers", 3)
+    kinds = layer_types(config, layers, lambda i: WINDOW if i % every else FULL)
+    ropes = config.inner("rope_parameters")
+    thetas = {
+        FULL: config.number("global_rope_theta", 160_000.0),
+        WINDOW: config.number("local_rope_theta", 10_000.0),
+    }
+    found = []
+    for kind in kinds:
+        theta = ropes.inner(kind).number("rope_theta", thetas[kind])
+        window = config.size("local_attention", 128) // 2 if kind == WINDOW else 0
+        rope = replace(plain.rope, theta=theta) if plain.rope is not None else None
+        found.append(replace(plain, rope=rope, window=window, bidirectional=True))
+    return found
+
+
+_LAYER = "model.layers.{i}."
+_MODERN = Architecture(
+    "ModernBertModel",
+    {
+        "embedding": CheckpointTensor(("model.embeddings.tok_embeddings",)),
+        "embedding_norm": CheckpointTensor(("model.embeddings.norm",)),
+        "attention_norm": CheckpointTensor((f"{_LAYER}attn_norm",)),
+        "qkv": CheckpointTensor((f"{_LAYER}attn.Wqkv",)),
+        "out": CheckpointTensor((f"{_LAYER}attn.Wo",)),
+        "mlp_norm": CheckpointTensor((f"{_LAYER}mlp_norm",)),
+        "gate_up": CheckpointTensor((f"{_LAYER}mlp.Wi",)),
+        "down": CheckpointTensor((f"{_LAYER}mlp.Wo",)),
+        "norm": CheckpointTensor(("model.final_norm",)),
+    },
+    models="ModernBERT, GTE-ModernBERT (vectors only)",
+    model_type="modernbert",
+    switches={
+        "norm": always("layer"),
+        "norm_bias": lambda config: config.flag("norm_bias"),
+        "norm_eps": lambda config: config.number("norm_eps", 1e-5),
+        "num_kv_heads": lambda config: config.size("num_attention_heads"),
+        "tie_embeddings": always(True),
+    },
+    keys={"hidden_act": "hidden_activation"},
+    defaults={"hidden_activation": "gelu"},
+    attention=_modern,
+    ignored=("head.*", "decoder.*", "classifier.*"),
+    encoder=True,
+    absent={"attention_norm": (0,)},  # the embedding's norm is right before it
+)
+ARCHITECTURES = (
+    _record("BertModel", "bert", "BERT, BGE, E5, GTE (vectors only)", "bert", _SWITCHES),
+    _record("RobertaModel", "roberta", "RoBERTa (vectors only)", "roberta", _ROBERTA),
+    _record(
+        "XLMRobertaModel",
+        "roberta",
+        "XLM-RoBERTa, BGE-M3, multilingual E5 (vectors only)",
+        "xlm-roberta",
+        _ROBERTA,
+    ),
+    _MODERN,
+)

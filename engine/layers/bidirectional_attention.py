@@ -1,0 +1,39 @@
+"""Attention of encoders: each token sees the whole text, which is in one step; nothing is kept."""
+
+from torch import Tensor
+
+from engine.layers.attention import Attention
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from engine.layers.rotary import Tables, turn
+from kernels.attention.bidirectional import bidirectional_attention
+from kernels.metadata import AttentionMeta
+
+
+class BidirectionalAttention(Attention):
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        super().__init__(build, tables)
+        layer = build.config.attention[build.layer or 0]
+        self.head_dim, self.window = layer.head_dim, layer.window
+        self.turns = layer.rope is not None
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention."""
+        qkv = self.qkv.forward(x, meta.lora, norm=norm).unflatten(1, (-1, self.head_dim))
+        q, k, v = qkv.tensor_split(3, dim=1)
+        if self.turns:
+            rows = self.cos_sin.index_select(0, meta.positions)[:, None]
+            turn(q, rows)
+            turn(k, rows)
+        if meta.query_start_host is None:
+            meta.query_start_host = meta.query_start.tolist()
+        attended = bidirectional_attention(q, k, v, meta.query_start_host, self.scale, self.window)
+        return self.out.forward(attended.flatten(1), meta.lora, residual=residual)

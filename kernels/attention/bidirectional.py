@@ -1,0 +1,59 @@
+"""Attention over whole texts in both directions, without a cache: what encoders do. Of torch's own
+operations, on any device."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def bidirectional_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, window: int = 0
+) -> Tensor:
+    """Each token sees all tokens of its text, or with window > 0 those up to so many places away.
+
+    q, k, v: [num_tokens, num_heads, head_dim]. starts: of each text, then num_tokens. -> as q.
+    """
+    if q.device.type == "cpu":
+        return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window) for a, b in pairwise(starts)])
+    return _padded(q, k, v, starts, scale, window)
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    parts = (each.transpose(0, 1)[None] for each in (q, k, v))
+    mask = None
+    if 0 < window < len(q) - 1:
+        mask = _near(torch.arange(len(q), device=q.device), window)
+    found = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
+    return found[0].transpose(0, 1)
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, window: int
+) -> Tensor:
+    """All texts at once, as long as the longest: on a GPU launches cost more than padding."""
+    lengths = [b - a for a, b in pairwise(starts)]
+    longest = max(lengths)
+    place = torch.arange(longest)
+    length = torch.tensor(lengths)[:, None]
+    begin = torch.tensor(starts[:-1])[:, None]
+    real = place[None] < length  # [texts, longest]
+    index = torch.where(real, begin + place, begin).flatten().to(q.device, non_blocking=True)
+    back = real.flatten().nonzero().flatten().to(q.device, non_blocking=True)
+    mask = real[:, None, None].to(q.device, non_blocking=True)
+    if 0 < window < longest - 1:
+        mask = mask & _near(place, window).to(q.device, non_blocking=True)
+        # A row that pads sees itself at least: a softmax over nothing is NaN.
+        mask = mask | torch.eye(longest, dtype=torch.bool, device=q.device)
+    parts = (
+        each.index_select(0, index).unflatten(0, (len(lengths), longest)).transpose(1, 2)
+        for each in (q, k, v)
+    )
+    found = scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
+    return found.transpose(1, 2).flatten(0, 1).index_select(0, back)
+
+
+def _near(place: Tensor, window: int) -> Tensor:
+    return (place[:, None] - place[None]).abs() <= window
