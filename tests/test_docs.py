@@ -94,6 +94,9 @@ def test_models_page_is_current() -> None:
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
     from deployments.api.agents.fields import (
+        MESSAGES,
+        MESSAGES_IGNORED,
+        MESSAGES_REFUSED,
         RESPONSES,
         RESPONSES_IGNORED,
         RESPONSES_REFUSED,
@@ -107,6 +110,9 @@ def test_http_page_names_every_field() -> None:
     others = {*RESPONSES_REPEATED, *RESPONSES_IGNORED, *RESPONSES_REFUSED}
     missing += [name for name in sorted(others) if f"`{name}`" not in of_responses]
     missing += [name for name in sorted(RESPONSES - CHAT) if f"`{name}`" not in of_responses]
+    of_messages = page.split("\n## Messages\n")[1].split("\n## ")[0]
+    others = {*MESSAGES_IGNORED, *MESSAGES_REFUSED, *(MESSAGES - CHAT)}
+    missing += [name for name in sorted(others) if f"`{name}`" not in of_messages]
     assert not missing
 
 

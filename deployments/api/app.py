@@ -13,7 +13,7 @@ import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api import adapters
-from deployments.api.agents import responses
+from deployments.api.agents import messages, responses
 from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
@@ -105,6 +105,8 @@ class Api:
             try:
                 exchange.check_envelope()
                 path = exchange.path
+                if path.startswith(messages.PATH):
+                    exchange.error_body = messages.error_body
                 if origins and is_preflight(exchange):
                     await answer_preflight(exchange, origins)
                     status = 200
@@ -343,6 +345,8 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/completions": (_POST, _completions),
     responses.PATH: (_POST, responses.create),
     f"{responses.PATH}/input_tokens": (_POST, responses.count),
+    messages.PATH: (_POST, messages.create),
+    f"{messages.PATH}/count_tokens": (_POST, messages.count),
     "/v1/models": (_GET, _models),
     "/v1/embeddings": (_POST, embeddings),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),

@@ -10,11 +10,12 @@ from deployments.api.options import ApiOptions
 
 
 def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) -> Caller:
-    """The caller: exactly one ``Authorization: Bearer <key>`` whose SHA-256 is among the keys'
-    digests, if there are keys for this kind of route.
+    """The caller: exactly one ``Authorization: Bearer <key>``, or without that header one
+    ``x-api-key: <key>``, whose SHA-256 is among the keys' digests, if there are keys for this kind
+    of route.
 
-    The only reader of that header: turns, prefix cache, ownership and rights follow the Caller, so
-    that no spelling of the header makes another one of the same key.
+    The only reader of these headers: turns, prefix cache, ownership and rights follow the Caller,
+    so that no spelling of the header makes another one of the same key.
 
     All digests are compared, each in constant time, so that the answer's time says nothing about
     them.
@@ -23,6 +24,8 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
     if not options.api_keys and not (admin and options.admin_keys):
         return ANYONE
     given = exchange.values(b"authorization")
+    if not given:
+        given = [b"bearer " + key for key in exchange.values(b"x-api-key")]
     scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     digest = hashlib.sha256(key.strip()).digest()
     user, operator = _among(digest, options.api_keys), _among(digest, options.admin_keys)

@@ -62,6 +62,7 @@ class HttpExchange:
         self.digest = b""  # of the body, once it was read
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever it will be
         self.encoding = b""  # of the body, once it was read
+        self.error_body: Callable[[ApiError], bytes] = ApiError.body  # of an answer that is not 2xx
         self._send = send
         self._tell_id = tell_id
         self._headers: dict[bytes, list[bytes]] = {}
@@ -199,9 +200,9 @@ class HttpExchange:
         with unread data resets the connection, and the client may never see the answer.
         """
         if _CLOSE[0] not in error.headers:
-            await self.answer(error.status, error.body(), headers=error.headers)
+            await self.answer(error.status, self.error_body(error), headers=error.headers)
             return
-        body = error.body()
+        body = self.error_body(error)
         fields = self._fields(JSON, error.headers)
         fields.append((b"content-length", b"%d" % len(body)))
         start = {"type": "http.response.start", "status": error.status, "headers": fields}

@@ -44,3 +44,22 @@ RESPONSES_REFUSED = {
     "prompt": "send the prompt's text as instructions and input",
     "context_management": "leave items out of input",
 }
+
+MESSAGES = (_OURS - {"stop"}) | {
+    "model",
+    "messages",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "metadata",
+}
+MESSAGES_IGNORED = frozenset({"service_tier", "cache_control", "context_management", "betas"})
+MESSAGES_REFUSED = {
+    "container": "run tools beside the client",
+    "mcp_servers": "give the servers' tools as tools",
+}

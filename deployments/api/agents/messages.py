@@ -1,0 +1,68 @@
+"""The routes under /v1/messages."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.api.agents.answer import ItemAnswer, Naming, new_number
+from deployments.api.agents.messages_request import MessagesRequest, messages_request
+from deployments.api.agents.messages_writer import MessagesWriter, error_body
+from deployments.api.errors import ApiError, from_backend
+from deployments.api.generation.event_ids import EventIds
+from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
+from deployments.api.http_exchange import HttpExchange
+from deployments.backend import RecalledChoice
+from engine.errors import MantaError
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+__all__ = ["PATH", "MessagesTurn", "count", "create", "error_body"]
+
+PATH = "/v1/messages"
+
+
+class MessagesTurn:
+    def __init__(self, *, strict: bool, counts: bool = False) -> None:
+        self.ignored: list[str] = []
+        self._strict, self._counts = strict, counts
+        self._request: MessagesRequest | None = None
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._request = messages_request(body, strict=self._strict, counts=self._counts)
+        self.ignored = self._request.ignored
+        return self._request.chat
+
+    def name(self, path: str) -> str:
+        return path if self._request is None else self._request.names.name(path)
+
+    def error(self, error: ApiError | MantaError) -> ApiError:
+        if self._request is not None:
+            return self._request.names.error(error)
+        return error if isinstance(error, ApiError) else from_backend(error)
+
+    def answer(
+        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+    ) -> ItemAnswer:
+        number, _ = new_number(ids)
+        format = call.output.format if call.output is not None else None
+        naming = Naming(number, format is not None and format.short_ids)
+        return ItemAnswer(call, MessagesWriter(call, naming), ids=ids, past=past)
+
+
+async def create(api: "Api", exchange: HttpExchange) -> None:
+    await api.generate(exchange, chat=True, turn=MessagesTurn(strict=api.options.strict))
+
+
+async def count(api: "Api", exchange: HttpExchange) -> None:
+    """Tokens of the prompt that a request would have: clients compact by it."""
+    body = await api.read(exchange)
+    turn = MessagesTurn(strict=api.options.strict, counts=True)
+    chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
+    try:
+        call = await chat_call(chat, exchange.body_size, api.backend, api.options)
+    except (ApiError, MantaError) as error:
+        raise turn.error(error) from None
+    exchange.ignored += turn.ignored
+    await exchange.answer(200, msgspec.json.encode({"input_tokens": len(call.prompts[0])}))
