@@ -168,6 +168,37 @@ def verify(
 
 
 @cli.command(
+    epilog="Examples:  manta convert ./llama ./llama-manta  |  "
+    "manta convert model.gguf ./model --quantization gguf  |  manta convert ./llama-manta --check"
+)
+def convert(
+    spec: _Spec,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it is to run; need not be here.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the weights; auto is what the engine takes."),
+    ] = "auto",
+    quantization: Annotated[
+        Literal["auto", "none", "gguf"], typer.Option(help="gguf keeps a .gguf file's blocks.")
+    ] = "auto",
+    check: Annotated[
+        bool, typer.Option("--check", help="Read a converted folder and compare its digests.")
+    ] = False,
+) -> None:
+    """Write a folder with the weights as the engine holds them: it starts without a transform."""
+    from deployments.cli.convert import run
+
+    raise typer.Exit(
+        run(spec, target, device=device, dtype=dtype, quantization=quantization, check=check)
+    )
+
+
+@cli.command(
     epilog="Examples:  manta status  |  manta status --json | jq .pools  |  manta status -1"
 )
 def status(

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.weights.converted import Manifest, as_converted, named
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
-from kernels.cpu.huge_pages import collapse
+from kernels.cpu.huge_pages import collapse, give_back
 
 # A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
 HUGE_PAGES_FROM = 64 << 20
@@ -27,6 +28,8 @@ class Loadable(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
     def parameters(self) -> Iterator[Parameter]: ...
     def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]: ...
     def tensor_name(self, stored: str) -> str: ...
@@ -43,7 +46,7 @@ def load_weights(
     seed: int = 0,
     progress: Callable[[Loading], None] | None = None,
 ) -> None:
-    """Fill every parameter from the folder's safetensors, or with random numbers if folder is None.
+    """Fill every parameter from the folder's files, or with random numbers if folder is None.
 
     progress: called from this thread some ten times a second.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
@@ -56,24 +59,67 @@ def load_weights(
         del parameters  # else what is packed is there twice until the last one is
     else:
         folder = Path(folder)
-        stored = _named(model, read_index(folder))
-        jobs = _jobs(model, stored, folder)
+        manifest = Manifest.read(folder)
+        if manifest is not None:
+            manifest.check(folder, model.device.type, str(model.dtype)[6:])
+            stored = read_index(folder)
+        else:
+            stored = _named(model, read_index(folder))
+        units = _units(model, stored if manifest is not None else None)
+        jobs = _jobs(model, units, stored, folder)
         run_jobs(jobs, model.device, progress)
         if model.device.type == "cuda":
-            _check_finite(list(model.parameters()), stored)
+            _check_finite([each for parameters, _ in units for each in parameters], stored)
             for job in jobs:
                 job.then()
-        del jobs
+        del jobs, units
     model.finish()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
 
 
-def _jobs(model: Loadable, stored: dict[str, StoredTensor], folder: Path) -> list[Job]:
-    """One for each unit, and one for each parameter that is in none."""
-    units = [(list(parameters), finish) for parameters, finish in model.units()]
+def each_parameter(
+    model: Loadable,
+    folder: Path,
+    take: Callable[[Parameter], None],
+    progress: Callable[[Loading], None] | None = None,
+) -> None:
+    """Fill each parameter of a model on the CPU from the folder, hand it to `take`, from any
+    thread, and free its memory: the model is of no use afterwards. Raises as load_weights."""
+    stored = _named(model, read_index(folder))
+
+    def handing(parameter: Parameter) -> Callable[[], None]:
+        def hand() -> None:
+            take(parameter)
+            give_back(parameter.tensor)
+
+        return hand
+
+    units = [([each], handing(each)) for each in model.parameters()]
+    run_jobs(_jobs(model, units, stored, folder), model.device, progress)
+
+
+_Units = list[tuple[list[Parameter], Callable[[], None]]]
+
+
+def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> _Units:
+    """The model's, and one for each parameter that is in none. converted: the tensors of a folder
+    that has the parameters themselves."""
+    units: _Units = [(list(parameters), finish) for parameters, finish in model.units()]
     inside = {id(each.tensor) for parameters, _ in units for each in parameters}
     units += [([each], _nothing) for each in model.parameters() if id(each.tensor) not in inside]
+    if converted is not None:
+        names = {id(each.tensor): name for name, each in named(model.parameters())}
+        for parameters, _ in units:
+            parameters[:] = [
+                as_converted(each, names[id(each.tensor)], converted) for each in parameters
+            ]
+    return units
+
+
+def _jobs(
+    model: Loadable, units: _Units, stored: dict[str, StoredTensor], folder: Path
+) -> list[Job]:
     transfers = _match(model, [parameters for parameters, _ in units], stored, folder)
 
     def then(parameters: list[Parameter], finish: Callable[[], None]) -> Callable[[], None]:

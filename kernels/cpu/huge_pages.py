@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+from torch import Tensor
 
+MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
 MADV_COLLAPSE = 25  # Linux 6.1; an older kernel does it in its own time
 SMALL = 4 << 10
@@ -57,3 +59,16 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
     edges = np.flatnonzero(there[1:] != there[:-1])
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield begin + first * HUGE, (last - first) * HUGE
+
+
+def give_back(tensor: Tensor) -> None:
+    """The memory of a contiguous tensor on the CPU that nobody reads any more, whoever still holds
+    it: whole pages become zeros that take no memory. Does nothing where the system is not Linux."""
+    begin = -(-tensor.data_ptr() // SMALL) * SMALL
+    length = (tensor.data_ptr() + tensor.nbytes - begin) // SMALL * SMALL
+    if length <= 0:
+        return
+    try:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_DONTNEED)
+    except (OSError, AttributeError):
+        return

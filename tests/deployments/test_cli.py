@@ -63,6 +63,7 @@ def test_help_of_every_command_has_an_example() -> None:
         "status",
         "build",
         "verify",
+        "convert",
     }
     assert set(commands) == expected
     for command in commands.values():

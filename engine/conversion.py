@@ -1,0 +1,86 @@
+"""convert: a model folder -> one that the engine reads without changing anything."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+from engine.models.registry import build_model
+from engine.resolve import decide
+from engine.weights.converted import MANIFEST, VERSION, Manifest, Writer, copy_others
+from engine.weights.load import each_parameter
+from engine.weights.stream import Loading
+from kernels.dispatch import kernels_for
+
+
+def convert(
+    config: EngineConfig,
+    target: Path,
+    progress: Callable[[Loading], None] | None = None,
+) -> Manifest:
+    """Write `config.model` as an engine with this configuration would hold it. Its device need not
+    be here; "auto" is the CPU.
+
+    Host memory: the matrices that are being read. The folder appears when it is whole.
+    Raises ConfigError, also for a target that exists.
+    """
+    folder = Path(config.model)
+    model_config = ModelConfig.from_folder(folder)
+    if config.quantization not in ("auto", "none", "gguf"):
+        raise ConfigError(
+            f"quantization {config.quantization!r} rounds weights when the engine starts, and is "
+            "not kept in a folder; convert without it, and start the folder with it",
+            param="quantization",
+        )
+    if Manifest.read(folder) is not None:
+        raise ConfigError(f"{folder}: is converted already", param="model")
+    if target.exists():
+        raise ConfigError(f"{target}: is there already; give a folder that is not", param="target")
+    kind = "cuda" if config.device == "cuda" else "cpu"
+    resolved = decide(config, model_config, torch.device(kind))
+    dtype = str(resolved.dtype).removeprefix("torch.")
+    model = build_model(
+        resolved.model,
+        resolved.dtype,
+        "cpu",
+        kernels_for("cpu"),
+        quantization=config.quantization,
+        runs_on=kind,
+    )
+    half = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        half.mkdir(parents=True)
+        writer = Writer(half, model.parameters())
+        try:
+            each_parameter(model, folder, writer.write, progress)
+        finally:
+            digests = writer.close()
+        copy_others(folder, half, dtype)
+        quantized = model_config.quantized
+        manifest = Manifest(
+            VERSION,
+            model_config.architecture,
+            kind,
+            dtype,
+            "none" if quantized is None else quantized.name,
+            digests,
+        )
+        text = json.dumps(asdict(manifest), indent=1) + "\n"
+        (half / MANIFEST).write_text(text, encoding="utf-8")
+        half.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror or error}", param="target"
+        ) from error
+    finally:
+        if half.is_dir():
+            for file in half.iterdir():
+                file.unlink()
+            half.rmdir()
+    return manifest

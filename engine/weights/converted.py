@@ -1,0 +1,197 @@
+"""Converted folders: parameters as the engine holds them, merged, in its order and of its types,
+so that loading is reading.
+
+    config.json, tokenizer, templates   as the model's; the dtype is the one of the conversion
+    manta-00001.safetensors, ...        a tensor for each parameter, under its name
+    manta.json                          what it was made for, and each tensor's digest
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError
+from engine.weights.index import CODES, read_index
+from engine.weights.parameter import Parameter, Source
+from engine.weights.stored import StoredTensor
+
+MANIFEST = "manta.json"
+VERSION = 1  # raise it when parameters get other names, orders or types
+SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """device: the type of those that it is for: norms on the CPU are float32. quantization: of the
+    weights, "none" if they have the dtype's bits."""
+
+    version: int
+    architecture: str
+    device: str
+    dtype: str
+    quantization: str
+    digests: dict[str, str]  # of each tensor: BLAKE2b of its bytes, 16 bytes in hex
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest | None":
+        """None for a folder that is not converted. Raises ConfigError for one that this engine
+        cannot read."""
+        file = folder / MANIFEST
+        if not file.exists():
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            version = found["version"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error!r}", param="model") from None
+        if version != VERSION:
+            raise ConfigError(
+                f"{file}: is of version {version!r}, and this Manta reads version {VERSION}; "
+                "convert the model again with `manta convert`",
+                param="model",
+            )
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ConfigError(f"{file}: {error}", param="model") from None
+
+    def check(self, folder: Path, device: str, dtype: str) -> None:
+        """Raises ConfigError where the engine would hold the parameters otherwise."""
+        for what, made, asked in (
+            ("device", self.device, device),
+            ("dtype", self.dtype, dtype),
+        ):
+            if made != asked:
+                raise ConfigError(
+                    f"{folder / MANIFEST}: was converted for {what} {made}, and the engine is to "
+                    f"run with {asked}; set {what}: {made}, or convert the model again with "
+                    f"--{what} {asked}",
+                    param=what,
+                )
+
+
+def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
+    """Each with a name that no other has."""
+    seen: dict[str, int] = {}
+    for parameter in parameters:
+        count = seen[parameter.name] = seen.get(parameter.name, 0) + 1
+        yield parameter.name if count == 1 else f"{parameter.name}.{count}", parameter
+
+
+def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor]) -> Parameter:
+    """The same, to be filled from a converted folder's tensors."""
+    shape = tuple(parameter.tensor.shape)
+    rows = None
+    there = stored.get(name)
+    # A table of positions is cut to the texts that there may be.
+    if there is not None and there.shape[0] > shape[0] and there.shape[1:] == shape[1:]:
+        rows, shape = (0, shape[0]), there.shape
+    source = Source(name, shape, rows)
+    return replace(parameter, sources=(source,), offset=0.0, scale=1.0)
+
+
+class Writer:
+    """Writes parameters as they come, from any thread, each once."""
+
+    def __init__(self, folder: Path, parameters: Iterable[Parameter]) -> None:
+        entries = list(named(parameters))
+        self._names = {id(each.tensor): name for name, each in entries}
+        self._places: dict[str, tuple[int, int]] = {}  # (descriptor, offset)
+        self._digests: dict[str, str] = {}
+        self._lock = Lock()
+        self._open: list[int] = []
+        for number, shard in enumerate(_shards(entries), 1):
+            self._begin(folder / f"manta-{number:05}.safetensors", shard)
+
+    def _begin(self, file: Path, shard: Sequence[tuple[str, Parameter]]) -> None:
+        header: dict[str, Any] = {}
+        at = 0
+        for name, each in shard:
+            tensor = each.tensor
+            header[name] = {
+                "dtype": CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.nbytes],
+            }
+            at += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._open.append(descriptor)
+        start = os.write(descriptor, len(text).to_bytes(8, "little") + text)
+        os.ftruncate(descriptor, start + at)
+        for name, _ in shard:
+            self._places[name] = (descriptor, start + header[name]["data_offsets"][0])
+
+    def write(self, parameter: Parameter) -> None:
+        name = self._names[id(parameter.tensor)]
+        data = memoryview(parameter.tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        descriptor, offset = self._places[name]
+        while len(data):
+            count = os.pwrite(descriptor, data, offset)
+            data, offset = data[count:], offset + count
+        with self._lock:
+            self._digests[name] = digest
+
+    def close(self) -> dict[str, str]:
+        """The digests of all."""
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()
+        return {name: self._digests[name] for name in self._places if name in self._digests}
+
+
+def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Parameter]]]:
+    found: list[tuple[str, Parameter]] = []
+    size = 0
+    for entry in entries:
+        if found and size + entry[1].tensor.nbytes > SHARD_BYTES:
+            yield found
+            found, size = [], 0
+        found.append(entry)
+        size += entry[1].tensor.nbytes
+    yield found
+
+
+def copy_others(source: Path, target: Path, dtype: str) -> None:
+    """Everything of the model but its weights; config.json says the type that they have now."""
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or "LICENSE" in file.name
+        if wanted and file.is_file() and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config")
+    for each in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if key in each or (each is config and key == "torch_dtype" and "dtype" not in each):
+                each[key] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def damaged(folder: Path, progress: Callable[[str], None] = lambda name: None) -> list[str]:
+    """The tensors whose bytes are not those that were written. Raises ConfigError for a folder that
+    is not converted, or that lacks one."""
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        raise ConfigError(f"{folder}: has no {MANIFEST}; it was not converted", param="model")
+    stored = read_index(folder)
+    if missing := sorted(set(manifest.digests) - set(stored)):
+        raise ConfigError(f"{folder}: tensor {missing[0]} is missing", param="model")
+    found = []
+    for name, digest in manifest.digests.items():
+        progress(name)
+        tensor = stored[name]
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            if hashlib.blake2b(file.read(tensor.num_bytes), digest_size=16).hexdigest() != digest:
+                found.append(name)
+    return found
