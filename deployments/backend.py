@@ -43,9 +43,7 @@ class GenerationRequest:
     params: SamplingParams
     seed: int  # resolved
     cache_salt: str = ""
-    adapter: str = ""  # "name@revision", so that a move keeps the same weights
-    adapter_path: str = ""  # where its files are
-    adapter_version: int = 0  # of its record
+    adapter: AdapterRecord | None = None  # as it was pinned: a move keeps the same weights
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     key: str = ""  # the tenant: waiting requests are served in turn by key
@@ -54,6 +52,11 @@ class GenerationRequest:
     # Of a resumed stream: the tokens that each choice begins with; None: the choice has ended.
     emitted: list[list[int] | None] = field(default_factory=list)
     weights: str = ""  # of the model that emitted these (ModelIdentity); "" if unknown
+
+    @property
+    def adapter_key(self) -> str:
+        """ "name@revision"; "" is the model itself."""
+        return "" if self.adapter is None else self.adapter.key
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,20 +195,21 @@ class Api:
             ignored = call.ignored
             exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             if call.card.parent is not None:
-                call.adapter = await self.pin(call.card.id, deadline)
+                call.common.adapter = await self.pin(call.card.id, deadline)
                 call.card = self.backend.models().get(call.card.id, call.card)
             check_context(call, body, chat=chat)
             if call.output is not None and call.output.needs_grammar(call.constraint):
                 grammar, ignored = await output_grammar_of(call.output, call.constraint, call.card)
-                call.params = msgspec.structs.replace(call.params, structured=grammar)
+                call.change_params(structured=grammar)
                 exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             elif call.constraint is not None:
                 grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
-                call.params = msgspec.structs.replace(call.params, structured=grammar)
+                call.change_params(structured=grammar)
                 exchange.ignored += ignored if turn is None else map(turn.name, ignored)
-            call.key, call.deadline = key, deadline
-            call.cache_salt, call.priority = salt, priority
-            call.owner = exchange.caller.id
+            common = call.common
+            common.request_id, common.owner = exchange.request_id, exchange.caller.id
+            common.key, common.deadline = key, deadline
+            common.cache_salt, common.priority = salt, priority
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             if not call.stream:
                 ids = None
@@ -244,7 +245,7 @@ class Api:
             answer = OpenAIResponse(call, chat=chat, ids=ids, past=past)
         else:
             answer = turn.answer(call, ids, past)
-        generation = start(call, self.backend, exchange.request_id)
+        generation = start(call, self.backend)
         async with UntilDisconnect(exchange.receive, generation.abort):
             if call.stream:
                 await answer.stream(generation, exchange, self.options.keepalive_s)

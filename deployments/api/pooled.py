@@ -98,16 +98,13 @@ class PooledCall:
             return await run.collect()
 
     def _request(self, ids: list[int]) -> GenerationRequest:
-        adapter = self.adapter
         return GenerationRequest(
             request_id=self.exchange.request_id,
             model=self.card.id,
             token_ids=ids,
             params=_POOLED,
             seed=0,
-            adapter="" if adapter is None else adapter.key,
-            adapter_path="" if adapter is None else adapter.path,
-            adapter_version=0 if adapter is None else adapter.version,
+            adapter=self.adapter,
             priority=self.priority,
             deadline=self.deadline,
             key=self.key,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deployments.transport.channel import AdapterVersion, ReplicaEnd
+from deployments.transport.channel import AdapterVersion, ReplicaEnd, Submit
 from engine.errors import AdapterError, EngineDead
 from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineRequest
 
@@ -40,12 +40,14 @@ class AdapterEngine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SubmittedRequest:
-    """A request of a router. path, version: of its adapter's record; path "" without one."""
+    """A router's message, and the connection that it came over."""
 
     connection: ReplicaEnd
-    request: EngineRequest
-    path: str
-    version: int
+    message: Submit
+
+    @property
+    def request(self) -> EngineRequest:
+        return self.message.request
 
     @property
     def wanted(self) -> bool:
@@ -76,9 +78,11 @@ class ReplicaAdapters:
 
     def submit(self, submitted: SubmittedRequest) -> None:
         """Give a request with an adapter to the engine, once the engine knows the adapter."""
-        name, _, revision = submitted.request.adapter.partition("@")
-        known = name not in self._jobs and self._known.get(name) == revision
-        if known and submitted.version >= self._newest.get(name, 0):
+        adapter = submitted.message.adapter
+        assert adapter is not None
+        name = adapter.name
+        known = name not in self._jobs and self._known.get(name) == adapter.revision
+        if known and adapter.version >= self._newest.get(name, 0):
             self._submit(submitted.request)
         else:
             self._do(name, submitted)
@@ -133,16 +137,17 @@ class ReplicaAdapters:
             del self._jobs[name]
 
     async def _start(self, name: str, submitted: SubmittedRequest) -> None:
-        revision = submitted.request.adapter.partition("@")[2]
+        adapter = submitted.message.adapter
+        assert adapter is not None
         try:
-            if submitted.version:  # 0: the request has begun and keeps its revision
-                if submitted.version < self._newest.get(name, 0):
+            if adapter.version:  # 0: the request has begun and keeps its revision
+                if adapter.version < self._newest.get(name, 0):
                     raise AdapterError(
                         f"adapter {name} has been replaced or removed", code="adapter_changed"
                     )
-                self._newest[name] = submitted.version
-            if self._known.get(name) != revision:
-                await self._make_known(name, revision, submitted.path)
+                self._newest[name] = adapter.version
+            if self._known.get(name) != adapter.revision:
+                await self._make_known(name, adapter.revision, adapter.path)
         except AdapterError as error:
             if submitted.wanted:
                 self._refuse(submitted.connection, submitted.request.id, error)

@@ -260,7 +260,7 @@ class ReplicaServer:
         # The engine did not die of requests that it did not have.
         accused = self._suspects.accused()
         doubt = len(accused) > 1
-        deaths = self._suspects.deaths if len(accused) == 1 else []
+        deaths = accused[0].message.deaths if len(accused) == 1 else []
         for router in list(self._routers.values()):
             router.live.clear()
             ids = [one.request.id & _ROUTER_MASK for one in accused if one.connection is router]
@@ -328,13 +328,10 @@ class ReplicaServer:
         connection.live.add(id)
         if message.stream:
             self._memory.begin(request, message.stream)
-        submitted = SubmittedRequest(
-            connection, request, message.adapter_path, message.adapter_version
-        )
-        self._suspects.submit(submitted, message.turn, message.deaths)
+        self._suspects.submit(SubmittedRequest(connection, message))
 
     def _begin(self, submitted: SubmittedRequest) -> None:
-        if submitted.path:
+        if submitted.message.adapter is not None:
             self._adapters.submit(submitted)
         else:
             self._start(submitted.request)

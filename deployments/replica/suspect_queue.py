@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from deployments.replica.adapters import SubmittedRequest
-from deployments.transport.channel import ReplicaEnd, Turn
+from deployments.transport.channel import ReplicaEnd
 
 _SUSPECTS_FIRST = 0.1  # seconds in which all routers hear of a death and send its suspects
 
@@ -14,8 +14,8 @@ class SuspectQueue:
     """start(submitted) gives a request to the engine. later(seconds, call) calls after so long.
 
     suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
-    end of the probation. deaths: the replicas that it may have killed. given: the engine has it;
-    before that its adapter may be on its way, and an engine that is gone takes nothing.
+    end of the probation. given: the engine has it; before that its adapter may be on its way, and
+    an engine that is gone takes nothing.
 
     A request that was at a death and is no suspect of it (it has passed) starts when no suspect is
     on probation, and not before all routers can have sent the suspects of that death. It may have
@@ -28,31 +28,31 @@ class SuspectQueue:
         later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self.suspect: SubmittedRequest | None = None
-        self.deaths: list[str] = []
         self.given = False
         self._start = start
         self._later = later
-        self._suspects: list[tuple[SubmittedRequest, list[str]]] = []
+        self._suspects: list[SubmittedRequest] = []
         # They go on when no suspect is left.
-        self._passed: deque[tuple[SubmittedRequest, list[str]]] = deque()
+        self._passed: deque[SubmittedRequest] = deque()
         self._known: set[str] = set()  # deaths whose suspects have come, or had their time to
         self._expected = 0  # deaths whose suspects may be on their way
-        self._company: list[tuple[SubmittedRequest, list[str]]] = []  # running, and were at deaths
+        self._company: list[SubmittedRequest] = []  # running, and were at deaths
 
-    def submit(self, submitted: SubmittedRequest, turn: Turn, deaths: list[str]) -> None:
+    def submit(self, submitted: SubmittedRequest) -> None:
         """Start the request when it is its turn."""
+        turn = submitted.message.turn
         if turn == "alone":
-            self._suspects.append((submitted, deaths))
+            self._suspects.append(submitted)
             self.advance()
         elif turn == "after":
-            if new := set(deaths) - self._known:
+            if new := set(submitted.message.deaths) - self._known:
                 self._known |= new
                 self._expected += 1
                 self._later(_SUSPECTS_FIRST, self._all_here)
-            self._passed.append((submitted, deaths))
+            self._passed.append(submitted)
             self.advance()
         else:
-            self._run(submitted, deaths)
+            self._run(submitted)
 
     def _all_here(self) -> None:
         self._expected -= 1
@@ -60,12 +60,12 @@ class SuspectQueue:
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
         """These requests are not wanted any more. Those that wait here are dropped."""
-        waiting = {submitted.request.id for submitted, _ in (*self._suspects, *self._passed)}
+        waiting = {submitted.request.id for submitted in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
             connection.live -= unwanted
-            self._suspects = [one for one in self._suspects if one[0].wanted]
-            self._passed = deque(one for one in self._passed if one[0].wanted)
+            self._suspects = [one for one in self._suspects if one.wanted]
+            self._passed = deque(one for one in self._passed if one.wanted)
 
     def accused(self) -> list[SubmittedRequest]:
         """The requests that the engine, which has just died, may have died of: the suspect on
@@ -73,18 +73,18 @@ class SuspectQueue:
         of. [] if no suspect was on probation."""
         if self.suspect is None or not self.given:
             return []
-        suspected = set(self.deaths)
+        suspected = set(self.suspect.message.deaths)
         beside = [
             submitted
-            for submitted, deaths in self._company
-            if submitted.wanted and suspected <= {*deaths}
+            for submitted in self._company
+            if submitted.wanted and suspected <= {*submitted.message.deaths}
         ]
         return [self.suspect, *beside]
 
-    def _run(self, submitted: SubmittedRequest, deaths: list[str]) -> None:
-        if deaths:
-            self._company = [one for one in self._company if one[0].wanted]
-            self._company.append((submitted, deaths))
+    def _run(self, submitted: SubmittedRequest) -> None:
+        if submitted.message.deaths:
+            self._company = [one for one in self._company if one.wanted]
+            self._company.append(submitted)
         self._start(submitted)
 
     def advance(self) -> None:
@@ -95,14 +95,13 @@ class SuspectQueue:
         while self._suspects:
             # In the engine's order: a suspect that other requests overtake there would hold up the
             # suspects behind it.
-            first = min(self._suspects, key=lambda one: one[0].request.urgency)
-            self._suspects.remove(first)
-            submitted, deaths = first
+            submitted = min(self._suspects, key=lambda one: one.request.urgency)
+            self._suspects.remove(submitted)
             if submitted.wanted:
-                self.suspect, self.deaths = submitted, deaths
+                self.suspect = submitted
                 self._start(submitted)
                 return
         while self._passed and not self._expected:
-            submitted, deaths = self._passed.popleft()
+            submitted = self._passed.popleft()
             if submitted.wanted:
-                self._run(submitted, deaths)
+                self._run(submitted)

@@ -86,7 +86,7 @@ class InflightChoice:
             seed=request.seed,
             choice=self.index,
             cache_salt=request.cache_salt,
-            adapter=request.adapter,
+            adapter=request.adapter_key,
             priority=request.priority,
             request_id=request.request_id,
         )

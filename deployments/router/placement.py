@@ -14,7 +14,7 @@ from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import hash_prefix, pack_hashes
 from deployments.routing.replica_state import ReplicaState
 from deployments.routing.route import route
-from deployments.transport.channel import Submit
+from deployments.transport.channel import AdapterRef, Submit
 from engine.messages import Abort
 
 
@@ -105,6 +105,7 @@ class Placement:
     def _routing_request(self, choices: list[InflightChoice]) -> RoutingRequest:
         request, emitted = choices[0].inflight.request, choices[0].emitted
         limit = request.params.max_tokens
+        adapter = request.adapter
         return RoutingRequest(
             len(request.token_ids) + len(emitted),
             self._max_len() if limit is None else limit,
@@ -112,8 +113,8 @@ class Placement:
             # Of a text that becomes a vector nothing is kept.
             []
             if request.params.pooled
-            else hash_prefix(request.token_ids + emitted, request.adapter, request.cache_salt),
-            request.adapter.partition("@")[0],  # as replicas call it
+            else hash_prefix(request.token_ids + emitted, request.adapter_key, request.cache_salt),
+            "" if adapter is None else adapter.name,  # as replicas call it
         )
 
     def _allowed(
@@ -139,14 +140,17 @@ class Placement:
     def _submit(choice: InflightChoice, client: ReplicaClient, wanted: RoutingRequest) -> None:
         inflight = choice.inflight
         request = inflight.request
+        adapter: AdapterRef | None = None
+        if (record := request.adapter) is not None:
+            version = 0 if inflight.begun else record.version
+            adapter = AdapterRef(record.name, record.revision, record.path, version)
         client.choices[choice.id] = choice
         assert client.connection is not None
         client.connection.send(
             Submit(
                 choice.as_request(),
                 prefix_hashes=pack_hashes(wanted.prefix_hashes),
-                adapter_path=request.adapter_path,
-                adapter_version=0 if inflight.begun else request.adapter_version,
+                adapter=adapter,
                 turn=choice.suspicion.turn,
                 deaths=choice.suspicion.deaths,
                 stream=request.stream,

@@ -66,7 +66,7 @@ class RequestTrace:
         self.id = request.request_id
         self.owner = request.owner
         self.model = request.model
-        self.adapter = request.adapter
+        self.adapter = request.adapter_key
         self.prompt_tokens = len(request.token_ids)
         self.choices = request.params.n
         self.max_tokens = request.params.max_tokens

@@ -72,21 +72,31 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     mac: bytes
 
 
+class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
+    """What a replica has to know of a request's adapter: `request.adapter` is "name@revision".
+
+    path: where its files are. version: of its record; 0: the request has begun and keeps this
+    revision, though there may be a newer one.
+    """
+
+    name: str
+    revision: str
+    path: str
+    version: int
+
+
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
     prefix_hashes: of the prompt (prefix_index.py), joined; the replica passes them on to its
-    other routers. adapter_path, adapter_version: of the record of request.adapter, which is
-    "name@revision"; version 0: the choice has begun and keeps that revision, though there may be a
-    newer one. turn: when to start the choice. deaths: replicas that it may have killed
-    (replica/suspect_queue.py). stream: keep its tokens under this name (replica/stream_memory.py);
-    "": no client will ask for them.
+    other routers. adapter: of the request, if it has one. turn: when to start the choice. deaths:
+    replicas that it may have killed (replica/suspect_queue.py). stream: keep its tokens under this
+    name (replica/stream_memory.py); "": no client will ask for them.
     """
 
     request: EngineRequest
     prefix_hashes: bytes = b""
-    adapter_path: str = ""
-    adapter_version: int = 0
+    adapter: AdapterRef | None = None
     turn: Turn = ""
     deaths: list[str] = []
     stream: str = ""

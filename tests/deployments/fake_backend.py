@@ -267,7 +267,7 @@ class FakeBackend:
 
 def vector_of(request: GenerationRequest) -> bytes:
     """Of length 1, and another for every list of ids and adapter."""
-    key = hashlib.sha256(repr((request.token_ids, request.adapter)).encode()).digest()
+    key = hashlib.sha256(repr((request.token_ids, request.adapter_key)).encode()).digest()
     values = np.frombuffer(key[:VECTOR], dtype=np.uint8).astype(np.float32) + 1
     return (values / np.linalg.norm(values)).astype("<f4").tobytes()
 

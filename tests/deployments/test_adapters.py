@@ -45,9 +45,7 @@ async def ask(router: Dispatcher, name: str, tokens: int = 20, n: int = 1) -> In
             list(PROMPT),
             params,
             seed=7,
-            adapter=record.key,
-            adapter_path=record.path,
-            adapter_version=record.version,
+            adapter=record,
         )
     )
 
@@ -242,8 +240,8 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                         for _, delta in items:
                             tokens += delta.token_ids
                             outcome = delta.error.partition(":")[0]
-                    outcome = outcome or inflight.request.adapter
-                    assert tokens == text(inflight.request.adapter, count=len(tokens))
+                    outcome = outcome or inflight.request.adapter_key
+                    assert tokens == text(inflight.request.adapter_key, count=len(tokens))
                     assert "@" not in outcome or len(tokens) == 12
                 except MantaError as error:
                     outcome = error.code

@@ -12,6 +12,7 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.failover.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.router.inflight import InflightRequest
+from deployments.transport.channel import Submit
 from engine.config import EngineConfig
 from engine.errors import MantaError, RequestFailed
 from engine.messages import EngineRequest, Failed
@@ -229,7 +230,7 @@ def test_suspects_are_tried_in_the_order_of_the_engine():
                 request = EngineRequest(id, [5, 6, 7], prompt, SamplingParams(), 0)
                 request.priority = priority
                 router.live.add(id)
-                suspects.submit(SubmittedRequest(router, request, "", 0), "alone", [])
+                suspects.submit(SubmittedRequest(router, Submit(request, turn="alone")))
 
             for id, priority, begun in ((1, 0, True), (2, 1, True), (3, 0, False), (4, 0, True)):
                 suspect(id, priority, begun)
@@ -258,7 +259,7 @@ def test_those_that_wait_for_suspects_wait_for_those_on_their_way():
             def submit(id: int, turn: str, deaths: list[str]) -> None:
                 request = EngineRequest(id, [5, 6, 7], 3, SamplingParams(), 0)
                 router.live.add(id)
-                suspects.submit(SubmittedRequest(router, request, "", 0), turn, deaths)
+                suspects.submit(SubmittedRequest(router, Submit(request, turn=turn, deaths=deaths)))
 
             submit(1, "after", ["dead"])
             submit(2, "", [])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
@@ -33,7 +34,7 @@ def trace(id: str = "a", owner: str = "", arrived: float = 100.0, **more: Any) -
 
 def test_a_request_is_told_step_by_step() -> None:
     """Times that do not add up, or are given as zero before they are known."""
-    one = trace(adapter="legal@abc")
+    one = trace(adapter=AdapterRecord(name="legal", path="/legal", revision="abc"))
     told = one.tell("router-1", 100.5)
     assert told["state"] == "waiting" and told["timing_ms"]["queue"] == 500.0
     assert told["timing_ms"]["first_token"] is told["timing_ms"]["decode"] is None

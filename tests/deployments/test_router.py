@@ -8,6 +8,7 @@ from dataclasses import fields
 import msgspec
 import pytest
 
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
@@ -168,16 +169,18 @@ def test_a_request_that_moves_is_the_same_request():
             field.name for field in msgspec.structs.fields(EngineRequest)
         }
         assert shared >= {"token_ids", "params", "seed", "cache_salt", "adapter", "priority"}
-        for name in shared - {"token_ids", "params"}:
+        for name in shared - {"token_ids", "params", "adapter"}:
             kind = type(getattr(request, name))
             setattr(request, name, kind(7))
+        request.adapter = AdapterRecord(name="legal", path="/legal", revision="abc")
         inflight = InflightRequest(request, 40, RouterMetrics(), lambda _: None, lambda _: None)
         choice = inflight.choices[1]
         inflight.take(choice, Delta(41, [8, 9]), 1.0)
         moved = choice.as_request()
         assert moved.token_ids == [*PROMPT, 8, 9] and moved.num_prompt_tokens == len(PROMPT)
         assert (moved.id, moved.choice, moved.params) == (41, 1, request.params)
-        for name in shared - {"token_ids", "params"}:
+        assert moved.adapter == "legal@abc"
+        for name in shared - {"token_ids", "params", "adapter"}:
             assert getattr(moved, name) == getattr(request, name), name
 
     run(case())

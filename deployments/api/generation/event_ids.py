@@ -92,7 +92,7 @@ class EventIds:
         self._asked = asked
         if not self.resumed:
             self.shown = [ChoiceProgress() for _ in range(count)]
-        call.seed = self.seed
+        call.common.seed = self.seed
         call.streams = [f"{self.number.hex()}.{i}" for i in range(len(call.prompts))]
         head = _HEAD.pack(_VERSION, self.created, self.number, asked)
         self._prefix = b"id: " + b2a_base64(head, newline=False)
@@ -180,7 +180,7 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
 def fingerprint(call: OpenAIRequest) -> bytes:
     """Of what the engines are asked beside the body: token ids, and the adapter's revision."""
     digest = hashlib.blake2b(digest_size=4)
-    digest.update(b"" if call.adapter is None else call.adapter.key.encode())
+    digest.update(call.common.adapter_key.encode())
     for ids in call.prompts:
         digest.update(b"/")
         digest.update(array("I", ids).tobytes())

@@ -85,11 +85,11 @@ class MergedGenerations:
         )
 
 
-def start(call: OpenAIRequest, backend: Backend, request_id: str) -> Generation:
+def start(call: OpenAIRequest, backend: Backend) -> Generation:
     """Submit all prompts, or none. Raises MantaError."""
     started: list[Generation | None] = []
     try:
-        for request in call.requests(request_id):
+        for request in call.requests():
             over = bool(request.emitted) and all(tokens is None for tokens in request.emitted)
             started.append(None if over else backend.generate(request))
     except BaseException:

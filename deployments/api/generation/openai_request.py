@@ -1,6 +1,7 @@
 """OpenAIRequest: a checked generation request, and the two ways to get one from a JSON body."""
 
 import asyncio
+import dataclasses
 import functools
 import re
 import secrets
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deployments.adapters.record_store import AdapterRecord
 from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
@@ -53,14 +53,12 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class OpenAIRequest:
     """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
 
-    seed: the request's, or one that was drawn.
-    key, owner, cache_salt: the request's owner, for turns, for questions and for the prefix cache.
-    deadline: monotonic seconds.
+    common: what the backend's requests for these prompts have in common. Its token_ids are empty,
+        and its seed is the one that was drawn, for a request that names none.
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
     timing: usage tells how the request fared (the header x-return-timing).
-    adapter: of the card, if it is one's.
-    streams, emitted, weights: for each prompt, or none; see GenerationRequest.
+    streams, emitted: for each prompt, or none; see GenerationRequest.
     constraint: what the output may be; params have it as a grammar once it is compiled.
     output: how the answer's text is to be read; None: as it is.
     ignored: request fields without effect.
@@ -68,64 +66,49 @@ class OpenAIRequest:
 
     card: ModelCard
     tokenizer: Tokenizer
-    params: SamplingParams
+    common: GenerationRequest
     prompts: list[list[int]]
-    seed: int
     stream: bool = False
     include_usage: bool = False
-    cache_salt: str = ""
-    priority: int = 0
-    key: str = ""
-    owner: str = ""
-    deadline: float | None = None
     return_token_ids: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
     texts: list[str] = field(default_factory=list)
     score_only: bool = False
     timing: bool = False
-    adapter: AdapterRecord | None = None
     streams: list[str] = field(default_factory=list)
     emitted: list[list[list[int] | None]] = field(default_factory=list)
-    weights: str = ""
     constraint: RequestedGrammar | None = None
     output: OutputPlan | None = None
     ignored: list[str] = field(default_factory=list)
 
+    @property
+    def params(self) -> SamplingParams:
+        return self.common.params
+
+    def change_params(self, **fields: Any) -> None:
+        self.common.params = msgspec.structs.replace(self.common.params, **fields)
+
     def _seed_for(self, prompt: list[int]) -> int:
         seed = self.params.seed_for(prompt, self.card.seed)
-        return self.seed if seed is None else seed
+        return self.common.seed if seed is None else seed
 
-    def requests(self, request_id: str) -> list[GenerationRequest]:
-        # An engine always makes a token; when none is wanted it is dropped here.
-        params = replace_max_tokens(self.params, 1) if self.score_only else self.params
-        adapter = self.adapter
+    def requests(self) -> list[GenerationRequest]:
+        """For the backend, one for each prompt."""
+        params = self.params
+        if self.score_only:  # an engine always makes a token; it is dropped here
+            params = msgspec.structs.replace(params, max_tokens=1)
         return [
-            GenerationRequest(
-                request_id=request_id,
-                model=self.card.id,
+            dataclasses.replace(
+                self.common,
                 token_ids=ids,
                 params=params,
                 seed=self._seed_for(ids),
-                cache_salt=self.cache_salt,
-                adapter="" if adapter is None else adapter.key,
-                adapter_path="" if adapter is None else adapter.path,
-                adapter_version=0 if adapter is None else adapter.version,
-                priority=self.priority,
-                key=self.key,
-                owner=self.owner,
-                deadline=self.deadline,
                 stream=self.streams[i] if self.streams else "",
                 emitted=self.emitted[i] if self.emitted else [],
-                weights=self.weights,
             )
             for i, ids in enumerate(self.prompts)
         ]
-
-
-def replace_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    changed: SamplingParams = msgspec.structs.replace(params, max_tokens=max_tokens)
-    return changed
 
 
 async def in_thread(work: Callable[[], T], size: int) -> T:
@@ -278,7 +261,7 @@ async def completion_call(
             raise invalid("max_tokens must be at least 1 unless echo is set", "max_tokens")
         call.score_only = True
     if echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
-        call.params = msgspec.structs.replace(call.params, prompt_logprobs=call.params.logprobs)
+        call.change_params(prompt_logprobs=call.params.logprobs)
     special = take_bool(body, "add_special_tokens", True)
     fill = functools.partial(_fill_prompts, call, body.get("prompt"), special, options.max_prompts)
     try:
@@ -364,9 +347,8 @@ def _common(
     return OpenAIRequest(
         card=card,
         tokenizer=tokenizer,
-        params=params,
+        common=GenerationRequest("", card.id, [], params, seed=secrets.randbits(63)),
         prompts=[],
-        seed=secrets.randbits(63),
         stream=stream,
         include_usage=include_usage,
         return_token_ids=take_bool(body, "return_token_ids"),

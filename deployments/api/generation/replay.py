@@ -45,9 +45,9 @@ async def recall(
     known = match(
         await backend.recall(call.streams, lambda found: len(match(found)) == len(wanted))
     )
-    call.weights = next((past.weights for past in known.values()), "")
+    weights = call.common.weights = next((past.weights for past in known.values()), "")
     return [
-        past if (past := known.get(i)) is not None and past.weights == call.weights else None
+        past if (past := known.get(i)) is not None and past.weights == weights else None
         for i in range(len(ids.shown))
     ]
 

@@ -30,15 +30,15 @@ class StaleAdapters:
         """Whether this end of a choice is kept back. If not, its error may be shown to the
         client."""
         inflight, request = choice.inflight, choice.inflight.request
-        if not request.adapter:
+        if request.adapter is None:
             return False
         ended = self._ended.get(inflight)
         if ended is not None:
             ended.append((choice, delta))
             return True
         code = delta.error.partition(":")[0]
-        if code not in _STALE or inflight.begun or not request.adapter_version:
-            delta.error = without_paths(delta.error, request.adapter_path, request.model)
+        if code not in _STALE or inflight.begun or not request.adapter.version:
+            delta.error = without_paths(delta.error, request.adapter.path, request.model)
             return False
         self._ended[inflight] = [(choice, delta)]
         task = asyncio.get_running_loop().create_task(self._look(inflight))
@@ -52,27 +52,27 @@ class StaleAdapters:
 
     async def _look(self, inflight: InflightRequest) -> None:
         request = inflight.request
-        name = request.adapter.partition("@")[0]
+        pinned = request.adapter
+        assert pinned is not None
         try:
             for pause in (0.0, _PAUSE):
                 await asyncio.sleep(pause)
                 await self._adapters.refresh()
-                record = await self._adapters.pin(name)
-                if record.key != request.adapter or record.version > request.adapter_version:
+                record = await self._adapters.pin(pinned.name)
+                if record.key != pinned.key or record.version > pinned.version:
                     break
         except MantaError as error:
             del self._ended[inflight]
             inflight.fail(error)
             return
         ended = self._ended.pop(inflight)
-        if record.key == request.adapter and record.version <= request.adapter_version:
+        if record.key == pinned.key and record.version <= pinned.version:
             for choice, delta in ended:
                 if not choice.done:
-                    delta.error = without_paths(delta.error, request.adapter_path, request.model)
+                    delta.error = without_paths(delta.error, pinned.path, request.model)
                     inflight.take(choice, delta, time.monotonic())
             return
-        request.adapter, request.adapter_path = record.key, record.path
-        request.adapter_version = record.version
+        request.adapter = record
         choices = [choice for choice in inflight.choices if not choice.done]
         if choices:
             self._place(choices)
