@@ -6,8 +6,7 @@ each 32 numbers; products of a group are summed exactly in integers, and groups 
 order: a row of the result is the same whatever other rows stand beside it.
 """
 
-import ctypes
-import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -16,34 +15,24 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import compiler
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
-from kernels.cpu.ir import IRWriter, Value, constant, module
+from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, lanes
+from kernels.cpu.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
-    BIAS,
-    BIAS_STEP,
-    CHUNK,
     EPS,
-    FEW,
-    GATES,
     NORM,
-    NUM_PANELS,
     NUM_ROWS,
     OUT,
     READY,
     SCRATCH,
-    STRIDE,
-    TILE,
     WIDTH,
-    WORDS,
     Panels,
     W,
     X,
     gate_buffer,
+    product_functions,
     products,
     put,
-    tiles,
 )
-from kernels.cpu.scratch import scratch
 
 BLOCK = 32  # inputs that share a scale of x
 _ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
@@ -469,33 +458,20 @@ def _unpack(writer: IRWriter, form: Format) -> None:
 
 @lru_cache(maxsize=64)
 def _functions(form: Format) -> dict[str, NativeFunction]:
-    size = lanes()
-    most = _ROWS[size]
-    parts: list[tuple[IRWriter, str]] = []
-    for rows in range(1, most + 1):
-        writer = IRWriter(size)
+    most = _ROWS[lanes()]
+
+    def tile(writer: IRWriter, rows: int) -> None:
         _tile(writer, rows, form)
-        parts.append((writer, f"internal void @tile{rows}({TILE})"))
-    writer = IRWriter(size)
-    tiles(writer, most)
-    parts.append((writer, f"internal void @tiles(i64 %rows, {TILE})"))
-    for name, norm, add, gate in (
-        ("plain", False, False, None),
-        ("add", False, True, None),
-        ("norm", True, False, None),
-        *((gate, True, False, gate) for gate in GATES),
-    ):
-        writer = IRWriter(size)
+
+    def driver(writer: IRWriter, norm: bool, add: bool, gate: str | None) -> None:
         _driver(writer, form, most, norm=norm, add=add, gate=gate)
-        parts.append((writer, f"void @{name}(ptr %args)"))
-    for name, norm in (("round", False), ("round_norm", True)):
-        writer = IRWriter(size)
-        _round_all(writer, form, norm)
-        parts.append((writer, f"void @{name}(ptr %args)"))
-    writer = IRWriter(size)
-    _unpack(writer, form)
-    parts.append((writer, "void @unpack(ptr %args)"))
-    return compile_ir(module(parts))
+
+    others: list[tuple[str, Callable[[IRWriter], None]]] = [
+        ("round", lambda writer: _round_all(writer, form, norm=False)),
+        ("round_norm", lambda writer: _round_all(writer, form, norm=True)),
+        ("unpack", lambda writer: _unpack(writer, form)),
+    ]
+    return product_functions(most, tile, driver, others)
 
 
 # ---- What others see -----------------------------------------------------------------------------
@@ -507,21 +483,12 @@ class PackedBlocks(Panels):
     def __init__(self, form: Format, outputs: int, width: int, bias: Tensor | None) -> None:
         """Raises CompilerUnavailable. `fits` must hold."""
         assert fits(form, outputs, width), (form, outputs, width)
-        size = lanes()
         self.form = form
-        self._functions = _functions(form)
-        self._panel = 2 * size
+        self._panel = 2 * lanes()
         chunks = width // form.chunk
         shape = (outputs // self._panel, chunks, form.chunk_bytes(self._panel))
-        self._weight = torch.empty(shape, dtype=torch.uint8)
-        self._bias = torch.zeros(2 * size) if bias is None else bias.float()
-        self._outputs, self._width = outputs, width
-        self._args = (ctypes.c_int64 * WORDS)()
-        self._args[W] = self._weight.data_ptr()
-        self._args[BIAS] = self._bias.data_ptr()
-        self._args[BIAS_STEP] = 0 if bias is None else 2 * size
-        self._args[WIDTH] = width
-        self._panels = outputs // self._panel
+        weight = torch.empty(shape, dtype=torch.uint8)
+        super().__init__(_functions(form), weight, bias, outputs, width)
 
     def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
         """Rows from first on, a multiple of 64.
@@ -564,33 +531,9 @@ class PackedBlocks(Panels):
         """self(x) into out's columns from this one on."""
         return self._run("plain", x, out, self._panels, column=column)
 
-    def _run(
-        self,
-        name: str,
-        x: Tensor,
-        out: Tensor,
-        panels: int,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        column: int = 0,
-    ) -> Tensor:
-        rows = x.shape[0]
-        if rows == 0:
-            return out
-        assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
-        threads = torch.get_num_threads()
-        args = self._args
-        args[X], args[OUT] = x.data_ptr(), out.data_ptr() + 4 * column
-        args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
-        args[CHUNK] = max(1, panels // (FEW * threads))
-        if norm is not None:
-            args[NORM] = norm.data_ptr()
-            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+    def _prepare(self, rows: int, threads: int, norm: bool) -> None:
         together = threads > 1 and rows >= _TOGETHER
-        size = (1 if together else threads) * rows * self._width // BLOCK * self.form.x_bytes
-        args[SCRATCH] = scratch(-(-size // 4)).data_ptr()
-        args[READY] = together
+        self._need((1 if together else threads) * rows * self._width // BLOCK * self.form.x_bytes)
+        self._args[READY] = together
         if together:
-            self._functions["round" if norm is None else "round_norm"](args, threads)
-        self._functions[name](args, threads)
-        return out
+            self._functions["round_norm" if norm else "round"](self._args, threads)

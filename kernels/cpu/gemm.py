@@ -6,39 +6,25 @@ of the result is the same whatever other rows stand beside it. What comes before
 after (bias, gate, residual) happens in the same call, so a layer starts its threads four times.
 """
 
-import ctypes
-import struct
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import NativeFunction, compile_ir, lanes
-from kernels.cpu.ir import IRWriter, Value, constant, module
+from kernels.cpu.compiler import NativeFunction, lanes
+from kernels.cpu.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
-    BIAS,
-    BIAS_STEP,
-    CHUNK,
     EPS,
-    FEW,
-    GATES,
     NORM,
-    NUM_PANELS,
     NUM_ROWS,
-    OUT,
     SCRATCH,
-    STRIDE,
-    TILE,
-    WORDS,
     Panels,
-    W,
     X,
     gate_buffer,
+    product_functions,
     products,
     put,
-    tiles,
 )
-from kernels.cpu.scratch import scratch
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
@@ -249,29 +235,19 @@ def scratch_bytes(width: int, int8: bool) -> int:
 
 @lru_cache(maxsize=32)
 def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
-    size = lanes()
-    most = _ROWS[size] // (2 if dtype == "i8" else 1)
-    parts: list[tuple[IRWriter, str]] = []
-    for rows in range(1, most + 1):
-        writer = IRWriter(size)
-        if dtype == "i8":
+    int8 = dtype == "i8"
+    most = _ROWS[lanes()] // (2 if int8 else 1)
+
+    def tile(writer: IRWriter, rows: int) -> None:
+        if int8:
             _tile_int8(writer, rows, width)
         else:
             _tile(writer, rows, width, dtype)
-        parts.append((writer, f"internal void @tile{rows}({TILE})"))
-    writer = IRWriter(size)
-    tiles(writer, most)
-    parts.append((writer, f"internal void @tiles(i64 %rows, {TILE})"))
-    for name, norm, add, gate in (
-        ("plain", False, False, None),
-        ("add", False, True, None),
-        ("norm", True, False, None),
-        *((gate, True, False, gate) for gate in GATES),
-    ):
-        writer = IRWriter(size)
-        _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=dtype == "i8")
-        parts.append((writer, f"void @{name}(ptr %args)"))
-    return compile_ir(module(parts))
+
+    def driver(writer: IRWriter, norm: bool, add: bool, gate: str | None) -> None:
+        _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=int8)
+
+    return product_functions(most, tile, driver)
 
 
 def _bias_bytes(outputs: int, bias: bool) -> int:
@@ -284,17 +260,10 @@ class PackedLinear(Panels):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Raises CompilerUnavailable. `fits` must hold."""
         outputs, width = weight.shape
-        size = lanes()
-        self._weight = self._pack(weight, size)
-        self._functions = _functions(width, self._kind(weight))
-        self._bias = torch.zeros(2 * size) if bias is None else bias.float()
-        self._outputs, self._width = outputs, width
-        self._args = (ctypes.c_int64 * WORDS)()
-        self._args[W] = self._weight.data_ptr()
-        self._args[BIAS] = self._bias.data_ptr()
-        self._args[BIAS_STEP] = 0 if bias is None else 2 * size
-        self._panels = outputs // (2 * size)
-        self._int8 = self._kind(weight) == "i8"
+        kind = self._kind(weight)
+        packed = self._pack(weight, lanes())
+        super().__init__(_functions(width, kind), packed, bias, outputs, width)
+        self._int8 = kind == "i8"
 
     @staticmethod
     def fits(outputs: int, width: int) -> bool:
@@ -314,32 +283,9 @@ class PackedLinear(Panels):
             return view.permute(0, 3, 1, 2, 4).contiguous()
         return view.permute(0, 3, 4, 1, 2).contiguous()
 
-    def _run(
-        self,
-        name: str,
-        x: Tensor,
-        out: Tensor,
-        panels: int,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
-        rows = x.shape[0]
-        if rows == 0:
-            return out
-        assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
-        threads = torch.get_num_threads()
-        args = self._args
-        args[X], args[OUT] = x.data_ptr(), out.data_ptr()
-        args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
-        args[CHUNK] = max(1, panels // (FEW * threads))
-        if norm is not None:
-            args[NORM] = norm.data_ptr()
-            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
-        if norm is not None or self._int8:
-            size = threads * rows * scratch_bytes(self._width, self._int8)
-            args[SCRATCH] = scratch(-(-size // 4)).data_ptr()
-        self._functions[name](args, threads)
-        return out
+    def _prepare(self, rows: int, threads: int, norm: bool) -> None:
+        if norm or self._int8:
+            self._need(threads * rows * scratch_bytes(self._width, self._int8))
 
 
 class PackedInt8(PackedLinear):

@@ -2,12 +2,17 @@
 of outputs, and a tile takes a few rows of x through one; bias, gate and residual are added there.
 """
 
+import ctypes
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
-from kernels.cpu.ir import IRWriter, Value
+from kernels.cpu.compiler import NativeFunction, compile_ir, lanes
+from kernels.cpu.ir import IRWriter, Value, module
+from kernels.cpu.scratch import scratch
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
 FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
@@ -146,13 +151,70 @@ def _all_rows(
     writer.loop(0, count, [("i64", "0")], each)
 
 
+def product_functions(
+    most: int,
+    tile: Callable[[IRWriter, int], None],
+    driver: Callable[[IRWriter, bool, bool, str | None], None],
+    others: Iterable[tuple[str, Callable[[IRWriter], None]]] = (),
+) -> dict[str, NativeFunction]:
+    """The functions that Panels calls, and `others`, each taking args.
+
+    most: rows of the largest tile. tile(writer, rows) and driver(writer, norm, add, gate) write
+    their bodies.
+    """
+    parts: list[tuple[IRWriter, str]] = []
+
+    def write(signature: str, body: Callable[[IRWriter], None]) -> None:
+        writer = IRWriter(lanes())
+        body(writer)
+        parts.append((writer, signature))
+
+    for rows in range(1, most + 1):
+        write(f"internal void @tile{rows}({TILE})", lambda writer, rows=rows: tile(writer, rows))
+    write(f"internal void @tiles(i64 %rows, {TILE})", lambda writer: tiles(writer, most))
+    kinds: dict[str, tuple[bool, bool, str | None]] = {
+        "plain": (False, False, None),
+        "add": (False, True, None),
+        "norm": (True, False, None),
+    }
+    for name, kind in (kinds | {gate: (True, False, gate) for gate in GATES}).items():
+        write(f"void @{name}(ptr %args)", lambda writer, kind=kind: driver(writer, *kind))
+    for name, body in others:
+        write(f"void @{name}(ptr %args)", body)
+    return compile_ir(module(parts))
+
+
 class Panels(ABC):
     """A packed weight [out, in]; x is float32, [n, in], contiguous."""
 
-    _outputs: int
-    _panels: int
+    def __init__(
+        self,
+        functions: Mapping[str, NativeFunction],
+        weight: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        width: int,
+    ) -> None:
+        """functions: of `product_functions`. weight: packed."""
+        panel = 2 * lanes()
+        self._functions = functions
+        self._weight = weight
+        self._bias = torch.zeros(panel) if bias is None else bias.float()
+        self._outputs, self._width = outputs, width
+        self._panels = outputs // panel
+        self._args = (ctypes.c_int64 * WORDS)()
+        self._args[W] = self._weight.data_ptr()
+        self._args[BIAS] = self._bias.data_ptr()
+        self._args[BIAS_STEP] = 0 if bias is None else panel
+        self._args[WIDTH] = width
 
     @abstractmethod
+    def _prepare(self, rows: int, threads: int, norm: bool) -> None:
+        """Before a product of so many rows, with args set: its scratch, and work before it."""
+
+    def _need(self, num_bytes: int) -> None:
+        self._args[SCRATCH] = scratch(-(-num_bytes // 4)).data_ptr()
+
     def _run(
         self,
         name: str,
@@ -161,8 +223,24 @@ class Panels(ABC):
         panels: int,
         norm: Tensor | None = None,
         eps: float = 0.0,
+        column: int = 0,
     ) -> Tensor:
-        """out. name: of the generated function."""
+        """out, written from this column on. name: of the generated function."""
+        rows = x.shape[0]
+        if rows == 0:
+            return out
+        assert x.dtype == out.dtype == torch.float32 and x.is_contiguous() and out.is_contiguous()
+        threads = torch.get_num_threads()
+        args = self._args
+        args[X], args[OUT] = x.data_ptr(), out.data_ptr() + 4 * column
+        args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
+        args[CHUNK] = max(1, panels // (FEW * threads))
+        if norm is not None:
+            args[NORM] = norm.data_ptr()
+            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+        self._prepare(rows, threads, norm is not None)
+        self._functions[name](args, threads)
+        return out
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
@@ -177,6 +255,8 @@ class Panels(ABC):
         return self._run("norm", x, out, self._panels, norm, eps)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
-        """gate(self(rms_norm(x))) -> [n, out / 2]."""
+        """gate(self(rms_norm(x))) -> [n, out / 2]. gate: of GATES; raises ValueError."""
+        if gate not in GATES:
+            raise ValueError(f"no product is generated for the gate {gate!r}: only {[*GATES]}")
         out = x.new_empty(x.shape[0], self._outputs // 2)
         return self._run(gate, x, out, self._panels // 2, norm, eps)

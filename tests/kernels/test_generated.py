@@ -198,3 +198,9 @@ def test_what_is_not_generated(
         assert error(q, want) < 1e-6
         out = kernels.attention(q, *caches, 0.1, meta, **special)
         assert error(out, reference.attention(want, *expected, 0.1, theirs, **special)) < 6e-3
+
+
+def test_a_gate_that_is_not_generated_is_named() -> None:
+    linear = PackedLinear(torch.randn(64, 32).bfloat16(), None)
+    with pytest.raises(ValueError, match="the gate 'relu'"):
+        linear.gated_after_norm(torch.randn(1, 32), torch.ones(32), 1e-5, "relu")
