@@ -47,6 +47,197 @@ def _limits(httpx: Any) -> Any:
     return httpx.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
+class _Threads:
+    """httpx's transport for threads. Its coroutines wait by blocking, so `_now` can run them."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    async def send(self, request: Any) -> Any:
+        return self._transport.handle_request(request)
+
+    async def read(self, response: Any) -> bytes:
+        data: bytes = response.read()
+        return data
+
+    def data(self, response: Any) -> AsyncIterator[bytes]:
+        return _InTurn(iter(response.stream))
+
+    async def close(self, response: Any) -> None:
+        response.close()
+
+    async def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _InTurn:
+    """An iterator as an asynchronous one that never waits."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> "_InTurn":
+        return self
+
+    async def __anext__(self) -> bytes:
+        for part in self._parts:
+            return part
+        raise StopAsyncIteration
+
+
+class _Asyncio:
+    """httpx's transport for asyncio."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    async def send(self, request: Any) -> Any:
+        return await self._transport.handle_async_request(request)
+
+    async def read(self, response: Any) -> bytes:
+        data: bytes = await response.aread()
+        return data
+
+    def data(self, response: Any) -> AsyncIterator[bytes]:
+        return aiter(response.stream)
+
+    async def close(self, response: Any) -> None:
+        await response.aclose()
+
+    async def wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def _now(work: Any) -> Any:
+    """The result of a coroutine that awaits _Threads alone, so never an event loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a coroutine for threads waited for an event loop")
+
+
+class _Completion:
+    """A streamed completion: its request, and the parts of its answer, which come from one
+    connection after the other."""
+
+    def __init__(
+        self, transport: _Threads | _Asyncio, request: Any, body: bytes, patience: float
+    ) -> None:
+        self._transport, self._request, self._body = transport, request, body
+        self._resuming = ResumableStream(patience)
+        self._response: Any = None
+        self._httpx = _library(type(request))
+
+    async def answer(self, served: bool) -> Any:
+        """The response, with this as its body if it is a stream. served: a server is known to be
+        there and will come back, so a refusal is a pause."""
+        httpx, transport = self._httpx, self._transport
+        while True:
+            try:
+                response = await transport.send(self._again())
+                if response.status_code == 404:
+                    await transport.read(response)
+                pause = self._refused(response) if served else None
+                if pause is None:
+                    return self._around(response) if _is_stream(response) else response
+                await transport.close(response)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # no server has heard it
+                pause = self._resuming.pause() if served else None
+                if pause is None:
+                    raise
+            await transport.wait(pause)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Whole events of the answer."""
+        httpx, transport, resuming = self._httpx, self._transport, self._resuming
+        while True:
+            broke: Exception = httpx.RemoteProtocolError("the stream ended before its end")
+            try:
+                async for data in transport.data(self._response):
+                    if whole := resuming.feed(data):
+                        yield whole
+            except httpx.TransportError as error:
+                broke = error
+            if resuming.finished:
+                return
+            pause = resuming.pause()
+            while True:
+                await transport.close(self._response)
+                if pause is None:
+                    raise broke
+                await transport.wait(pause)
+                try:
+                    response = self._response = await transport.send(self._again())
+                except httpx.TransportError as error:
+                    broke, pause = error, resuming.pause()
+                    continue
+                if _is_stream(response):
+                    break
+                pause = resuming.pause(response.status_code, dict(response.headers))
+                kind = response.headers.get("content-type", "")
+                if pause is None and kind.startswith("application/json"):  # it says what is wrong
+                    yield b"data: %b\n\n" % await transport.read(response)  # as callers expect it
+                    return
+
+    async def end(self) -> None:
+        await self._transport.close(self._response)
+
+    def _again(self) -> Any:
+        given = self._request
+        headers = given.headers.copy()
+        headers.update(self._resuming.headers)
+        return type(given)(
+            given.method,
+            given.url,
+            headers=headers,
+            content=self._body,
+            extensions=given.extensions,
+        )
+
+    def _refused(self, response: Any) -> float | None:
+        """Seconds until the request is made again, when no router took it, or when the edge does
+        not know its routers yet: then a path that was there is not."""
+        status = response.status_code
+        if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
+            return self._resuming.pause(status, dict(response.headers))
+        return None
+
+    def _around(self, response: Any) -> Any:
+        self._response = response
+        return type(response)(
+            response.status_code,
+            headers=response.headers,
+            stream=self,
+            extensions=response.extensions,
+        )
+
+
+class _ResumingStream(_Completion):
+    def __iter__(self) -> Iterator[bytes]:
+        events: Any = self.events()
+        try:
+            while True:
+                try:
+                    event = _now(anext(events))
+                except StopAsyncIteration:
+                    return
+                yield event
+        finally:
+            _now(events.aclose())
+
+    def close(self) -> None:
+        _now(self.end())
+
+
+class _AsyncResumingStream(_Completion):
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self.events()
+
+    async def aclose(self) -> None:
+        await self.end()
+
+
 class ResumingTransport:
     """Around a transport of httpx or httpx2."""
 
@@ -65,25 +256,11 @@ class ResumingTransport:
     def handle_request(self, request: Any) -> Any:
         if not _is_completion(request):
             return self._inner.handle_request(request)
-        stream = _stream_class(_library(type(request)), "SyncByteStream", _ResumingStream)(
-            self._inner, request, request.read(), ResumableStream(self._patience)
-        )
-        while True:
-            try:
-                response = self._inner.handle_request(stream.again())
-                if response.status_code == 404:
-                    response.read()
-                pause = stream.refused(response) if self._served else None
-                if pause is None:
-                    break
-                response.close()
-            except stream.unheard:
-                pause = stream.refused() if self._served else None
-                if pause is None:
-                    raise
-            time.sleep(pause)
+        kind = _stream_class(_library(type(request)), "SyncByteStream", _ResumingStream)
+        completion = kind(_Threads(self._inner), request, request.read(), self._patience)
+        response = _now(completion.answer(self._served))
         self._served |= response.status_code == 200
-        return stream.around(response) if _is_stream(response) else response
+        return response
 
     def close(self) -> None:
         self._inner.close()
@@ -107,159 +284,14 @@ class AsyncResumingTransport:
     async def handle_async_request(self, request: Any) -> Any:
         if not _is_completion(request):
             return await self._inner.handle_async_request(request)
-        stream = _stream_class(_library(type(request)), "AsyncByteStream", _AsyncResumingStream)(
-            self._inner, request, await request.aread(), ResumableStream(self._patience)
-        )
-        while True:
-            try:
-                response = await self._inner.handle_async_request(stream.again())
-                if response.status_code == 404:
-                    await response.aread()
-                pause = stream.refused(response) if self._served else None
-                if pause is None:
-                    break
-                await response.aclose()
-            except stream.unheard:
-                pause = stream.refused() if self._served else None
-                if pause is None:
-                    raise
-            await asyncio.sleep(pause)
+        kind = _stream_class(_library(type(request)), "AsyncByteStream", _AsyncResumingStream)
+        completion = kind(_Asyncio(self._inner), request, await request.aread(), self._patience)
+        response = await completion.answer(self._served)
         self._served |= response.status_code == 200
-        return stream.around(response) if _is_stream(response) else response
+        return response
 
     async def aclose(self) -> None:
         await self._inner.aclose()
-
-
-class _Parts:
-    """A request and the parts of its answer, from one connection after the other."""
-
-    def __init__(self, inner: Any, request: Any, body: bytes, resuming: ResumableStream) -> None:
-        self._inner, self._request, self._body = inner, request, body
-        self._resuming = resuming
-        self._response: Any = None
-        self._httpx = _library(type(request))
-
-    def again(self) -> Any:
-        given = self._request
-        headers = given.headers.copy()
-        headers.update(self._resuming.headers)
-        return type(given)(
-            given.method,
-            given.url,
-            headers=headers,
-            content=self._body,
-            extensions=given.extensions,
-        )
-
-    @property
-    def unheard(self) -> tuple[type[Exception], ...]:
-        """Errors of a request that no server will answer."""
-        return self._httpx.NetworkError, self._httpx.RemoteProtocolError
-
-    def refused(self, response: Any = None) -> float | None:
-        """Seconds until the request is made again, when no server took the connection, or when the
-        edge does not know its routers yet: then a path that was there is not."""
-        if response is None:
-            return self._resuming.pause()
-        status = response.status_code
-        if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
-            return self._resuming.pause(status, dict(response.headers))
-        return None
-
-    def around(self, response: Any) -> Any:
-        self._response = response
-        return type(response)(
-            response.status_code,
-            headers=response.headers,
-            stream=self,
-            extensions=response.extensions,
-        )
-
-    def _cut(self) -> Exception:
-        error: Exception = self._httpx.RemoteProtocolError("the stream ended before its end")
-        return error
-
-    def _pause(self) -> float | None:
-        """After an answer that is no stream."""
-        response = self._response
-        return self._resuming.pause(response.status_code, dict(response.headers))
-
-    @property
-    def _told(self) -> bool:
-        """It says what is wrong."""
-        kind: str = self._response.headers.get("content-type", "")
-        return kind.startswith("application/json")
-
-
-class _ResumingStream(_Parts):
-    def __iter__(self) -> Iterator[bytes]:
-        resuming = self._resuming
-        while True:
-            try:
-                for data in self._response.stream:
-                    if whole := resuming.feed(data):
-                        yield whole
-                broke = self._cut()
-            except self._httpx.TransportError as error:
-                broke = error
-            if resuming.finished:
-                return
-            pause = resuming.pause()
-            while True:
-                self._response.close()
-                if pause is None:
-                    raise broke
-                time.sleep(pause)
-                try:
-                    self._response = self._inner.handle_request(self.again())
-                except self._httpx.TransportError as error:
-                    broke, pause = error, resuming.pause()
-                    continue
-                if _is_stream(self._response):
-                    break
-                pause = self._pause()
-                if pause is None and self._told:
-                    yield b"data: %b\n\n" % self._response.read()  # as the caller expects it
-                    return
-
-    def close(self) -> None:
-        self._response.close()
-
-
-class _AsyncResumingStream(_Parts):
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        resuming = self._resuming
-        while True:
-            try:
-                async for data in self._response.stream:
-                    if whole := resuming.feed(data):
-                        yield whole
-                broke = self._cut()
-            except self._httpx.TransportError as error:
-                broke = error
-            if resuming.finished:
-                return
-            pause = resuming.pause()
-            while True:
-                await self._response.aclose()
-                if pause is None:
-                    raise broke
-                await asyncio.sleep(pause)
-                try:
-                    self._response = await self._inner.handle_async_request(self.again())
-                except self._httpx.TransportError as error:
-                    broke, pause = error, resuming.pause()
-                    continue
-                if _is_stream(self._response):
-                    break
-                pause = self._pause()
-                if pause is None and self._told:
-                    yield b"data: %b\n\n" % await self._response.aread()
-                    return
-
-    async def aclose(self) -> None:
-        await self._response.aclose()
 
 
 def _library(cls: type) -> Any:
