@@ -8,15 +8,15 @@ left to torch goes row by row: its algorithms differ with the number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.attention import CpuAttention, attention_for
+from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
-from kernels.reference import Kernels
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 
@@ -27,16 +27,22 @@ def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor
     return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
 
 
-@dataclass(slots=True)
-class _DeterministicPlan:
-    """What the layers of a step share."""
+class _DeterministicPlan(LayerKernels):
+    """What the layers of a step share.
 
-    every: AttentionMeta  # all tokens as decodes
-    kernels: CpuAttention | None = None  # of the layer's turn; None: reference, token by token
-    apart: list[AttentionMeta] | None = None  # each as a step of its own, for the reference
+    every: all tokens as decodes. apart: each token as a step of its own, for the reference.
+    """
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        super().__init__()
+        self.every = _as_decodes(meta)
+
+    @cached_property
+    def apart(self) -> list[AttentionMeta]:
+        return _apart(self.every)
 
 
-class Deterministic(Kernels):
+class Deterministic(PlannedByFirstLayer):
     DETERMINISTIC = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,9 +101,6 @@ class Deterministic(Kernels):
                 )[0]
         return y
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-        """The first layer does it."""
-
     def rope_kv_write(
         self,
         qkv: Tensor,
@@ -111,21 +114,10 @@ class Deterministic(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         if meta.plan is None:
-            meta.plan = _DeterministicPlan(_as_decodes(meta))
-        _, num_kv_heads, block_size, head_dim = k_cache.shape
-        kernels = meta.plan.kernels = attention_for(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            cos_sin.shape[1],
-            q_norm is not None,
-            k_cache.dtype,
-        )
+            meta.plan = _DeterministicPlan(meta)
+        kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
         if kernels is not None:
             return kernels.rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta)
-        if meta.plan.apart is None:
-            meta.plan.apart = _apart(meta.plan.every)
         write = super().rope_kv_write
         queries = [
             write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
@@ -152,8 +144,6 @@ class Deterministic(Kernels):
             out = q.new_empty(num_tokens, num_heads * head_dim)
             plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out)
             return out
-        if plan.apart is None:
-            plan.apart = _apart(plan.every)
         attend = super().attention
         rows = [
             attend(

@@ -10,14 +10,11 @@ from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels, PrefillChunk, Scores, attend_chunk, plan_chunks
 
 
-class _NativePlan:
-    """What the layers of a step share: generated kernels, chunks, and the step as the reference
-    plans it, for what is not generated."""
+class LayerKernels:
+    """The generated kernels of the layer that a step is at; a part of a step's plan."""
 
-    def __init__(self, meta: AttentionMeta) -> None:
-        self.reference = replace(meta, plan=None)
-        self.chunks: list[PrefillChunk] | None = None
-        self.kernels: CpuAttention | None = None
+    def __init__(self) -> None:
+        self.kernels: CpuAttention | None = None  # None: the reference
         self._turn: tuple[int, bool] | None = None
 
     def choose(
@@ -34,10 +31,24 @@ class _NativePlan:
         return self.kernels
 
 
-class Native(Kernels):
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
-        """The first layer does it."""
+class PlannedByFirstLayer(Kernels):
+    """A step is planned when its first layer runs: only layers know how they turn their heads."""
 
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+        """Nothing yet."""
+
+
+class _NativePlan(LayerKernels):
+    """What the layers of a step share: generated kernels, chunks, and the step as the reference
+    plans it, for what is not generated."""
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        super().__init__()
+        self.reference = replace(meta, plan=None)
+        self.chunks: list[PrefillChunk] | None = None
+
+
+class Native(PlannedByFirstLayer):
     def rope_kv_write(
         self,
         qkv: Tensor,
