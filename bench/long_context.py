@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.report.result_file import write
-from bench.versus_engine import engine_fields
+from bench.versus.engine import engine_fields
 from engine.factory import build
 from engine.library.llm import make_config
 from engine.messages import EngineRequest

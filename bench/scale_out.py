@@ -3,7 +3,7 @@ times that of one, and how soon after the decision a new replica gives its first
 
     python -m bench.scale_out --model FOLDER --name llama-8b --replicas 1 2 4 --out bench/results
 
-For a machine with as many GPUs; --cpu tries it on one without. FOLDER is that of bench.versus_http,
+For a machine with as many GPUs; --cpu tries it on one without. FOLDER is that of bench.versus.http,
 and the load that of `manta loadtest`. The server runs throughout: each step deploys a higher count,
 as `serve deploy` does, while single requests come; the first that the new replica answers is timed
 from the decision. Then the first requests of the `dialogue` workload: for each replica as many
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
-from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
-from bench.versus_http import LOAD_S, READY_S, load
+from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from bench.versus.http import LOAD_S, READY_S, load
 
 ROUTERS = 4  # for each replica of the largest step
 FIRST_ANSWER_S = 15.0  # promised

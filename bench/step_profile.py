@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import write
-from bench.versus_engine import engine_fields
+from bench.versus.engine import engine_fields
 from engine.factory import build
 from engine.library.llm import make_config
 from engine.messages import EngineRequest

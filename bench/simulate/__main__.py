@@ -17,7 +17,7 @@ from bench.report import result_file
 from bench.simulate import calibrate, costs, overload, routing, scaling
 from bench.simulate.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
-from bench.versus_engine import engine_fields
+from bench.versus.engine import engine_fields
 
 
 def main() -> None:

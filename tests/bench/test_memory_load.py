@@ -10,7 +10,7 @@ import pytest
 
 from bench import long_context
 from bench.memory_load import Report, draw, load
-from bench.versus_engine import engine_fields
+from bench.versus.engine import engine_fields
 from engine.factory import build
 from engine.library.llm import make_config
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from ray._private.authentication_test_utils import reset_auth_token_state
 
-from bench.versus_engine import commit
+from bench.versus.engine import commit
 from deployments.app import (
     as_config,
     assemble,

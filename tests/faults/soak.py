@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.versus_engine import commit
+from bench.versus.engine import commit
 from deployments.checkpoints.resolve import resolve_model
 from tests.deployments.serve_cluster import ray_and_serve
 from tests.faults.cluster import Broken, deployed

@@ -47,7 +47,7 @@ DIGESTS = ["8cb78a5a180ccde7", "ea87ec2139270ad5"]
 
 
 def test_first_measured_phase_has_the_named_list() -> None:
-    """Figures here and in versus_engine.py would be of different prompts."""
+    """Figures here and in bench/versus/engine.py would be of different prompts."""
     wanted = workloads.build("uniform", 5)
     specs = generator(5, name="uniform", first=True)
     assert [(ids(specs.spec(i)), specs.spec(i).expected) for i in range(3)] == wanted[:3]

@@ -29,7 +29,7 @@ def test_other_streams_do_not_pay(tmp_path: Path) -> None:
     """Adapters are added, read and copied to their slots while four streams decode. None of it is
     done by the step loop's thread, and what that has to do for it, by the CPU's time of the thread,
     which other processes do not change, is a small part of its steps. (A loop that reads by itself
-    takes several times as long. How long steps take beside it `bench.versus_lora --sides loads`
+    takes several times as long. How long steps take beside it `bench.versus.lora --sides loads`
     measures; a busy machine cannot.)"""
     theirs = save_checkpoint(tmp_path / "base", "llama", num_hidden_layers=4, hidden_size=64)
     folders = [save_adapter(theirs, tmp_path / str(seed), seed, r=64) for seed in range(4)]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench import versus_http
-from bench.versus_http import (
+from bench.versus import http as versus_http
+from bench.versus.http import (
     STREAMS,
     compare,
     generate,

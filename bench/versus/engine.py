@@ -1,16 +1,16 @@
 """Manta's engine against vLLM's on one GPU, offline, in turns: ratios, printed and written down.
 
-    python -m bench.versus_engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
+    python -m bench.versus.engine --model LLAMA QWEN --name llama-8b qwen3-0.6b --runs 3
 
 With --change Manta runs against itself: changed, and as it is. What deterministic mode costs, and
 whether blocks of one token are as fast as blocks of sixteen:
 
-    python -m bench.versus_engine --model LLAMA --name llama-8b --change deterministic=true
-    python -m bench.versus_engine --model LLAMA --name llama-8b --change block_size=1
+    python -m bench.versus.engine --model LLAMA --name llama-8b --change deterministic=true
+    python -m bench.versus.engine --model LLAMA --name llama-8b --change block_size=1
 
 With --against FOLDER the other side is the Manta of another checkout, usually of an older commit:
 
-    python -m bench.versus_engine --model LLAMA --name llama-8b --against ../manta-before
+    python -m bench.versus.engine --model LLAMA --name llama-8b --against ../manta-before
 
 vLLM has to be installed in the environment of this interpreter. A model is a folder and needs a
 config.json only: weights are random on both sides. Greedy, end
@@ -43,6 +43,7 @@ TABLE = {"qwen3-0.6b": ALL[:3]}  # of a small model's prompts nothing is wanted
 
 PLAIN = "manta-as-it-is"  # without the change
 BEFORE = "manta-before"  # of another checkout
+_FORMER = ("bench.versus_engine", "loadtest.versus_engine")  # this module in older checkouts
 
 
 def engine_fields(items: list[str]) -> dict[str, Any]:
@@ -166,6 +167,10 @@ def lines_of(command: list[str], folder: Path | None = None) -> Iterator[Line]:
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
+def _file(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
 def _path_with(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -174,12 +179,12 @@ def _run_side(
     side: str, model: str, names: list[str], change: list[str], against: Path | None
 ) -> Iterator[Line]:
     """The lines of one run in a process of its own, each when it is there."""
-    module, folder = "bench.versus_engine", None
+    module, folder = "bench.versus.engine", None
     if side == BEFORE:
         assert against is not None
         folder = against.resolve()
-        if not (folder / "bench" / "versus_engine.py").exists():
-            module = "loadtest.versus_engine"  # where it was before bench/ was a folder of its own
+        places = [name for name in (module, *_FORMER) if (folder / _file(name)).exists()]
+        module = places[0] if places else module
     own = "manta" if side == BEFORE else side
     command = [sys.executable, "-m", module, "--side", own, "--model", str(Path(model).resolve())]
     if side == "manta" and change:

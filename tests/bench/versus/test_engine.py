@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench import versus_engine
 from bench.report.result_file import Line
-from bench.versus_engine import compare, whole_runs
+from bench.versus import engine as versus_engine
+from bench.versus.engine import compare, whole_runs
 
 NAMES = ["single", "uniform"]
 
@@ -81,8 +81,8 @@ def test_the_command_of_the_docs_prints_their_table(
             yield {key: value for key, value in line.items() if key not in ("model", "run")}
 
     monkeypatch.setattr(versus_engine, "_run_side", fake)
-    docs = (Path(__file__).parents[2] / "docs/performance.md").read_text()
-    command = re.search(r"python -m (bench.versus_engine --model LLAMA QWEN .*)", docs)
+    docs = (Path(__file__).parents[3] / "docs/performance.md").read_text()
+    command = re.search(r"python -m (bench.versus.engine --model LLAMA QWEN .*)", docs)
     assert command
     for words in (command[1].split(), [*command[1].split(), "--resume"]):
         monkeypatch.setattr("sys.argv", [*words, "--out", str(tmp_path)])
@@ -113,18 +113,21 @@ def test_the_command_pairs_labels_and_models(
     assert "1 labels for 2 models" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["loadtest/versus_engine.py", "bench/versus/engine.py"])
 def test_another_checkout_runs_its_own_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: the older side imports the newer code, and a comparison of a thing with itself says that
     nothing became slower. Its commit is in the file's name, its lines bear the side's name."""
     before, model = tmp_path / "before", tmp_path / "model"
-    for folder in (before / "loadtest", model):
+    for folder in ((before / place).parent, model):
         folder.mkdir(parents=True)
-    (before / "loadtest" / "__init__.py").touch()
-    (before / "loadtest" / "versus_engine.py").write_text(
+    for folder in (before / place).parents[: place.count("/")]:
+        (folder / "__init__.py").touch()
+    (before / place).write_text(
         "import json, pathlib, sys\n"
-        "config = {'argv': sys.argv[1:], 'at': str(pathlib.Path(__file__).parents[1])}\n"
+        f"at = pathlib.Path(__file__).parents[{place.count('/')}]\n"
+        "config = {'argv': sys.argv[1:], 'at': str(at)}\n"
         "print(json.dumps({'side': 'manta', 'ready_s': 4.0, 'config': config}))\n"
         "print(json.dumps({'side': 'manta', 'workload': 'single', 'out_tok_s': 2.0}))\n"
     )

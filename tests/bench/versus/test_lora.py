@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.report.result_file import Line
-from bench.versus_lora import (
+from bench.versus.lora import (
     SIDES,
     SideFailed,
     expected_seconds,
@@ -79,7 +79,7 @@ def test_a_trial_without_a_gpu(tmp_path: Path) -> None:
     fields |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
-    command = [sys.executable, "-m", "bench.versus_lora", "--cpu", "--resume", "--name", "tiny"]
+    command = [sys.executable, "-m", "bench.versus.lora", "--cpu", "--resume", "--name", "tiny"]
     command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path), "--counts", "0", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """The comparison with other load testers; the tools themselves are in no test environment."""
 
-from bench.versus_tools import known_server, rows_of
+from bench.versus.tools import known_server, rows_of
 
 
 def test_rows() -> None:

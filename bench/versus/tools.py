@@ -1,6 +1,6 @@
 """The load tester's figures against aiperf's and guidellm's: same server, same load, in turns.
 
-    python -m bench.versus_tools --aiperf ENV/bin/aiperf --guidellm ENV/bin/guidellm \
+    python -m bench.versus.tools --aiperf ENV/bin/aiperf --guidellm ENV/bin/guidellm \
         --tokenizer FOLDER --out bench/results
 
 Without --url the server is one whose delays are known (tests/loadtest/fake_server.py). Each tool
@@ -48,7 +48,7 @@ def known_server() -> Iterator[str]:
     """The URL of a process whose delays are DELAYS."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.loadtest.fake_server", *DELAYS],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,15 +1,15 @@
 """Formats of weights against peers in turns on this machine's CPU; ratios and, on a quiet machine,
 the result file.
 
-    python -m bench.versus_cpu_sides --workload FILE --out bench/results \\
+    python -m bench.versus.cpu_sides --workload FILE --out bench/results \\
         --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \\
         --peer q4_0:llama.cpp='VENV/bin/python peer.py smol-Q4_0.gguf'
 
---ours FORMAT=MODEL:QUANTIZATION is run by `bench.cpu_side`. --peer FORMAT:NAME=COMMAND is a command
-line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
-single_decode_tok_s and batch_tok_s, which are defined in `bench.cpu_side`. Each side starts anew in
-every round, one after the other, and its best quiet round counts. A round in which other processes
-were busy is no measurement, and without a quiet one of each side nothing is written.
+--ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu_side`. --peer FORMAT:NAME=COMMAND is a
+command line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
+single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu_side`. Each side starts
+anew in every round, one after the other, and its best quiet round counts. A round in which other
+processes were busy is no measurement, and without a quiet one of each side nothing is written.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cpu_side import COLUMNS, KEYS
 from bench.report.result_file import print_ratios, write
+from bench.versus.cpu_side import COLUMNS, KEYS
 
 BUSY = 0.05  # cores that others may keep busy
 
@@ -54,7 +54,7 @@ def ours(text: str, workload: Path) -> Side:
     model, colon, quantization = rest.rpartition(":")
     if not (found and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
-    command = [sys.executable, "-m", "bench.cpu_side", model, "--quantization", quantization]
+    command = [sys.executable, "-m", "bench.versus.cpu_side", model, "--quantization", quantization]
     return Side(form, "", [*command, "--workload", str(workload)])
 
 

@@ -1,6 +1,6 @@
 """What adapters cost: Manta and vLLM on one GPU, each against itself without any, in turns.
 
-    python -m bench.versus_lora --model FOLDER --name llama-8b --resume
+    python -m bench.versus.lora --model FOLDER --name llama-8b --resume
 
 FOLDER needs a config.json only: weights are random on both sides, and so are the adapters, of rank
 16 on all linear layers, made in a temporary folder. The `dialogue` workload, each request with one
@@ -43,7 +43,7 @@ from typing import Any
 
 from bench import lora_loads
 from bench.report.result_file import Line, RawLines, ask_device, versions
-from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from loadtest.scenario import workloads
 
 RANK = 16
@@ -426,7 +426,7 @@ def compare(args: argparse.Namespace) -> int:
             def keep(line: Line, start: int = start) -> None:
                 raw.keep({**line, "start": start})
 
-            command = [sys.executable, "-m", "bench.versus_lora", "--side", side]
+            command = [sys.executable, "-m", "bench.versus.lora", "--side", side]
             command += ["--model", args.model, "--adapters", folder, "--counts", str(count)]
             command += ["--cpu"] * args.cpu
             wait_for_device()

@@ -1,6 +1,6 @@
 """Manta's HTTP endpoint behind Ray Serve against vLLM's own server and Ray Serve LLM, on one GPU.
 
-    python -m bench.versus_http --model FOLDER --name llama-8b --out bench/results
+    python -m bench.versus.http --model FOLDER --name llama-8b --out bench/results
 
 One server after the other, each alone on the device, all under the same streaming load: the
 `dialogue` workload at 1, 64, 256 and 1,024 streams. FOLDER needs config.json and any tokenizer;
@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions_under
-from bench.versus_engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
+from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
 from loadtest.runner import RunOptions, RunResult, Task, run_async
 from loadtest.scenario import workloads
 
@@ -374,7 +374,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
     """Its lines, each when it is there."""
     if side == "offline":
         refuse_if_held(side)
-        command = [sys.executable, "-m", "bench.versus_http", "--offline", "--model", args.model]
+        command = [sys.executable, "-m", "bench.versus.http", "--offline", "--model", args.model]
         yield from lines_of(command)
         _wait_until_closed(side)
         return
