@@ -9,6 +9,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
+from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, words
 
 MAX_N = 8
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and
         ignore_eos hold as long as the grammar allows anything else. With finish "length" it is only
         the beginning of something that fits.
+    thinking: how long the output may think, where `structured` describes thoughts before it.
     pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
 
     Raises InvalidRequest naming the field.
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     pooled: bool = False
 
     def __post_init__(self) -> None:

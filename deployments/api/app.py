@@ -200,7 +200,8 @@ class Api:
             check_context(call, body, chat=chat)
             if call.output is not None and call.output.needs_grammar(call.constraint):
                 grammar, ignored = await output_grammar_of(call.output, call.constraint, call.card)
-                call.change_params(structured=grammar)
+                thinking = call.output.thinking_budget
+                call.change_params(structured=grammar, thinking=thinking)
                 exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             elif call.constraint is not None:
                 grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)

@@ -161,6 +161,7 @@ class EngineCore:
                 stop_ids=request.params.stop_token_ids,
                 min_tokens=request.min_tokens,
                 ignore_eos=request.params.ignore_eos,
+                thinking=request.params.thinking,
             )
         else:
             self.scheduler.add(request)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.structured.compiler import Vocabulary
+from engine.structured.thinking import ThinkingBudget, ThinkingCount
 
 Masks = NDArray[np.int32]
 
@@ -25,7 +26,9 @@ class Constraint:
     the grammar leaves nothing else.
     """
 
-    __slots__ = ("_free_ends", "_left", "_matcher", "_stops", "sampled_in", "vocabulary")
+    __slots__ = (
+        *("_free_ends", "_left", "_matcher", "_stops", "_thinking", "sampled_in", "vocabulary"),
+    )
 
     def __init__(
         self,
@@ -34,8 +37,12 @@ class Constraint:
         stop_ids: Iterable[int] = (),
         min_tokens: int = 0,
         ignore_eos: bool = False,
+        thinking: ThinkingBudget | None = None,
     ) -> None:
         """matcher: its own, before the first token."""
+        self._thinking: ThinkingCount | None = None
+        if thinking is not None:
+            self._thinking = ThinkingCount(thinking, vocabulary.text_of)
         self._matcher = matcher
         self.vocabulary = vocabulary
         self._stops = frozenset(stop_ids) - vocabulary.end_ids
@@ -46,6 +53,9 @@ class Constraint:
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Take what was sampled elsewhere. False: it does not fit the grammar."""
         self._left -= len(token_ids)
+        if self._thinking is not None:
+            for token in token_ids:
+                self._thinking.take(token)
         return not token_ids or self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
 
     @property
@@ -65,6 +75,8 @@ class Constraint:
         Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
         """
         self._left -= 1
+        if self._thinking is not None:
+            self._thinking.take(token)
         if self._matcher.try_consume_tokens([token]) != 1:
             if self._matcher.is_error():
                 raise ValueError(TOO_COMPLEX)
@@ -78,6 +90,12 @@ class Constraint:
         if matcher.is_error() or matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
             mask[:] = _ALL  # the mask will not be read
             return TOO_COMPLEX
+        if self._thinking is not None and (token := self._thinking.forced) is not None:
+            bits = mask.view(np.uint32)
+            if int(bits[token >> 5]) >> (token & 31) & 1:
+                mask[:] = 0
+                _set(mask, (token,))
+            return ""
         if (self._stops or self._left > 0 or not self._free_ends) and matcher.is_accepting():
             ends = self.vocabulary.end_ids
             if self._left <= 0:

@@ -9,6 +9,7 @@ from engine.errors import InvalidRequest, MantaError
 from engine.structured.compiler import Compiler, Vocabulary
 from engine.structured.constraint import Constraint
 from engine.structured.grammar import Grammar
+from engine.structured.thinking import ThinkingBudget
 
 logger = logging.getLogger("manta.engine")
 
@@ -48,6 +49,7 @@ class Grammars:
         stop_ids: Iterable[int] = (),
         min_tokens: int = 0,
         ignore_eos: bool = False,
+        thinking: ThinkingBudget | None = None,
     ) -> None:
         """Begin to make the constraint of request `id`; `poll` brings it. output: what has been
         sampled before. The others: as of `Constraint`."""
@@ -59,7 +61,7 @@ class Grammars:
             assert self._compiler is not None
             matcher = self._compiler.compile(grammar).deep_copy()
             vocabulary = self._compiler.vocabulary
-            constraint = Constraint(matcher, vocabulary, stop_ids, min_tokens, ignore_eos)
+            constraint = Constraint(matcher, vocabulary, stop_ids, min_tokens, ignore_eos, thinking)
             if not constraint.resume(output):
                 raise MantaError("the output so far does not fit the grammar")
             return constraint

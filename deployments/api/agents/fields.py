@@ -8,6 +8,7 @@ _OURS = (SAMPLING - {"n", "max_tokens", "logprobs", "prompt_logprobs"}) | {
     "priority",
     "deadline_seconds",
     "chat_template_kwargs",
+    "thinking_token_budget",
     "structured_outputs",
 }
 RESPONSES = _OURS | {

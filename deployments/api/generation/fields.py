@@ -61,6 +61,7 @@ CHAT = _COMMON | {
     "tool_choice",
     "parallel_tool_calls",
     "reasoning_effort",
+    "thinking_token_budget",
     "functions",
     "function_call",
     "modalities",

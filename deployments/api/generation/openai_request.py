@@ -198,6 +198,12 @@ async def chat_call(
         call.prompts = [ids]
         opened = bool(shape["add_generation_prompt"])
         call.output = plan_output(call.tokenizer, tools, ids, generation=opened)
+        budget = take_int(body, "thinking_token_budget", -1, 2**31 - 1)  # -1: none
+        if budget is not None and budget >= 0:
+            if call.output is None or call.output.thinking == "no":
+                ignored.append("thinking_token_budget")
+            else:
+                call.output.budget = budget
         call.ignored = ignored + call.ignored
         return call
 

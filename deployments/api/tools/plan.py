@@ -14,6 +14,7 @@ from deployments.api.tools.output_format import OutputFormat, Reasoning
 from deployments.api.tools.parser import OutputParser, Thinking
 from deployments.api.tools.request import RequestedTools
 from engine.structured.grammar import Grammar
+from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
 _TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are looked for
@@ -33,6 +34,7 @@ class OutputPlan:
     tools: RequestedTools | None
     shown_ids: frozenset[int]
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
+    budget: int | None = None  # of thinking, in tokens
 
     @property
     def custom(self) -> frozenset[str]:
@@ -50,7 +52,19 @@ class OutputPlan:
         return OutputParser(format, self.raw, self.reasoning, self.thinking)
 
     def needs_grammar(self, constraint: RequestedGrammar | None) -> bool:
-        return self.tools is not None or (constraint is not None and self.thinking != "no")
+        limited = constraint is not None or self.budget is not None
+        return self.tools is not None or (limited and self.thinking != "no")
+
+    @property
+    def thinking_budget(self) -> ThinkingBudget | None:
+        """As the engine takes it."""
+        if self.budget is None or self.reasoning is None or self.thinking == "no":
+            return None
+        trigger = self.format.trigger if self.format is not None and self.calls else ""
+        start = self.reasoning.start if self.thinking == "may" else ""
+        end = tuple(self.tokenizer.encode(self.reasoning.end))
+        ends = (self.reasoning.end, trigger) if trigger else (self.reasoning.end,)
+        return ThinkingBudget(self.budget, end, ends, start)
 
     def grammar(
         self, constraint: RequestedGrammar | None, compile: Compile

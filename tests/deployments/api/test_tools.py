@@ -369,6 +369,33 @@ def test_a_model_without_tools() -> None:
     assert reply.header("x-ignored-fields") == "reasoning_effort"
 
 
+def test_a_budget_of_thoughts() -> None:
+    """A budget that does not reach the engine, or is dropped without a word."""
+    backend = backend_with(TEMPLATES["hermes"])
+    client = Client(build_asgi(backend))
+
+    def ask(path: str = "/v1/chat/completions", **fields: Any) -> Reply:
+        return asyncio.run(client.post(path, {**CHAT, **fields}))
+
+    assert ask(thinking_token_budget=5).status == 200
+    told = backend.requests[-1].params.thinking
+    assert told is not None and (told.tokens, told.start) == (5, "<think>")
+    assert told.ends == ("</think>",) and backend.requests[-1].params.structured is not None
+    enabled = {"type": "enabled", "budget_tokens": 7}
+    assert ask("/v1/messages", thinking=enabled, max_tokens=20).status == 200
+    told = backend.requests[-1].params.thinking
+    assert told is not None and (told.tokens, told.start) == (7, "")
+    assert ask(thinking_token_budget=5, tools=TOOLS).status == 200
+    told = backend.requests[-1].params.thinking
+    assert told is not None and told.ends == ("</think>", "<tool_call>")
+    assert ask(thinking_token_budget=-1).status == 200
+    assert backend.requests[-1].params.thinking is None
+    off = ask(thinking_token_budget=5, reasoning_effort="none")
+    assert off.header("x-ignored-fields") == "thinking_token_budget"
+    found = code_of(ask(thinking_token_budget=-2))
+    assert found == (400, "invalid_value", "thinking_token_budget")
+
+
 def test_a_plain_chat_has_no_parser() -> None:
     """A cost for chats that have neither tools nor thoughts."""
     backend = FakeBackend()
