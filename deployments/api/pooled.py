@@ -241,7 +241,8 @@ class _Run:
     def abort(self) -> None:
         self._waiting.clear()
         for task, (_, generation) in self._live.items():
-            task.cancel()
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # seen: only the first failure is told
             generation.abort()
 
 
