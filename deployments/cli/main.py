@@ -199,6 +199,61 @@ def convert(
 
 
 @cli.command(
+    name="eval",
+    epilog="Examples:  manta eval ./llama --text book.txt  |  "
+    "manta eval manta.yaml --against ./llama --max-kl 0.01  |  "
+    "manta eval ./llama --task quiz.yaml --min-accuracy 0.6",
+)
+def evaluate(
+    spec: _Spec,
+    against: Annotated[
+        str | None, typer.Option(help="Another model or configuration, taken for exact.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text of perplexity and KL. Default: prompts that come.")
+    ] = None,
+    task: Annotated[
+        list[Path] | None, typer.Option(help="Task file of lm-evaluation-harness; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where both run.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of MODEL.")
+    ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="Of MODEL, instead of the configuration's.")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="Exit 1 above so many nats a token.")
+    ] = None,
+    min_accuracy: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Exit 1 if a task's accuracy is below.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Perplexity, KL divergence from another model, and tasks from local files."""
+    from deployments.cli.evaluate import run
+
+    raise typer.Exit(
+        run(
+            spec,
+            against=against,
+            text=text,
+            tasks=task or [],
+            limit=limit,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            max_kl=max_kl,
+            min_accuracy=min_accuracy,
+            as_json=as_json,
+        )
+    )
+
+
+@cli.command(
     epilog="Examples:  manta status  |  manta status --json | jq .pools  |  manta status -1"
 )
 def status(

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from engine.kv_groups import kv_groups
-from engine.models.registry import Model
+from engine.models.registry import Model, build_model
+from engine.resolve import Resolved
 from engine.runner.kv_cache import KVCache
+from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta, LoraStep
 
@@ -49,6 +51,21 @@ def lay_out(
         max_query_len=max(lengths),
         max_kv_len=max(kv_len),
     )
+
+
+def load_model(resolved: Resolved) -> Model:
+    """The model alone, as an engine would load it."""
+    config = resolved.config
+    model = build_model(
+        resolved.model,
+        resolved.dtype,
+        resolved.device,
+        kernels_for(resolved.device.type, config.deterministic),
+        quantization=config.quantization,
+    )
+    dummy = config.load_format == "dummy"
+    load_weights(model, None if dummy else resolved.folder, seed=config.seed or 0)
+    return model
 
 
 class Paged:

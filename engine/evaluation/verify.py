@@ -25,16 +25,14 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.evaluation.divergence import Divergence
 from engine.evaluation.driver import Output, run
-from engine.evaluation.paged import Paged
+from engine.evaluation.paged import Paged, load_model
 from engine.evaluation.prompts import Prompt
 from engine.evaluation.reference import NoReference, Reference
 from engine.evaluation.trace import Trace, distance, traced
 from engine.factory import build
-from engine.models.registry import Model, build_model
+from engine.models.registry import Model
 from engine.resolve import Resolved, resolve
 from engine.sampling_params import SamplingParams
-from engine.weights import load_weights
-from kernels.dispatch import kernels_for
 
 BLOCK = 16
 FEW = 2  # of the prompts, for what takes a pass over each alone
@@ -211,7 +209,7 @@ def verify(
         ]
         report.tokens = sum(len(ids) for ids in sequences)
         progress("layer by layer")
-        model = _load(resolved)
+        model = load_model(resolved)
         _trace(report, model, sequences, folder if options.dump or texts else None, options)
         if texts:
             report.text = _beside_reference(report.bounds, prompts, texts, ours, folder)
@@ -320,23 +318,6 @@ def _count(found: Texts, bounds: Bounds, number: int, position: int, gap: float)
     found.different.append(
         f"prompt {number + 1}, token {position + 1}: its token is {gap:.2g} nats less likely"
     )
-
-
-def _load(resolved: Resolved) -> Model:
-    config = resolved.config
-    model = build_model(
-        resolved.model,
-        resolved.dtype,
-        resolved.device,
-        kernels_for(resolved.device.type, config.deterministic),
-        quantization=config.quantization,
-    )
-    load_weights(
-        model,
-        None if config.load_format == "dummy" else resolved.folder,
-        seed=config.seed or 0,
-    )
-    return model
 
 
 def _trace(

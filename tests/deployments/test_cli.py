@@ -64,6 +64,7 @@ def test_help_of_every_command_has_an_example() -> None:
         "build",
         "verify",
         "convert",
+        "eval",
     }
     assert set(commands) == expected
     for command in commands.values():

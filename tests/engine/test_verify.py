@@ -49,14 +49,14 @@ def test_it_agrees(name: str, tmp_path: Path) -> None:
 def test_where_a_difference_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong number in the middle of a network is told from a wrong head only by looking."""
     save(ALL["llama"], tmp_path)
-    load = module._load
+    load = module.load_model
 
     def faulty(resolved: Any) -> Model:
         model: Any = load(resolved)
         model.layers[1].mlp.block.linears[1].state.weight.mul_(1.01)
         return model
 
-    monkeypatch.setattr(module, "_load", faulty)
+    monkeypatch.setattr(module, "load_model", faulty)
     report = checked(tmp_path)
     assert report.verdict == "differs" and report.begins == "layers.1: mlp"
     assert report.layers["layers.1.attention"] < 1e-5 < 1e-3 < report.layers["layers.1.mlp"]

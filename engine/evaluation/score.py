@@ -1,0 +1,178 @@
+"""score: what a model makes of a text and of tasks; and how far it is from another's."""
+
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.evaluation.divergence import Divergence
+from engine.evaluation.driver import run
+from engine.evaluation.paged import Paged, load_model
+from engine.evaluation.tasks import Task
+from engine.factory import build
+from engine.models.registry import Model
+from engine.resolve import resolve
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+
+BLOCK = 16
+PIECE = 512  # tokens of a text that are seen together
+
+
+@dataclass(slots=True)
+class Score:
+    """Of one model. perplexity: of the text, each piece by itself. tasks: name -> accuracy and
+    number of questions; "acc_norm" is that of log-probabilities by a choice's bytes."""
+
+    model: str
+    perplexity: float | None = None
+    tokens: int = 0
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Agreement:
+    """With another model: KL from the other to this in nats a token, how often the most likely
+    token is the same."""
+
+    kl: float
+    same_token: float
+
+
+def score(
+    config: EngineConfig,
+    text: str,
+    tasks: Sequence[Task],
+    progress: Callable[[str], None] = lambda what: None,
+    *,
+    keep: Path | None = None,
+    beside: Path | None = None,
+) -> tuple[Score, Agreement | None]:
+    """keep: a folder for the text's log-probabilities. beside: the folder of another model's, of
+    the same tokens. Raises ConfigError where that one has other tokens."""
+    tokenizer = Tokenizer.load(config.model)
+    found = Score(config.model)
+    model = load_model(resolve(config))
+    pieces = _pieces(tokenizer, text, model.config.max_positions) if text else []
+    sums, other = Divergence(), Divergence()
+    for number, ids in enumerate(pieces):
+        progress(f"text, {number + 1} of {len(pieces)}")
+        logprobs = _logprobs(model, ids)
+        sums.add(ids, logprobs, logprobs)
+        if keep is not None:
+            save_file({"ids": ids, "logprobs": logprobs}, _file(keep, number))
+        if beside is not None:
+            other.add(ids, _beside(_file(beside, number), config, ids, logprobs), logprobs)
+    if pieces:
+        found.perplexity, found.tokens = sums.perplexities[0], sums.tokens
+    for task in tasks:
+        if not task.generates:
+            progress(task.name)
+            found.tasks[task.name] = _choose(model, tokenizer, task)
+    del model
+    gc.collect()
+    if generated := [task for task in tasks if task.generates]:
+        found.tasks |= _generate(config, tokenizer, generated, progress)
+    if beside is None or not pieces:
+        return found, None
+    return found, Agreement(other.kl, other.same_token)
+
+
+def compare(
+    config: EngineConfig,
+    against: EngineConfig,
+    text: str,
+    tasks: Sequence[Task],
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Score, Score, Agreement | None]:
+    """One model after the other."""
+    with tempfile.TemporaryDirectory(prefix="manta-eval-") as kept:
+        folder = Path(kept)
+        exact, _ = score(against, text, tasks, progress, keep=folder)
+        gc.collect()
+        ours, agreement = score(config, text, tasks, progress, beside=folder)
+    return ours, exact, agreement
+
+
+def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The other model's log-probabilities of the same piece."""
+    exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
+    if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
+        raise ConfigError(
+            f"{config.model}: has other tokens than the model that it is compared with",
+            param="against",
+        )
+    return exact["logprobs"]
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:05}.safetensors"
+
+
+def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
+    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=True))
+    return [each.clone() for each in ids.split(min(PIECE, longest)) if len(each) > 1]
+
+
+@torch.inference_mode()
+def _logprobs(model: Model, ids: Tensor) -> Tensor:
+    """ids [n] -> [n, vocab_size] float32 on the CPU."""
+    blocks = range(-(-len(ids) // BLOCK))
+    (logits,) = Paged(model, len(blocks), BLOCK).run((ids, blocks, 0))
+    return logits.float().log_softmax(-1).cpu()
+
+
+def _choose(model: Model, tokenizer: Tokenizer, task: Task) -> dict[str, float]:
+    right = normed = 0
+    for question in task.questions:
+        sums = []
+        for choice in question.choices:
+            # Spaces at the context's end belong to the choice, as tokens have them.
+            before = tokenizer.encode(question.context.rstrip(), add_special_tokens=True)
+            whole = question.context + choice
+            ids = torch.tensor(tokenizer.encode(whole, add_special_tokens=True))
+            first = min(max(1, len(before)), len(ids) - 1)
+            rows = _logprobs(model, ids)[first - 1 : -1]
+            sums.append(float(rows.gather(1, ids[first:, None]).sum()))
+        lengths = [max(1, len(choice.encode())) for choice in question.choices]
+        each = [value / length for value, length in zip(sums, lengths, strict=True)]
+        right += sums.index(max(sums)) == question.answer
+        normed += each.index(max(each)) == question.answer
+    count = len(task.questions)
+    return {"accuracy": right / count, "acc_norm": normed / count, "questions": count}
+
+
+def _generate(
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, float]]:
+    core, _ = build(msgspec.structs.replace(config, max_loras=0))
+    found = {}
+    for task in tasks:
+        progress(task.name)
+        prompts = [
+            tokenizer.encode(question.context, add_special_tokens=True)
+            for question in task.questions
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
+        right = 0
+        for question, output in zip(task.questions, run(core, prompts, params), strict=True):
+            if output.error:
+                raise ConfigError(f"{task.name}: {output.error}", param="task")
+            answer = tokenizer.decode(output.token_ids)
+            for stop in task.until:
+                answer = answer.split(stop)[0]
+            right += answer.strip() == question.target.strip()
+        count = len(task.questions)
+        found[task.name] = {"accuracy": right / count, "questions": float(count)}
+    return found

@@ -1,0 +1,167 @@
+"""Tasks from local files in the format of lm-evaluation-harness: a YAML file, and documents as JSON
+lines beside it. No code of a task is run: templates are rendered in a sandbox, `!function` is
+refused.
+
+Read are: task, output_type (multiple_choice, generate_until), dataset_kwargs.data_files,
+test_split, doc_to_text, doc_to_target, doc_to_choice, target_delimiter, generation_kwargs (until,
+max_gen_toks). Examples in the prompt (num_fewshot) and filters are refused.
+"""
+
+import ast
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from engine.errors import ConfigError
+
+_KEYS = {
+    *("task", "output_type", "dataset_path", "dataset_kwargs", "test_split", "validation_split"),
+    *("doc_to_text", "doc_to_target", "doc_to_choice", "target_delimiter", "generation_kwargs"),
+    *("metric_list", "metadata", "tag", "group", "num_fewshot", "repeats"),
+    *("should_decontaminate", "doc_to_decontamination_query", "dataset_name"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """choices: of multiple_choice, with the delimiter before each; answer: the right one's number.
+    target: of generate_until, the right text."""
+
+    context: str
+    choices: tuple[str, ...] = ()
+    answer: int = 0
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """until: a generated answer ends before the first of these; max_tokens: at the latest."""
+
+    name: str
+    generates: bool
+    questions: tuple[Question, ...]
+    until: tuple[str, ...] = ("\n\n",)
+    max_tokens: int = 256
+
+
+def read_task(path: Path, limit: int | None = None) -> Task:
+    """limit: questions at most. Raises ConfigError naming the file and key."""
+    try:
+        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", param="task") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: {str(error)[:300]}", param="task") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not a task, which is a mapping", param="task")
+    if unknown := sorted(set(map(str, found)) - _KEYS):
+        raise ConfigError(f"{path}: {unknown[0]}: is not supported", param="task")
+    if found.get("num_fewshot"):
+        raise ConfigError(f"{path}: num_fewshot: examples are not supported", param="task")
+    kind = found.get("output_type", "generate_until")
+    if kind not in ("multiple_choice", "generate_until"):
+        raise ConfigError(
+            f"{path}: output_type: {kind!r} is not supported, only multiple_choice and "
+            "generate_until",
+            param="task",
+        )
+    reader = _Reader(path, found)
+    documents = reader.documents()[:limit]
+    generates = kind == "generate_until"
+    make = reader.generated if generates else reader.multiple_choice
+    options = found.get("generation_kwargs") or {}
+    until = options.get("until", ["\n\n"])
+    return Task(
+        str(found.get("task", path.stem)),
+        generates,
+        tuple(make(number, document) for number, document in enumerate(documents, 1)),
+        tuple([until] if isinstance(until, str) else until),
+        int(options.get("max_gen_toks", 256)),
+    )
+
+
+class _Reader:
+    def __init__(self, path: Path, task: dict[str, Any]) -> None:
+        self._path, self._task = path, task
+        self._jinja = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True
+        )
+        self._delimiter = str(task.get("target_delimiter", " "))
+
+    def documents(self) -> list[dict[str, Any]]:
+        files = (self._task.get("dataset_kwargs") or {}).get("data_files")
+        if isinstance(files, dict):
+            split = self._task.get("test_split") or self._task.get("validation_split") or "test"
+            files = files.get(split)
+        names = [files] if isinstance(files, str) else files
+        if not isinstance(names, list) or not names:
+            raise self._error("dataset_kwargs", "needs data_files: a .jsonl file of this machine")
+        found = []
+        for name in names:
+            file = self._path.parent / str(name)
+            try:
+                lines = file.read_text(encoding="utf-8").splitlines()
+                found += [json.loads(line) for line in lines if line.strip()]
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{file}: cannot be read: {error}", param="task") from None
+        if not found or not all(isinstance(each, dict) for each in found):
+            raise self._error("dataset_kwargs", f"{names[0]}: has no documents")
+        return found
+
+    def multiple_choice(self, number: int, document: dict[str, Any]) -> Question:
+        choices = self._choices(number, document)
+        answer = self._value("doc_to_target", number, document)
+        if isinstance(answer, str) and answer.strip() in choices:
+            answer = choices.index(answer.strip())
+        try:
+            answer = int(answer)
+        except (TypeError, ValueError):
+            answer = -1
+        if not 0 <= answer < len(choices):
+            raise self._error("doc_to_target", f"document {number}: none of the choices")
+        context = str(self._value("doc_to_text", number, document))
+        return Question(context, tuple(self._delimiter + each for each in choices), answer)
+
+    def generated(self, number: int, document: dict[str, Any]) -> Question:
+        context = str(self._value("doc_to_text", number, document))
+        return Question(context, target=str(self._value("doc_to_target", number, document)))
+
+    def _choices(self, number: int, document: dict[str, Any]) -> list[str]:
+        asked = self._task.get("doc_to_choice")
+        if isinstance(asked, list):
+            return [str(self._render(each, "doc_to_choice", number, document)) for each in asked]
+        found = self._value("doc_to_choice", number, document)
+        if isinstance(found, str):
+            try:
+                found = ast.literal_eval(found)
+            except (ValueError, SyntaxError):
+                found = None
+        if not isinstance(found, list) or len(found) < 2:
+            raise self._error("doc_to_choice", f"document {number}: not a list of choices")
+        return [str(each) for each in found]
+
+    def _value(self, key: str, number: int, document: dict[str, Any]) -> Any:
+        """A field of the document, a number, or a template."""
+        asked = self._task.get(key)
+        if isinstance(asked, str) and asked in document:
+            return document[asked]
+        return self._render(asked, key, number, document)
+
+    def _render(self, asked: Any, key: str, number: int, document: dict[str, Any]) -> Any:
+        if isinstance(asked, int):
+            return asked
+        if not isinstance(asked, str):
+            raise self._error(key, "must be the name of a field or a template")
+        try:
+            return self._jinja.from_string(asked).render(**document)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise self._error(key, f"document {number}: {error}") from None
+
+    def _error(self, key: str, message: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {key}: {message}", param="task")
