@@ -35,13 +35,20 @@ def run(
     for number, (name, engine) in enumerate(_engines(config, device)):
         result = plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
         if not number:
-            print(f"Model    {config.name()} ({result.parameters / 1e6:,.0f} M parameters)")
+            print(f"Model    {config.name()} ({_parameters(result)})")
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
     return 0
+
+
+def _parameters(result: EnginePlan) -> str:
+    found = f"{result.parameters / 1e6:,.0f} M parameters"
+    if result.active_parameters == result.parameters:
+        return found
+    return f"{found}, of which a token meets {result.active_parameters / 1e6:,.0f} M"
 
 
 def _as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:

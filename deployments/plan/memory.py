@@ -56,12 +56,14 @@ class Hardware:
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
-    weights_kind: what weights are kept in, in words."""
+    weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
+    less than all in a mixture of experts."""
 
     device: Hardware
     dtype: str
     weights_kind: str
     parameters: int
+    active_parameters: int
     memory: "MemoryPlan"
     max_model_len: int
     max_num_seqs: int
@@ -145,6 +147,7 @@ def plan(
         dtype=dtype,
         weights_kind=weights_kind if model.quantized is None else model.quantized.name,
         parameters=parts.num_parameters,
+        active_parameters=parts.num_active_parameters,
         memory=memory,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,

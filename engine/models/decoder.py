@@ -265,12 +265,19 @@ class Decoder:
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
         # Those in blocks or words have another number of elements.
+        stacks = self._stacks()
         elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
-        self.num_parameters = self.table.num_parameters
+        elsewhere |= {each.name for stack in stacks for each in stack.parameters}
+        in_stacks = sum(stack.spec.num_parameters for stack in stacks)
+        self.num_parameters = self.table.num_parameters + in_stacks
         self.num_parameters += sum(linear.spec.num_parameters for linear in linears)
         self.num_parameters += sum(
             each.tensor.numel() for each in self.parameters() if each.name not in elsewhere
         )
+        self.num_active_parameters = self.num_parameters
+        if config.experts is not None:
+            chosen, count = config.experts.routing.chosen, config.experts.count
+            self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def linears(self) -> Iterator[Linear]:
         return chain.from_iterable(layer.linears for layer in self.layers)

@@ -24,6 +24,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     num_parameters: int  # of this rank
+    num_active_parameters: int  # of these, those that a token meets
     loading_bytes: int  # weights and tables as they are allocated and loaded
     num_bytes: int  # the same once finished, which may have packed them
     # [vocab_size + virtual_tokens, hidden_size]: what token ids are looked up in. The rows behind

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.errors import ConfigError
+from engine.quantization.experts import ExpertsApart, apply_apart
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
 from kernels.cpu.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
@@ -86,6 +87,23 @@ class ExpertsSpec:
     act: str
     limit: float
     weigh_input: bool
+
+    @property
+    def num_parameters(self) -> int:
+        return self.count * (self.one_gate_up.num_parameters + self.one_down.num_parameters)
+
+    @property
+    def one_gate_up(self) -> LinearSpec:
+        """Of one expert."""
+        return self._one(2 * self.size, self.hidden, bool(self.gate_up_bias))
+
+    @property
+    def one_down(self) -> LinearSpec:
+        return self._one(self.hidden, self.size, bool(self.down_bias))
+
+    def _one(self, rows: int, columns: int, bias: bool) -> LinearSpec:
+        part = Part(self.name, rows, columns, (0, rows), (0, columns))
+        return LinearSpec(self.name, (part,), bias, self.dtype, self.device)
 
 
 class LinearMethod(ABC):
@@ -290,6 +308,31 @@ class DenseCpu(Dense):
         ):  # others promise nothing
             return state
         return PackedState(packed)
+
+    def finish_experts(self, state: ExpertWeights) -> ExpertsApart:
+        biases: list[Sequence[Tensor | None]] = [
+            [None] * len(state.down) if bias is None else list(bias)
+            for bias in (state.gate_up_bias, state.down_bias)
+        ]
+        up, down = (
+            [self.finish(DenseState(*each)) for each in zip(weight, bias, strict=True)]
+            for weight, bias in zip((state.gate_up, state.down), biases, strict=True)
+        )
+        return ExpertsApart(up, down, state.act, state.limit, state.weigh_input)
+
+    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
+        total = 0
+        for one in (spec.one_gate_up, spec.one_down):
+            packed = self.packed_bytes(one)
+            if packed is None:
+                packed = one.num_parameters * spec.dtype.itemsize
+            total += spec.count * packed
+        return total
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        return apply_apart(self, state, x, weights, ids, residual)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         if spec.dtype == torch.float32:

@@ -122,6 +122,24 @@ def test_an_outline_is_the_model(tmp_path: Path) -> None:
     assert all(each.tensor.is_meta for each in drawn.parameters())
 
 
+def test_a_mixture_of_experts_is_counted(tmp_path: Path) -> None:
+    """All experts take memory; a token meets some of them."""
+    changes = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    resolved = resolve(config_of(tmp_path, changes))
+    model, drawn = built(resolved), outline(resolved)
+    config = resolved.model
+    assert model.num_bytes == drawn.num_bytes
+    assert model.num_parameters == sum(each.tensor.numel() for each in model.parameters())
+    expert = 3 * 24 * config.hidden_size
+    idle = 4 * expert * config.num_layers
+    assert drawn.num_active_parameters == drawn.num_parameters - idle
+
+
 def test_an_outline_is_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: int8 cannot be planned where it cannot run, nor a GPU where there is none."""
     monkeypatch.setattr("engine.quantization.method.has_int8", lambda: False)

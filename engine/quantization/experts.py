@@ -1,0 +1,67 @@
+"""Experts apart: each has products of its own, as a method makes them of any linear layer. On the
+CPU a Python call a product is little beside its weights."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.experts.reference import gated
+from kernels.experts.routing import CLAMPED
+
+if TYPE_CHECKING:
+    from engine.quantization.method import LinearMethod
+
+
+@dataclass(slots=True)
+class ExpertsApart:
+    """States of the method, one an expert; the rest as in `ExpertWeights`."""
+
+    gate_up: list[Any]
+    down: list[Any]
+    act: str
+    limit: float
+    weigh_input: bool
+
+
+def apply_apart(
+    method: "LinearMethod",
+    state: ExpertsApart,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor | None,
+) -> Tensor:
+    """See `Kernels.experts`. Experts come in their order, so a token's sum does not depend on other
+    tokens."""
+    out = torch.zeros_like(x) if residual is None else residual
+    chosen = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=len(state.down)).tolist()
+    begin = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        pairs = order[begin : begin + count]
+        begin += count
+        tokens = pairs // chosen
+        weight = weights.view(-1)[pairs, None].to(x.dtype)
+        mine = x.index_select(0, tokens)
+        if state.weigh_input:
+            mine = mine * weight
+        inner = _gated(method, state, method.apply(state.gate_up[expert], mine))
+        given = method.apply(state.down[expert], inner)
+        out.index_add_(0, tokens, given if state.weigh_input else given.mul_(weight))
+    return out
+
+
+def _gated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> Tensor:
+    if state.act != CLAMPED:
+        return method.kernels.GATES[state.act](gate_up)
+    # Vector loops end differently where a row does: in deterministic mode each is alone.
+    found = []
+    for row in gate_up.split(1 if method.kernels.DETERMINISTIC else len(gate_up)):
+        gate, up = row.chunk(2, dim=-1)
+        found.append(gated(gate, up, state.act, state.limit))
+    return torch.cat(found)

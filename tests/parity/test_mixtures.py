@@ -1,0 +1,38 @@
+"""Mixtures of experts through a whole engine: batches, chunks, preemption, the prefix cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from tests.parity.cases import EXPERTS, save
+from tests.parity.engine_driver import engine, run
+
+pytestmark = pytest.mark.slow
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+# Blocks: fewer than all requests want at once.
+@pytest.mark.parametrize(("name", "blocks"), [("qwen 2 moe", 24), ("gpt-oss", 38)])
+def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path: Path) -> None:
+    """A token that gets another's experts where steps are cut otherwise."""
+    theirs = save(EXPERTS[name], tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 20, 33, 18)]
+    want = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(12):
+            with torch.inference_mode():
+                ids.append(int(theirs(torch.tensor([ids])).logits[0, -1].argmax()))
+        want.append(ids[len(prompt) :])
+    sizes = {"max_model_len": 64, "block_size": 4}
+    tight = engine(tmp_path, num_blocks=blocks, prefix_caching=False, **sizes)
+    assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+    assert tight.stats().preemptions > 0
+    cached = engine(tmp_path, num_blocks=400, max_num_batched_tokens=24, **sizes)
+    for _ in range(2):
+        again = run(cached, prompts, GREEDY)
+        assert [each.token_ids for each in again] == want
+    assert any(each.cached for each in again)
