@@ -17,6 +17,8 @@ Quantization = Literal[
     "none",
     "gguf",
     "int8",
+    "fp8",
+    "int4",
     "uint8-64",
     "uint8-128",
     "uint8-256",
@@ -40,13 +42,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
         GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
-        (AWQ, GPTQ, compressed-tensors int4; CPU only), and expands a .gguf file, such as the
-        default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory (CPU only).
-        "auto" is "gguf" for such a file where all replicas run on the CPU, dtype is "auto" and
-        deterministic is off, and "none" otherwise.
-        "int8" rounds weights to 8 bits with a scale an output, and activations to 16 bits with a
-        scale a token: half the memory to read, for a small loss of accuracy; CPUs with AVX512-VNNI
-        only. "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
+        (AWQ, GPTQ, compressed-tensors int4), and expands a .gguf file, such as the default model,
+        to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such
+        a file where all replicas run on the CPU, dtype is "auto" and deterministic is off, and
+        "none" otherwise.
+        "int8" rounds weights to 8 bits with a scale an output: half the memory to read, for a small
+        loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
+        bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an
+        output, and activations with a scale a token in steps of 32 tokens and more; "int4" rounds
+        weights to 4 bits with a scale and an offset for 128 inputs, the head to 8 bits (both CUDA
+        only). "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).

@@ -13,12 +13,18 @@ from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
-from kernels.gemm import cublaslt
+from kernels.gemm import cublaslt, fp8
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
+from kernels.gemm.packed_dot import expand, packed_dot
+from kernels.gemm.packed_gemv import packed_gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+from kernels.packed import PackedWeight
 from kernels.reference import Kernels
+
+PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
+FP8_ROWS = 32  # of x, from which both sides are 8-bit floats
 
 
 class Cuda(Kernels):
@@ -91,6 +97,40 @@ class Cuda(Kernels):
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         tune(weights, sizes, add)
+
+    def packed_linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """One token: all in one kernel. Up to PACKED_ROWS: from the codes. More: the weight is
+        expanded for a product of the library, which costs less than decoding it for each tile.
+        From FP8_ROWS on, e4m3 weights with a scale an output are multiplied by rounded rows."""
+        if fits(x) and (gate is None or gate in GATES):
+            return packed_gemv(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
+        if x.shape[0] >= FP8_ROWS and fp8.scales_fit(x, weight):
+            y = fp8.scaled(*fp8.round_rows(x, norm, eps), weight, x.dtype)
+            if residual is not None:
+                return residual.add_(y)
+            return y if gate is None else self.GATES[gate](y)
+        if norm is not None:
+            x = self.rms_norm(x, norm, eps)
+        if x.shape[0] <= PACKED_ROWS:
+            y = packed_dot(x, weight, residual)
+        else:
+            dense = expand(weight, x)
+            if residual is None:
+                y = cublaslt.linear(x, dense, weight.bias)
+            else:
+                if weight.bias is not None:
+                    residual += weight.bias
+                return cublaslt.linear_add_(x, dense, residual)
+        return y if gate is None else self.GATES[gate](y)
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
         """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""

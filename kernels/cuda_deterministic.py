@@ -16,7 +16,9 @@ from kernels.cuda import Cuda, _count
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights
 from kernels.gemm.deterministic import linear_fixed
+from kernels.gemm.packed_dot import expand
 from kernels.metadata import AttentionMeta
+from kernels.packed import PackedWeight
 from kernels.reference import Kernels
 
 
@@ -35,6 +37,22 @@ class CudaDeterministic(Cuda):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
         return linear_fixed(x, weight, bias, residual)
+
+    def packed_linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The product above with the expanded weight, whatever x's rows."""
+        if norm is not None:
+            x = self.rms_norm(x, norm, eps)
+        y = linear_fixed(x, expand(weight, x), weight.bias, residual)
+        return y if gate is None else self.GATES[gate](y)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Nothing that time may decide."""

@@ -32,6 +32,7 @@ from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+from kernels.packed import PackedWeight
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -150,6 +151,26 @@ class Kernels:
     ) -> Tensor:
         """residual + linear(x), written over residual."""
         return residual.add_(self.linear(x, weight, bias))
+
+    def packed_linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """gate(rms_norm(x) @ weight.T + bias), or residual + x @ weight.T + bias, written over
+        residual. norm [in]; without it x is taken as it is. gate: a key of GATES, whose rows come
+        before the up's; the result is then [num_tokens, out / 2]."""
+        if norm is not None:
+            x = self.rms_norm(x, norm, eps)
+        y = linear(x, weight.dense(x.dtype), weight.bias)
+        if residual is not None:
+            return residual.add_(y)
+        return y if gate is None else self.GATES[gate](y)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Look for a faster way to do linear (add: linear_add) with these weights, all of one

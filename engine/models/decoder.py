@@ -251,7 +251,7 @@ class Decoder:
         if hidden != config.hidden_size:
             self.project_out = build.column("project_out", (hidden,), config.hidden_size)
         self._tied = tied
-        self._tied_head: Any = DenseState(self.embedding, None)
+        self._tied_head: Any = DenseState(self.embedding, None, "head")
         self.head: Linear | None = None
         if not config.tie_embeddings:
             self.head = build.column("head", (vocab,), hidden, bias=config.head_bias)

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.blocks import Format
-
-# (codes, scales, offsets) as PackedBlocks.fill takes them.
-Decoded = tuple[Tensor, Tensor, Tensor | None]
+from kernels.packed import Decoded, Format
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _TABLE = tuple(value + 128 for value in _IQ4)
@@ -38,7 +35,7 @@ def _half(raw: Tensor, at: int) -> Tensor:
 
 def _shifted(values: Tensor, *shifts: int) -> Tensor:
     """uint8 [..., k] -> [..., shifts, k]."""
-    by = torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)
+    by = torch.tensor(shifts, dtype=torch.uint8, device=values.device).unsqueeze(-1)
     return values.unsqueeze(-2) >> by
 
 
@@ -129,7 +126,7 @@ def _q3_k(raw: Tensor) -> Decoded:
 
 def _iq4_xs(raw: Tensor) -> Decoded:
     high = raw[..., 2:4].int()
-    high = (high[..., :1] | (high[..., 1:] << 8)) >> torch.arange(0, 16, 2) & 3
+    high = (high[..., :1] | (high[..., 1:] << 8)) >> torch.arange(0, 16, 2, device=raw.device) & 3
     low = (_shifted(raw[..., 4:8], 0, 4) & 15).transpose(-1, -2).flatten(2)
     scales = (low | (high << 4)) - 32
     return _flat(raw[..., 8:]), _scaled(_half(raw, 0), scales), None

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from engine.quantization.method import DenseCpu, DenseState, LinearSpec, PackedState
 from kernels.cpu import blocks
-from kernels.cpu.blocks import BLOCK, Format, PackedBlocks
+from kernels.cpu.blocks import PackedBlocks
 from kernels.dispatch import Kernels
+from kernels.packed import BLOCK, Format
 
 _STEP = 4096  # rows that are rounded at once, a multiple of 64
 

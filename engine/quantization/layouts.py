@@ -1,5 +1,5 @@
 """Layouts: how checkpoints keep a matrix in fewer bits, and the one form that all are read into
-(`kernels.cpu.blocks.Format`).
+(`kernels.packed.Format`).
 
 A layout names the tensors of a matrix and decodes some rows of them. To add one: subclass Layout,
 and choose it in `layout_of`.
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.quantization.gguf import BLOCK_TYPES, Decoded
+from engine.quantization.gguf import BLOCK_TYPES
 from engine.quantized import KEY, Quantized
 from engine.weights.parameter import Parameter, Rows, Source
-from kernels.cpu.blocks import BLOCK, Format
+from kernels.packed import BLOCK, Decoded, Format
 
 _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neighbours along out
 
@@ -145,7 +145,8 @@ class IntegerLayout(Layout):
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
         """int32 [n, m] -> uint8 [n, m * fields]."""
         bits = self._quantized.bits
-        by = torch.tensor(shifts or list(range(0, 32, bits)), dtype=torch.int32)
+        every = shifts or list(range(0, 32, bits))
+        by = torch.tensor(every, dtype=torch.int32, device=words.device)
         return ((words.unsqueeze(-1) >> by) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
     def decode(self, begin: int, end: int) -> Decoded:
@@ -186,22 +187,3 @@ class IntegerLayout(Layout):
                 param=KEY,
             )
         return codes, scale, zeros
-
-
-def unpacked(form: Format, decoded: Decoded) -> Tensor:
-    """float32 [n, in]: the weights that a layout's numbers stand for."""
-    codes, scale, offset = decoded
-    rows = codes.shape[0]
-    if form.bits == 4:
-        both = codes.view(rows, -1, 16)
-        codes = torch.stack((both & 15, both >> 4), 2).view(rows, -1)
-    if form.table:
-        codes = torch.tensor(form.table, dtype=torch.uint8)[codes.long()]
-    values = (codes.to(torch.int16) - form.zero).float().view(rows, scale.shape[1], -1)
-    scales = scale.float().unsqueeze(-1)
-    if offset is None:
-        return (values * scales).view(rows, -1)
-    offsets = offset.float().unsqueeze(-1)
-    if form.offset == "add":
-        return (values * scales + offsets).view(rows, -1)
-    return ((values + offsets) * scales).view(rows, -1)

@@ -211,6 +211,7 @@ class EmbeddingTable:
 class DenseState:
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
+    name: str = ""  # of the layer
 
 
 @dataclass(slots=True)
@@ -248,7 +249,7 @@ class Dense(LinearMethod):
                 for part in spec.parts
             )
             parameters.append(Parameter(f"{spec.name}.bias", bias, sources))
-        return DenseState(weight, bias), parameters
+        return DenseState(weight, bias, spec.name), parameters
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         return self.kernels.linear(x, state.weight, state.bias)

@@ -6,7 +6,9 @@ from functools import partial
 from engine.errors import ConfigError
 from engine.quantization.groups import GroupsCpu
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
-from engine.quantization.stored import StoredCpu
+from engine.quantization.rounded_cuda import RoundedCuda
+from engine.quantization.stored_cpu import StoredCpu
+from engine.quantization.stored_cuda import StoredCuda
 from engine.quantized import GGUF_BLOCKS, Quantized
 from kernels.dispatch import Kernels
 
@@ -16,7 +18,9 @@ _AS_THEY_ARE = ("auto", "none")  # the caller of the engine has made the folder 
 # Of a checkpoint with 16- or 32-bit weights.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
-    "int8": {"cpu": Int8Cpu},
+    "int8": {"cpu": Int8Cpu, "cuda": partial(RoundedCuda, to="int8")},
+    "fp8": {"cuda": partial(RoundedCuda, to="fp8")},
+    "int4": {"cuda": partial(RoundedCuda, to="int4")},
     "uint8-64": {"cpu": partial(GroupsCpu, bits=8, group=64)},
     "uint8-128": {"cpu": partial(GroupsCpu, bits=8, group=128)},
     "uint8-256": {"cpu": partial(GroupsCpu, bits=8, group=256)},
@@ -43,12 +47,6 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
                 "set quantization: none",
                 param="quantization",
             )
-        if device != "cpu":
-            raise ConfigError(
-                f"the checkpoint's weights are {quantized.name}, which runs on the CPU only; take "
-                "a checkpoint in 16 bits, or set device: cpu",
-                param="quantization",
-            )
     elif name == AS_STORED:
         raise ConfigError(
             "quantization 'gguf' keeps the blocks of a .gguf file, and this model has none of "
@@ -65,5 +63,5 @@ def linear_method(
     """device: its type. Raises ConfigError as check_quantization does."""
     check_quantization(name, device, quantized)
     if quantized is not None:
-        return StoredCpu(kernels, quantized)
+        return (StoredCpu if device == "cpu" else StoredCuda)(kernels, quantized)
     return METHODS["none" if name in _AS_THEY_ARE else name][device](kernels)

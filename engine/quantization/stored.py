@@ -1,9 +1,10 @@
-"""Stored: weights in the fewer bits that the checkpoint has them in, on the CPU.
+"""Stored: weights in the fewer bits that the checkpoint has them in.
 
 Packed once at load; what has no kernel (an odd size, a machine that cannot compile) is expanded to
 the model's 16 bits then.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout, unpacked
+from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout
 from engine.quantization.method import (
-    DenseCpu,
     DenseState,
     EmbeddingTable,
     LinearMethod,
@@ -24,45 +24,59 @@ from engine.quantization.method import (
 )
 from engine.quantized import KEY, Quantized
 from engine.weights.parameter import Parameter, Source
-from kernels.cpu import blocks
-from kernels.cpu.blocks import Format, PackedBlocks
-from kernels.cpu.panels import GATES
 from kernels.dispatch import Kernels
+from kernels.packed import Format, unpacked
 
-_STEP = 4096  # rows that are decoded at once, a multiple of 64
+STEP = 4096  # rows that are decoded at once, a multiple of 64
 
 
 @dataclass(slots=True)
-class _LinearPiece:
+class LinearPiece:
     """Parts of a layer, one below the other: of one format, or dense (no layouts)."""
 
     spec: LinearSpec
     layouts: list[Layout]
-    state: Any = None  # dense: its method's; else a PackedBlocks, once finished
+    state: Any = None  # dense: its method's; else what Stored.pack made, once finished
 
     @property
     def form(self) -> Format:
         return self.layouts[0].form
 
-    @property
-    def packs(self) -> bool:
-        spec = self.spec
-        return bool(self.layouts) and blocks.fits(self.form, spec.out_features, spec.in_features)
-
 
 @dataclass(slots=True)
 class StoredState:
-    pieces: list[_LinearPiece]
+    pieces: list[LinearPiece]
     bias: Tensor | None = None  # while loading
 
 
-class StoredCpu(LinearMethod):
-    """quantized: of the checkpoint."""
+class Stored(LinearMethod):
+    """A back end says how it packs, and applies pieces. quantized: of the checkpoint; dense: for
+    what is not in fewer bits."""
 
-    def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
+    TABLES = False  # whether rows of what pack makes can be looked up: it has `rows`
+
+    def __init__(self, kernels: Kernels, quantized: Quantized, dense: LinearMethod) -> None:
         super().__init__(kernels)
         self._quantized = quantized
-        self._dense = DenseCpu(kernels)
+        self._dense = dense
+
+    # ---- What back ends say
+
+    @abstractmethod
+    def fits(self, form: Format, outputs: int, width: int) -> bool:
+        """Whether there is a kernel for a matrix of this size."""
+
+    @abstractmethod
+    def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
+        """That pack makes."""
+
+    @abstractmethod
+    def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
+        """Of a piece whose layouts are filled."""
+
+    def packs(self, piece: LinearPiece) -> bool:
+        spec = piece.spec
+        return bool(piece.layouts) and self.fits(piece.form, spec.out_features, spec.in_features)
 
     # ---- Loading
 
@@ -86,15 +100,15 @@ class StoredCpu(LinearMethod):
                 parameters += filled
         return StoredState(pieces, bias), parameters
 
-    def _pieces(self, spec: LinearSpec) -> list[_LinearPiece]:
-        found: list[_LinearPiece] = []
+    def _pieces(self, spec: LinearSpec) -> list[LinearPiece]:
+        found: list[LinearPiece] = []
         layouts = [(part, self._layout(part, spec.device)) for part in spec.parts]
         for form, group in groupby(layouts, lambda each: each[1] and each[1].form):
             members = list(group)
             parts = tuple(part for part, _ in members)
             name = f"{spec.name}.{len(found)}"
             kept = replace(spec, name=name, parts=parts, bias=False)
-            found.append(_LinearPiece(kept, [layout for _, layout in members if layout]))
+            found.append(LinearPiece(kept, [layout for _, layout in members if layout]))
             assert (form is None) == (not found[-1].layouts)
         return found
 
@@ -123,8 +137,8 @@ class StoredCpu(LinearMethod):
             biases = state.bias.split([piece.spec.out_features for piece in state.pieces])
         for piece, bias in zip(state.pieces, biases, strict=True):
             bias = None if bias is None else bias.clone()
-            if piece.packs:
-                piece.state = _packed(piece, bias)
+            if self.packs(piece):
+                piece.state = self.pack(piece, bias)
             else:
                 dense = piece.state
                 if piece.layouts:
@@ -139,8 +153,8 @@ class StoredCpu(LinearMethod):
         total = 0
         for piece in self._pieces(replace(spec, device=torch.device("meta"))):
             shape = (piece.spec.out_features, piece.spec.in_features)
-            if piece.packs:
-                total += blocks.num_bytes(piece.form, *shape, spec.bias)
+            if self.packs(piece):
+                total += self.bytes_of(piece.form, *shape, spec.bias)
                 continue
             kept = replace(piece.spec, bias=spec.bias)
             packed = self._dense.packed_bytes(kept)
@@ -157,61 +171,31 @@ class StoredCpu(LinearMethod):
 
     # ---- Products
 
+    @abstractmethod
+    def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out] of this piece."""
+
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces
         if len(pieces) == 1:
-            return self._one(pieces[0], x)
+            return self.apply_piece(pieces[0], x)
         out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
         column = 0
         for piece in pieces:
             size = piece.spec.out_features
-            if isinstance(piece.state, PackedBlocks):
-                piece.state.into(x, out, column)
-            else:
-                out[:, column : column + size] = self._one(piece, x)
+            out[:, column : column + size] = self.apply_piece(piece, x)
             column += size
         return out
-
-    def _one(self, piece: _LinearPiece, x: Tensor) -> Tensor:
-        if isinstance(piece.state, PackedBlocks):
-            return piece.state(x)
-        return self._dense.apply(piece.state, x)
-
-    def apply_norm(self, state: StoredState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        packed = state.pieces[0].state
-        if len(state.pieces) == 1:
-            if isinstance(packed, PackedBlocks):
-                return packed.after_norm(x, norm, eps)
-            return self._dense.apply_norm(packed, x, norm, eps)
-        return super().apply_norm(state, x, norm, eps)
-
-    def apply_norm_gated(
-        self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
-    ) -> Tensor:
-        packed = state.pieces[0].state
-        if len(state.pieces) == 1 and gate in GATES:
-            if isinstance(packed, PackedBlocks):
-                return packed.gated_after_norm(x, norm, eps, gate)
-            return self._dense.apply_norm_gated(packed, x, norm, eps, gate)
-        return super().apply_norm_gated(state, x, norm, eps, gate)
-
-    def apply_add(self, state: StoredState, x: Tensor, residual: Tensor) -> Tensor:
-        packed = state.pieces[0].state
-        if len(state.pieces) == 1:
-            if isinstance(packed, PackedBlocks):
-                return packed.add(x, residual)
-            return self._dense.apply_add(packed, x, residual)
-        return super().apply_add(state, x, residual)
 
 
 class _StoredEmbedding(EmbeddingTable):
     """The embedding: packed where it can be, which the head then multiplies by as it is; dense
     where adapters have rows behind it."""
 
-    def __init__(self, method: StoredCpu, spec: LinearSpec, virtual: int) -> None:
+    def __init__(self, method: Stored, spec: LinearSpec, virtual: int) -> None:
         self._method, self._spec = method, spec
         (self._piece,) = method._pieces(spec)
-        self._packs = self._piece.packs and not virtual
+        self._packs = method.TABLES and method.packs(self._piece) and not virtual
         self.lookup = torch.empty(0, spec.in_features, dtype=spec.dtype, device=spec.device)
         if not self._packs:
             rows = spec.out_features + virtual
@@ -222,7 +206,7 @@ class _StoredEmbedding(EmbeddingTable):
         self.num_parameters = spec.num_parameters
         self.num_bytes = self.embedding.nbytes
         if self._packs:
-            self.num_bytes = blocks.num_bytes(
+            self.num_bytes = method.bytes_of(
                 self._piece.form, spec.out_features, spec.in_features, False
             )
         else:
@@ -248,27 +232,9 @@ class _StoredEmbedding(EmbeddingTable):
         return (self._method, StoredState([self._piece])) if self._packs else None
 
 
-def _packed(piece: _LinearPiece, bias: Tensor | None) -> PackedBlocks:
-    packed = PackedBlocks(piece.form, piece.spec.out_features, piece.spec.in_features, bias)
-    if all(layout.rows % 64 == 0 for layout in piece.layouts):
-        at = 0
-        for layout in piece.layouts:
-            for decoded in layout.decoded(_STEP):
-                packed.fill(at, *decoded)
-                at += len(decoded[0])
-        return packed
-    # A panel has rows of two parts.
-    parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
-    offset = (
-        None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])
-    )
-    packed.fill(0, torch.cat(list(parts[0])), torch.cat(list(parts[1])), offset)
-    return packed
-
-
 def _values(layouts: list[Layout]) -> Iterator[Tensor]:
     for layout in layouts:
-        for decoded in layout.decoded(_STEP):
+        for decoded in layout.decoded(STEP):
             yield unpacked(layout.form, decoded)
 
 

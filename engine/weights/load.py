@@ -74,6 +74,8 @@ def load_weights(
                 job.then()
         del jobs, units
     model.finish()
+    if model.device.type == "cuda":  # what was packed leaves gaps that the KV cache does not fit in
+        torch.cuda.empty_cache()
     if model.device.type == "cpu" and model.num_bytes >= HUGE_PAGES_FROM:
         Thread(target=collapse, name="huge-pages", daemon=True).start()
 

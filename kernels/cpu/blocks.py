@@ -7,9 +7,7 @@ order: a row of the result is the same whatever other rows stand beside it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +31,8 @@ from kernels.cpu.panels import (
     products,
     put,
 )
+from kernels.packed import BLOCK, Format
 
-BLOCK = 32  # inputs that share a scale of x
 _ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
 _AHEAD = 4096  # bytes from here that are asked for now
 # From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
@@ -43,56 +41,11 @@ _TOGETHER = 8
 _NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """What weights are made of: scale * (code - zero) + offset.
-
-    bits: of a code: 4 or 8, unsigned.
-    group: inputs that share a scale and an offset: 16, or a multiple of 32.
-    scale: dtype of scales and offsets.
-    zero: a whole number.
-    offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
-    table: of 4-bit codes: the 16 numbers, from 0 to 255, that they stand for.
-    """
-
-    bits: Literal[4, 8]
-    group: int = 32
-    scale: torch.dtype = torch.float16
-    zero: int = 0
-    offset: Literal["none", "add", "shift"] = "none"
-    table: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert self.group == 16 or self.group % BLOCK == 0
-        assert not (self.zero and self.offset != "none")
-        assert not self.table or (self.bits == 4 and len(self.table) == 16)
-
-    @property
-    def chunk(self) -> int:
-        """Inputs after which the layout repeats."""
-        return max(self.group, BLOCK)
-
-    @property
-    def units(self) -> int:
-        """Groups in a block of x, at least 1."""
-        return 2 if self.group == 16 else 1
-
-    @property
-    def x_bytes(self) -> int:
-        """Of a block of a rounded row: 32 codes; their scale; and of each unit the sum of the
-        codes, times -zero as an integer, or times the scale."""
-        return BLOCK + 4 + 4 * self.units
-
-    def chunk_bytes(self, outputs: int) -> int:
-        """Of a chunk of a panel: scales, offsets, codes."""
-        kept = self.scale.itemsize * (1 if self.offset == "none" else 2)
-        return outputs * (self.units * kept + self.chunk * self.bits // 8)
-
-
 def fits(form: Format, outputs: int, width: int) -> bool:
     """Whether there is a kernel for a matrix of this size on this machine."""
     try:
-        return outputs % (4 * lanes()) == 0 and width % form.chunk == 0
+        fitting = outputs % (4 * lanes()) == 0 and width % form.chunk == 0
+        return fitting and form.code == "int" and form.rows == 1
     except CompilerUnavailable:
         return False
 

@@ -26,7 +26,7 @@ from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.gguf import BLOCK_TYPES, BlockType
 from engine.quantization.groups import GroupsCpu, rounded
-from engine.quantization.layouts import GgufLayout, IntegerLayout, unpacked
+from engine.quantization.layouts import GgufLayout, IntegerLayout
 from engine.quantization.method import DenseState
 from engine.quantization.registry import AS_STORED, METHODS
 from engine.quantized import GGUF_BLOCKS, Quantized, read_quantized
@@ -34,6 +34,8 @@ from engine.weights import load_weights
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
+from kernels.packed import PackedWeight, unpacked
+from kernels.reference import Kernels
 from tests.deployments.test_models import tiny
 from tests.engine.checkpoints import Paged
 from tests.engine.test_memory import held
@@ -291,8 +293,9 @@ def test_zero_points_that_contradict_config(tmp_path: Path) -> None:
         read(replace(scheme("gptq"), symmetric=True), tensors, 64, 128)
 
 
+@pytest.mark.parametrize("runs_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_model_of_packed_integers(name: str, tmp_path: Path) -> None:
+def test_a_model_of_packed_integers(name: str, runs_on: str, tmp_path: Path) -> None:
     """Bug: parts of a merged layer exchanged, tensors that nobody needs refused, a head or an
     embedding in 16 bits looked for in words."""
     stored_config(tmp_path, SCHEMES[name], tied=False)
@@ -313,15 +316,26 @@ def test_a_model_of_packed_integers(name: str, tmp_path: Path) -> None:
                 found, weights[matrix] = integers(config.quantized, matrix, *source.shape)
                 tensors |= found
     save_file(tensors, tmp_path / "model.safetensors")
-    model = loaded(tmp_path, torch.bfloat16)
+    made_up = build_on(runs_on, config)
+    load_weights(made_up, None)
+    assert logits(made_up).isfinite().all()
+    model = build_on(runs_on, config)
+    load_weights(model, tmp_path)
     for linear in model.linears():
         want = torch.cat([weights[part.name] for part in linear.spec.parts]).double()
         x = torch.randn(3, want.shape[1])
         assert ((linear.forward(x) - x.double() @ want.T).abs() <= bound(x, want)).all()
+        if runs_on == "cuda" and not isinstance(linear.state, DenseState):
+            assert all(isinstance(piece.state, PackedWeight) for piece in linear.state.pieces)
     assert logits(model).isfinite().all()
-    made_up = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
-    load_weights(made_up, None)
-    assert logits(made_up).isfinite().all()
+    assert model.num_bytes == held(model)
+
+
+def build_on(runs_on: str, config: ModelConfig) -> Model:
+    """In this process, as the device would have it: CUDA's methods with the plain kernels."""
+    if runs_on == "cpu":
+        return build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
+    return build_model(config, torch.float32, "cpu", Kernels(), runs_on="cuda")
 
 
 # ---- Rounded at load -----------------------------------------------------------------------------
@@ -533,12 +547,12 @@ def test_what_is_not_supported_is_named(
 
 
 def test_settings_that_contradict_the_checkpoint(tmp_path: Path) -> None:
-    """Bug: int8 of what is in 4 bits, blocks of what has none, a GPU that cannot."""
+    """Bug: int8 of what is in 4 bits, blocks of what has none, a device that cannot."""
     stored_config(tmp_path, "gguf")
     model = ModelConfig.from_folder(tmp_path)
     for name, device, message in (
         ("int8", "cpu", "weights are gguf IQ4_NL, Q4_0, Q4_1, Q5_1, Q8_0 already"),
-        ("none", "cuda", "runs on the CPU only"),
+        ("fp8", "cuda", "weights are gguf IQ4_NL, Q4_0, Q4_1, Q5_1, Q8_0 already"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_model(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import blocks, compiler
-from kernels.cpu.blocks import BLOCK, Format, PackedBlocks
+from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.panels import GATES
+from kernels.packed import BLOCK, Format
 from kernels.reference import Kernels
 from tests.kernels.test_generated import able
 from tests.kernels.test_reference import normed

@@ -36,11 +36,15 @@ from kernels.experts.reference import ExpertWeights  # noqa: E402
 from kernels.experts.routing import CLAMPED, Routing  # noqa: E402
 from kernels.experts.topk import topk  # noqa: E402
 from kernels.gemm.deterministic import TILES, product  # noqa: E402
+from kernels.gemm.fp8 import round_rows  # noqa: E402
 from kernels.gemm.gemv import gemv  # noqa: E402
+from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
+from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import layer_norm, rms_norm  # noqa: E402
+from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402
@@ -139,6 +143,34 @@ def layers(d: Dims) -> None:
         x, weight = bf16(5, d.hidden).to(dtype), bf16(qkv, d.hidden).to(dtype)
         for tile in tiles:
             product(x, weight, None, None, tile)
+
+
+def packed(d: Dims) -> None:
+    """Products with weights of 4 and 8 bits: one token, a few, many."""
+    forms = [
+        Format(4, 64, zero=8),
+        Format(4, 32, torch.bfloat16, offset="add"),
+        Format(4, 64, torch.float32, offset="shift"),
+        Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
+        Format(4, 16, torch.float32, zero=128, table=tuple(range(16))),
+        Format(8, d.hidden, torch.float32, zero=128),
+        Format(8, d.hidden, torch.float32, code="e4m3"),
+        Format(8, 64, torch.float32, code="e4m3", rows=64),
+    ]
+    qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    x, norm, device = bf16(1, d.hidden), bf16(d.hidden), torch.device("cpu")
+    for form in forms:
+        weight = PackedWeight(form, qkv, d.hidden, None, device)
+        gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
+        packed_gemv(x, weight, norm=norm, eps=EPS)
+        packed_gemv(x, weight, residual=bf16(1, qkv))
+        packed_gemv(x, gated, norm=norm, eps=EPS, gate="silu")
+        packed_dot(bf16(8, d.hidden), weight, bf16(8, qkv))
+        expand(weight, x)
+    round_rows(bf16(64, d.hidden))
+    round_rows(bf16(64, d.hidden), norm, EPS)
+    for tokens in (32, 64, 256):
+        packed_dot(bf16(tokens, d.hidden), PackedWeight(forms[0], qkv, d.hidden, bf16(qkv), device))
 
 
 def plain(d: Dims) -> None:
@@ -312,7 +344,7 @@ def experts(d: Dims) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (layers, plain, attention, sampling, assembly, adapters, experts)
+    for part in (layers, packed, plain, attention, sampling, assembly, adapters, experts)
 }
 
 

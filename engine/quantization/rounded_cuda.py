@@ -1,0 +1,114 @@
+"""Rounded: 16-bit weights rounded to 8 or 4 bits when they are loaded, on CUDA.
+
+fp8    e4m3 with a scale an output; activations too, with a scale a token, in steps large enough
+       for the device's products of 8-bit floats
+int8   a scale an output
+int4   a scale and an offset for a group of 128 inputs; the head in 8 bits
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine.quantization.method import DenseCuda, DenseState, LinearSpec
+from kernels.dispatch import Kernels
+from kernels.packed import BLOCK, Decoded, Format, PackedWeight
+
+_STEP = 4096  # rows that are rounded at once
+_GROUP = 128  # of 4-bit weights, where it divides a row
+
+
+class PackedCuda(DenseCuda):
+    """Applies what finish has packed, and dense weights where it has not."""
+
+    def apply(self, state: Any, x: Tensor) -> Tensor:
+        if isinstance(state, PackedWeight):
+            return self.kernels.packed_linear(x, state)
+        return super().apply(state, x)
+
+    def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        if isinstance(state, PackedWeight):
+            return self.kernels.packed_linear(x, state, norm=norm, eps=eps)
+        return super().apply_norm(state, x, norm, eps)
+
+    def apply_norm_gated(
+        self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        if isinstance(state, PackedWeight):
+            return self.kernels.packed_linear(x, state, norm=norm, eps=eps, gate=gate)
+        return super().apply_norm_gated(state, x, norm, eps, gate)
+
+    def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
+        if isinstance(state, PackedWeight):
+            return self.kernels.packed_linear(x, state, residual=residual)
+        return super().apply_add(state, x, residual)
+
+    def tune(self, states: Any, sizes: Any, add: bool) -> None:
+        if not any(isinstance(state, PackedWeight) for state in states):
+            super().tune(states, sizes, add)
+
+
+class RoundedCuda(PackedCuda):
+    """Matrices whose rows are no multiple of 32 stay as they are."""
+
+    def __init__(self, kernels: Kernels, to: Literal["fp8", "int8", "int4"]) -> None:
+        super().__init__(kernels)
+        self._to = to
+
+    def form(self, name: str, width: int) -> Format | None:
+        """Of a layer with rows of this width; None where it stays as it is."""
+        if width % BLOCK:
+            return None
+        if self._to == "fp8":
+            return Format(8, width, torch.float32, code="e4m3")
+        if self._to == "int8" or name == "head":
+            return Format(8, width, torch.float32, zero=128)
+        group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
+        return Format(4, group, torch.float16, offset="add")
+
+    def packed_bytes(self, spec: LinearSpec) -> int | None:
+        form = self.form(spec.name, spec.in_features)
+        if form is None:
+            return super().packed_bytes(spec)
+        shape = (spec.out_features, spec.in_features)
+        return PackedWeight.num_bytes(form, *shape) + spec.dtype.itemsize * spec.bias * shape[0]
+
+    def finish(self, state: DenseState) -> Any:
+        outputs, width = state.weight.shape
+        form = self.form(state.name, width)
+        if form is None:
+            return super().finish(state)
+        packed = PackedWeight(form, outputs, width, state.bias, state.weight.device)
+        steps = (state.weight[at : at + _STEP] for at in range(0, outputs, _STEP))
+        return packed.fill_all(rounded(form, each) for each in steps)
+
+
+def rounded(form: Format, weight: Tensor) -> Decoded:
+    """weight [n, in] -> what PackedWeight.fill takes. Symmetric codes reach the largest magnitude
+    of a group. Codes with an offset reach both ends of its range, but for the rounding of scale and
+    offset, which codes are rounded after."""
+    rows, width = weight.shape
+    groups = weight.float().view(rows, width // form.group, form.group)
+    offset = None
+    if form.code == "e4m3":
+        scale = (groups.abs().amax(-1) / 448).clamp_(min=1e-12)
+        values = (groups / scale.unsqueeze(-1)).clamp_(-448, 448)
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    elif form.offset == "none":
+        top = (1 << (form.bits - 1)) - 1
+        scale = (groups.abs().amax(-1) / top).clamp_(min=1e-12)
+        codes = (groups / scale.unsqueeze(-1)).round_().add_(form.zero).to(torch.uint8)
+    else:
+        top = (1 << form.bits) - 1
+        low, high = groups.aminmax(dim=-1)
+        # Of float16; its smallest number stands for groups that are all the same.
+        scale = ((high - low) / top).clamp_(min=6e-8).to(form.scale).float()
+        offset = low.to(form.scale).float()
+        codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
+        codes = codes.round_().clamp_(0, top).to(torch.uint8)
+    codes = codes.view(rows, width)
+    if form.bits == 4:
+        both = codes.view(rows, -1, 2, 16)
+        codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
+    return codes, scale, offset

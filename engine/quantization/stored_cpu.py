@@ -1,0 +1,93 @@
+"""Stored weights on the CPU, in panels of the format's own kernels."""
+
+import torch
+from torch import Tensor
+
+from engine.quantization.method import DenseCpu
+from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
+from engine.quantized import Quantized
+from kernels.cpu import blocks
+from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.panels import GATES
+from kernels.dispatch import Kernels
+from kernels.packed import Format
+
+
+class StoredCpu(Stored):
+    TABLES = True
+
+    def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
+        super().__init__(kernels, quantized, DenseCpu(kernels))
+
+    def fits(self, form: Format, outputs: int, width: int) -> bool:
+        return blocks.fits(form, outputs, width)
+
+    def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
+        return blocks.num_bytes(form, outputs, width, bias)
+
+    def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
+        return _packed(piece, bias)
+
+    def apply(self, state: StoredState, x: Tensor) -> Tensor:
+        pieces = state.pieces
+        if len(pieces) == 1:
+            return self.apply_piece(pieces[0], x)
+        out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
+        column = 0
+        for piece in pieces:
+            size = piece.spec.out_features
+            if isinstance(piece.state, PackedBlocks):
+                piece.state.into(x, out, column)
+            else:
+                out[:, column : column + size] = self.apply_piece(piece, x)
+            column += size
+        return out
+
+    def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
+        if isinstance(piece.state, PackedBlocks):
+            return piece.state(x)
+        return self._dense.apply(piece.state, x)
+
+    def apply_norm(self, state: StoredState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1:
+            if isinstance(packed, PackedBlocks):
+                return packed.after_norm(x, norm, eps)
+            return self._dense.apply_norm(packed, x, norm, eps)
+        return super().apply_norm(state, x, norm, eps)
+
+    def apply_norm_gated(
+        self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
+    ) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1 and gate in GATES:
+            if isinstance(packed, PackedBlocks):
+                return packed.gated_after_norm(x, norm, eps, gate)
+            return self._dense.apply_norm_gated(packed, x, norm, eps, gate)
+        return super().apply_norm_gated(state, x, norm, eps, gate)
+
+    def apply_add(self, state: StoredState, x: Tensor, residual: Tensor) -> Tensor:
+        packed = state.pieces[0].state
+        if len(state.pieces) == 1:
+            if isinstance(packed, PackedBlocks):
+                return packed.add(x, residual)
+            return self._dense.apply_add(packed, x, residual)
+        return super().apply_add(state, x, residual)
+
+
+def _packed(piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
+    packed = PackedBlocks(piece.form, piece.spec.out_features, piece.spec.in_features, bias)
+    if all(layout.rows % 64 == 0 for layout in piece.layouts):
+        at = 0
+        for layout in piece.layouts:
+            for decoded in layout.decoded(STEP):
+                packed.fill(at, *decoded)
+                at += len(decoded[0])
+        return packed
+    # A panel has rows of two parts.
+    parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
+    offset = (
+        None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])
+    )
+    packed.fill(0, torch.cat(list(parts[0])), torch.cat(list(parts[1])), offset)
+    return packed

@@ -1,0 +1,210 @@
+"""The matrix products of one lone token with packed weights: `gemv.py` for 4 and 8 bits.
+
+A thread takes 16 bytes of a row at a time, which belong to one group, and x in the order of their
+codes; so scale and offset are applied once for 16 or 32 weights.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gemm.gemv import GATES
+from kernels.gemm.packed_codes import constants, eight_bits, nibble
+from kernels.packed import PackedWeight
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+@triton.jit
+def _packed_gemv_kernel(
+    x,  # [columns]
+    codes,  # [rows, columns / 8] int32, or [rows, columns]; GATED: twice the rows
+    scale,  # [rows / BAND, columns / GROUP]
+    offset,
+    table,
+    bias,
+    norm,  # [columns]
+    residual,  # [rows]
+    out,  # [rows]
+    eps,
+    rows,
+    columns,
+    pitch,  # columns of codes: the compiler shall know what divides it
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    BASE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    BAND: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
+    UNITS: tl.constexpr,  # of a row at a time
+    UNIT: tl.constexpr,  # words or codes of a thread
+    EVEN: tl.constexpr,  # no row and no column sticks out
+    PDL: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    if GATED:
+        mine = tl.program_id(0) * (ROWS // 2) + index // 2
+        source = mine + (index % 2) * rows
+    else:
+        mine = tl.program_id(0) * ROWS + index
+        source = mine
+    row_mask = mine < rows
+    FIELDS: tl.constexpr = 8 if BITS == 4 else 1  # codes of an element
+    RUN: tl.constexpr = SPAN // 8  # words of a span
+    STEP: tl.constexpr = UNITS * UNIT * FIELDS
+    unit = tl.arange(0, UNITS)
+    element = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    # Of the lowest nibble.
+    column = (element // RUN * SPAN + element % RUN) if BITS == 4 else element
+    at = codes + source.to(tl.int64)[:, None, None] * pitch + element[None, :, :]
+    groups = (source // BAND).to(tl.int64) * (columns // GROUP)
+    acc = tl.zeros([ROWS, UNITS], tl.float32)
+    squares = tl.zeros([UNITS], tl.float32)
+    # Of whole units, so that masked loads stay 16 bytes wide.
+    exists = row_mask[:, None, None] & (unit * (UNIT * FIELDS) < columns)[None, :, None]
+
+    # The first codes depend on no earlier kernel: load them before waiting.
+    if EVEN:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        w = tl.load(at, mask=exists, other=0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, columns, STEP):
+        at += UNITS * UNIT
+        first = start + unit * (UNIT * FIELDS)
+        exists = row_mask[:, None, None] & (first + STEP < columns)[None, :, None]
+        ahead = tl.load(at, mask=exists, other=0, eviction_policy="evict_first")
+        inside = first < columns
+        group = groups[:, None] + (first // GROUP)[None, :]
+        if EVEN:
+            s = tl.load(scale + group).to(tl.float32)
+        else:
+            s = tl.load(scale + group, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            s = s.to(tl.float32)
+        sums = tl.zeros([UNITS], tl.float32)
+        if BITS == 4:
+            part = tl.zeros([ROWS, UNITS, UNIT], tl.float32)
+            kept = tl.zeros([UNITS, UNIT], tl.float32)
+            for field in tl.static_range(8):
+                here = start + column + field * RUN
+                value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
+                if NORM:
+                    squares += tl.sum(value * value, axis=1)
+                    value *= tl.load(norm + here, mask=inside[:, None], other=0.0).to(tl.float32)
+                part += nibble(w, table, field, CODE) * value[None, :, :]
+                kept += value
+            total = tl.sum(part, axis=2)
+            if BASE != 0 or OFFSET != 0:
+                sums = tl.sum(kept, axis=1)
+        else:
+            here = start + column
+            value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
+            if NORM:
+                squares += tl.sum(value * value, axis=1)
+                value *= tl.load(norm + here, mask=inside[:, None], other=0.0).to(tl.float32)
+            total = tl.sum(eight_bits(w, CODE) * value[None, :, :], axis=2)
+            if BASE != 0 or OFFSET != 0:
+                sums = tl.sum(value, axis=1)
+        if BASE != 0:
+            total -= BASE * sums[None, :]
+        if OFFSET != 0:
+            o = tl.load(offset + group, mask=row_mask[:, None] & inside[None, :], other=0.0)
+            o = o.to(tl.float32) * sums[None, :]
+            if OFFSET == 1:
+                acc += total * s + o
+            else:
+                acc += (total + o) * s
+        else:
+            acc += total * s
+        w = ahead
+
+    y = tl.sum(acc, axis=1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / columns + eps)
+    if BIAS:
+        y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
+        if GELU:
+            # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+            gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        else:
+            gate *= tl.sigmoid(gate)
+        y = gate * up
+        outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        outs = mine
+    out_mask = outs < rows
+    if ADD:
+        y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
+    tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
+
+
+def tile(bits: int, rows: int, columns: int) -> tuple[int, int, int]:
+    """(ROWS, units of 16 bytes, warps)."""
+    del columns
+    if bits == 4:
+        return (8, 32, 1) if rows >= 4096 else (4, 32, 1)
+    return (4, 64, 1) if rows >= 4096 else (2, 64, 1)
+
+
+def packed_gemv(
+    x: Tensor,  # [1, in]
+    weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
+    *,
+    norm: Tensor | None = None,  # [in]
+    eps: float = 0.0,
+    gate: str | None = None,  # of GATES
+    residual: Tensor | None = None,  # [1, out]
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32."""
+    assert gate is None or gate in GATES
+    form = weight.form
+    rows, columns = weight.shape
+    num_rows, units, warps = config or tile(form.bits, rows, columns)
+    outs = rows // 2 if gate else rows
+    per_program = num_rows // 2 if gate else num_rows
+    if form.bits == 4:
+        unit = min(4, form.span // 8)
+        step = units * unit * 8
+    else:
+        unit = 16
+        step = units * unit
+    out = x.new_empty((1, outs))
+    _packed_gemv_kernel[(triton.cdiv(outs, per_program),)](
+        x,
+        weight.codes,
+        weight.scale,
+        weight.offset,
+        weight.table,
+        weight.bias,
+        norm,
+        residual,
+        out,
+        eps,
+        outs,
+        columns,
+        weight.codes.shape[1],
+        NORM=norm is not None,
+        GATED=gate is not None,
+        GELU=gate == "gelu_pytorch_tanh",
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        ROWS=num_rows,
+        UNITS=units,
+        UNIT=unit,
+        EVEN=columns % step == 0 and outs % per_program == 0,
+        num_warps=warps,
+        **constants(weight),
+        **pdl(x.device),
+    )
+    return out

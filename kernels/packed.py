@@ -1,0 +1,196 @@
+"""Weights of 4 or 8 bits with a scale for each group of inputs: one record of what the numbers
+mean, which checkpoints are read into and kernels are chosen by, and the form that they have on a
+GPU.
+
+The kernels of the CPU have a layout of their own (`kernels.cpu.blocks`), of the same record.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BLOCK = 32  # inputs of a run of codes as they are handed over; on the CPU, that share a scale of x
+
+# e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+# codes, scales and offsets of some rows, as `PackedWeight.fill` takes them
+Decoded = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What weights are made of: scale * (code - zero) + offset.
+
+    bits: of a code: 4 or 8, unsigned.
+    group: inputs that share a scale and an offset: 16, or a multiple of 32.
+    scale: dtype of scales and offsets.
+    zero: a whole number.
+    offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
+    table: of 4-bit codes: the 16 numbers, from 0 to 255, that they stand for.
+    code: "int", or "e4m3" for 8 bits that are a float of torch.float8_e4m3fn.
+    rows: outputs that share a scale.
+    """
+
+    bits: Literal[4, 8]
+    group: int = 32
+    scale: torch.dtype = torch.float16
+    zero: int = 0
+    offset: Literal["none", "add", "shift"] = "none"
+    table: tuple[int, ...] = ()
+    code: Literal["int", "e4m3"] = "int"
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.group == 16 or self.group % BLOCK == 0
+        assert not (self.zero and self.offset != "none")
+        assert not self.table or (self.bits == 4 and len(self.table) == 16)
+        assert self.code == "int" or (self.bits == 8 and not self.zero and self.offset == "none")
+
+    @property
+    def chunk(self) -> int:
+        """Inputs after which the layout of the CPU repeats."""
+        return max(self.group, BLOCK)
+
+    @property
+    def units(self) -> int:
+        """Groups in a block of x, at least 1."""
+        return 2 if self.group == 16 else 1
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a block of a rounded row: 32 codes; their scale; and of each unit the sum of the
+        codes, times -zero as an integer, or times the scale."""
+        return BLOCK + 4 + 4 * self.units
+
+    def chunk_bytes(self, outputs: int) -> int:
+        """Of a chunk of a panel: scales, offsets, codes."""
+        kept = self.scale.itemsize * (1 if self.offset == "none" else 2)
+        return outputs * (self.units * kept + self.chunk * self.bits // 8)
+
+    @property
+    def span(self) -> int:
+        """Inputs after which the GPU's order of 4-bit codes repeats: a power of two of 16 to 128
+        that divides the group. Nibble i of word j of a span is input i * span / 8 + j, so that the
+        same nibble of neighbouring words belongs to neighbouring inputs."""
+        return gcd(self.group, 128)
+
+
+def unpacked(form: Format, decoded: Decoded) -> Tensor:
+    """float32 [n, in]: the weights that a layout's numbers stand for."""
+    codes, scale, offset = decoded
+    rows = codes.shape[0]
+    if form.code == "e4m3":
+        values = codes.view(torch.float8_e4m3fn).float().view(rows, scale.shape[1], -1)
+    else:
+        if form.bits == 4:
+            codes = _unpaired(codes)
+        if form.table:
+            table = torch.tensor(form.table, dtype=torch.uint8, device=codes.device)
+            codes = table[codes.long()]
+        values = (codes.to(torch.int16) - form.zero).float().view(rows, scale.shape[1], -1)
+    scales = scale.float().unsqueeze(-1)
+    if offset is None:
+        return (values * scales).view(rows, -1)
+    offsets = offset.float().unsqueeze(-1)
+    if form.offset == "add":
+        return (values * scales + offsets).view(rows, -1)
+    return ((values + offsets) * scales).view(rows, -1)
+
+
+def _unpaired(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte as `Decoded` has them, [n, in / 2] -> [n, in]."""
+    both = codes.reshape(codes.shape[0], -1, 16)
+    return torch.stack((both & 15, both >> 4), 2).view(codes.shape[0], -1)
+
+
+class PackedWeight:
+    """A weight [out, in] of a Format on a GPU. `fill` gives it its rows.
+
+    codes: 4 bits: int32 [out, in / 8], in the order that `Format.span` says. 8 bits: [out, in],
+        uint8 that are e4m3 numbers, or int8, where a code is stored less 128.
+    scale: [ceil(out / form.rows), in / group].
+    offset: the same, or None.
+    bias: [out], or None.
+    """
+
+    def __init__(
+        self, form: Format, outputs: int, width: int, bias: Tensor | None, device: torch.device
+    ) -> None:
+        assert width % form.group == 0, (form, width)
+        self.form, self.shape, self.bias = form, (outputs, width), bias
+        if form.bits == 4:
+            self.codes = torch.empty(outputs, width // 8, dtype=torch.int32, device=device)
+        else:
+            kind = torch.uint8 if form.code == "e4m3" else torch.int8
+            self.codes = torch.empty(outputs, width, dtype=kind, device=device)
+        groups = (-(-outputs // form.rows), width // form.group)
+        self.scale = torch.empty(groups, dtype=form.scale, device=device)
+        self.offset = None if form.offset == "none" else torch.empty_like(self.scale)
+        self.table: Tensor | None = None  # of codes that no kernel computes
+        if form.table and form.table != E2M1:
+            self.table = torch.tensor(form.table, dtype=torch.float32, device=device) - form.zero
+
+    @staticmethod
+    def num_bytes(form: Format, outputs: int, width: int) -> int:
+        """Without the bias."""
+        kept = form.scale.itemsize * (1 if form.offset == "none" else 2)
+        groups = -(-outputs // form.rows) * (width // form.group)
+        return outputs * width * form.bits // 8 + groups * kept
+
+    def fill(self, first: int, decoded: Decoded) -> None:
+        """Rows from first on, a multiple of form.rows.
+
+        codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
+            has input j in its low half, and 16 + j in its high half.
+        scale, offset: [ceil(n / form.rows), in / group].
+        """
+        codes, scale, offset = decoded
+        form, count = self.form, codes.shape[0]
+        target = self.codes[first : first + count]
+        if form.bits == 4:
+            # [n, spans, nibble, word] -> one word of eight nibbles
+            nibbles = _unpaired(codes).view(count, -1, 8, form.span // 8).to(torch.int32)
+            words = nibbles[:, :, 0]
+            for at in range(1, 8):
+                words = words | (nibbles[:, :, at] << (4 * at))
+            target.copy_(words.view(count, -1))
+        elif form.code == "e4m3":
+            target.copy_(codes)
+        else:
+            target.view(torch.uint8).copy_(codes ^ 128)
+        at = first // form.rows
+        self.scale[at : at + scale.shape[0]] = scale
+        if offset is not None and self.offset is not None:
+            self.offset[at : at + scale.shape[0]] = offset
+
+    def fill_all(self, parts: Iterable[Decoded]) -> "PackedWeight":
+        at = 0
+        for decoded in parts:
+            self.fill(at, decoded)
+            at += decoded[0].shape[0]
+        assert at == self.shape[0], (at, self.shape)
+        return self
+
+    def decoded(self) -> Decoded:
+        """What `fill` was given for all rows."""
+        form = self.form
+        if form.bits == 8:
+            codes = self.codes.view(torch.uint8)
+            return codes if form.code == "e4m3" else codes ^ 128, self.scale, self.offset
+        spans = self.codes.view(self.shape[0], -1, 1, form.span // 8)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.codes.device)
+        nibbles = ((spans >> shifts.view(8, 1)) & 15).to(torch.uint8).view(self.shape[0], -1)
+        both = nibbles.view(self.shape[0], -1, 2, 16)
+        return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1), self.scale, self.offset
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weights [out, in] in this dtype, rounded once."""
+        codes, scale, offset = self.decoded()
+        if self.form.rows > 1:
+            scale = scale.repeat_interleave(self.form.rows, 0)[: self.shape[0]]
+        return unpacked(self.form, (codes, scale, offset)).to(dtype)

@@ -1,0 +1,198 @@
+"""Products with packed weights on the GPU's kernels, against float64 of the weights that the codes
+stand for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cuda import FP8_ROWS
+from kernels.dispatch import kernels_for
+from kernels.gemm import fp8
+from kernels.gemm import packed_dot as dot_module
+from kernels.gemm.packed_dot import expand, packed_dot
+from kernels.gemm.packed_gemv import packed_gemv
+from kernels.packed import E2M1, Format, PackedWeight
+from kernels.reference import Kernels
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+
+pytestmark = pytest.mark.triton
+cuda = kernels_for("cuda")
+TABLE = tuple(range(3, 243, 15))
+F32 = torch.float32
+FORMS = {
+    "int4-128": (Format(4, 128, zero=8), 256),
+    "int4-64-zero": (Format(4, 64, F32, offset="shift"), 320),
+    "int4-32-add": (Format(4, 32, offset="add"), 160),
+    "int4-row": (Format(4, 288, F32, zero=8), 288),
+    "e2m1-32": (Format(4, 32, F32, zero=12, table=E2M1), 256),
+    "e2m1-16": (Format(4, 16, F32, zero=12, table=E2M1), 96),
+    "table-64": (Format(4, 64, F32, zero=128, table=TABLE), 192),
+    "int8-128": (Format(8, 128, zero=128), 256),
+    "int8-row": (Format(8, 288, F32, zero=128), 288),
+    "int8-32-shift": (Format(8, 32, F32, offset="shift"), 160),
+    "int8-16-zero": (Format(8, 16, F32, zero=32), 160),
+    "e4m3-row": (Format(8, 288, F32, code="e4m3"), 288),
+    "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128), 256),
+}
+# float32 keeps 2^-24 of the largest partial sum, and codes come with 128 more.
+BOUNDS = {**BOUND, F32: 2e-5}
+
+
+def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
+    """A weight and the float64 numbers that it stands for."""
+    form, width = FORMS[name]
+    torch.manual_seed(rows)
+    count = -(-rows // form.rows)
+    codes = torch.randint(0, 256, (rows, width * form.bits // 8), dtype=torch.uint8)
+    if form.code == "e4m3":
+        codes[(codes & 127) == 127] = 0  # NaN
+    scale = (0.5 + torch.rand(count, width // form.group)) / 64
+    offset = None
+    if form.offset == "add":
+        offset = -0.1 * torch.rand_like(scale)
+    elif form.offset == "shift":
+        offset = -torch.randint(0, 1 << form.bits, scale.shape).float()
+    added = random(rows, dtype=torch.float32).to(torch.float16) if bias else None
+    weight = PackedWeight(form, rows, width, added, torch.device(DEVICE))
+    parts = [each if each is None else each.to(DEVICE) for each in (codes, scale, offset)]
+    weight.fill(0, (parts[0], parts[1], parts[2]))  # type: ignore[arg-type]
+    return weight, weight.dense(torch.float64)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_come_back(name: str) -> None:
+    """A nibble in another's place."""
+    weight, _ = packed(name, 40)
+    form, width = FORMS[name]
+    codes, scale, offset = weight.decoded()
+    again = PackedWeight(form, 40, width, None, torch.device(DEVICE))
+    again.fill(0, (codes, scale, offset))
+    assert torch.equal(again.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    torch.manual_seed(40)
+    drawn = torch.randint(0, 256, (40, width * form.bits // 8), dtype=torch.uint8).to(DEVICE)
+    if form.code == "e4m3":
+        drawn[(drawn & 127) == 127] = 0
+    assert torch.equal(codes, drawn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_one_token(name: str, dtype: torch.dtype) -> None:
+    """A scale of the wrong group, a zero forgotten, a tail taken from the next row, a fusion that
+    is right for one type of code only."""
+    weight, ref = packed(name, 24, bias=True)
+    width = weight.shape[1]
+    x, residual = random(1, width, dtype=dtype), random(1, 24, dtype=dtype)
+    norm = random(width, dtype=dtype)
+    assert weight.bias is not None
+    plain = x.double() @ ref.T + weight.bias.double()
+    assert row_error(packed_gemv(x, weight, residual=residual), plain + residual.double()) < (
+        2 * BOUNDS[dtype]
+    )
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    gate, up = (normed @ ref.T + weight.bias.double()).chunk(2, -1)
+    got = packed_gemv(x, weight, norm=norm, eps=1e-5, gate="silu")
+    assert row_error(got, torch.nn.functional.silu(gate) * up) < 4 * BOUNDS[dtype]
+    for config in ((8, 8, 1), (16, 16, 2)):
+        got = packed_gemv(x, weight, config=config)
+        assert row_error(got, plain) < 2 * BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_several_tokens(name: str, dtype: torch.dtype) -> None:
+    """Rows or columns that do not fill a tile, a share of the columns left out or taken twice."""
+    weight, ref = packed(name, 40, bias=True)
+    assert weight.bias is not None
+    x, residual = random(5, weight.shape[1], dtype=dtype), random(5, 40, dtype=dtype)
+    plain = x.double() @ ref.T + weight.bias.double() + residual.double()
+    width = 16 if weight.form.bits == 4 else 32
+    # Scaled weights are rounded to x's type, as an expanded weight would be.
+    for split in (1, 2):
+        got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
+        assert row_error(got, plain) < 2 * BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_expanded(name: str, dtype: torch.dtype) -> None:
+    weight, ref = packed(name, 40)
+    assert row_error(expand(weight, random(1, dtype=dtype)), ref) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_every_number_of_tokens_means_the_same(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The back end's own way for a number of tokens, against the reference's."""
+    monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
+    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens: (32, 16, 16, 1, 2))
+    dtype = torch.float16
+    for name in ("int4-128", "e4m3-row"):
+        weight, _ = packed(name, 24, bias=True)
+        width = weight.shape[1]
+        x, norm = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+        residual = random(tokens, 24, dtype=dtype)
+        reference = Kernels()
+        for how in (
+            {},
+            {"norm": norm, "eps": 1e-5},
+            {"norm": norm, "eps": 1e-5, "gate": "silu"},
+            {"norm": norm, "eps": 1e-5, "gate": "relu"},
+        ):
+            ref = reference.packed_linear(x, weight, **how)  # type: ignore[arg-type]
+            got = cuda.packed_linear(x, weight, **how)  # type: ignore[arg-type]
+            assert row_error(got, ref) < 6 * BOUND[dtype], how
+        ref = reference.packed_linear(x, weight, residual=residual.clone())
+        assert row_error(cuda.packed_linear(x, weight, residual=residual), ref) < 4 * BOUND[dtype]
+
+
+# ---- 8-bit floats on both sides ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [48, 300])
+def test_rows_are_rounded(size: int, dtype: torch.dtype) -> None:
+    """A scale of another row, a row of zeros, a norm that is left out."""
+    x, norm = random(5, size, dtype=dtype), random(size, dtype=dtype)
+    x[2] = 0
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    for weight, ref in ((None, wide), (norm, normed)):
+        rows, scales = fp8.round_rows(x, weight, 1e-5)
+        found = rows.double() * scales.double()
+        # Half of the last of three bits of mantissa, or of the smallest step.
+        bound = (ref.abs() / 16).maximum(scales.double() * 2**-10) * 1.01
+        near = (found - ref).abs() <= bound
+        if DEVICE == "cpu":  # the interpreter loses a carry out of the mantissa
+            nearest = (ref / scales.double()).float().to(fp8.E4M3).float()
+            near |= torch.frexp(nearest).mantissa.abs() == 0.5
+        assert near.all()
+        top = ref.abs().amax(-1, keepdim=True)
+        assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 31, 32, 300])
+@pytest.mark.parametrize("name", FORMS)
+def test_inside_a_graph(name: str, tokens: int) -> None:
+    """What a graph replays is what a launch computes, for every way that the back end takes."""
+    width = FORMS[name][1]
+    weight, ref = packed(name, 512)
+    x = random(tokens, width, dtype=torch.bfloat16)
+    for _ in range(2):
+        cuda.packed_linear(x, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda.packed_linear(x, weight)
+    x.copy_(random(tokens, width, dtype=torch.bfloat16))
+    graph.replay()
+    rounded = fp8.scales_fit(x, weight) and tokens >= FP8_ROWS
+    bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
+    assert row_error(out, x.double() @ ref.T) < bound
+    if rounded:
+        rows, scales = fp8.round_rows(x)
+        exact = (rows.double() * scales.double()) @ ref.T
+        assert row_error(out, exact) < 2 * BOUND[torch.bfloat16]
