@@ -83,6 +83,7 @@ def test_what_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(("name", "device"), [("uint4-128", "cuda"), ("fp8", "cpu")])
 def test_a_device_that_has_no_kernel_is_named(name: str, device: str) -> None:
+    """Bug: a KeyError, or a method of the other device."""
     with pytest.raises(ConfigError, match=f"'{name}' does not run on {device}"):
         check_quantization(name, device, None)
 

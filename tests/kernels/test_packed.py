@@ -117,6 +117,7 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_expanded(name: str, dtype: torch.dtype) -> None:
+    """A tail of columns that is left out; a nibble at another's place."""
     weight, ref = packed(name, 40)
     assert row_error(expand(weight, random(1, dtype=dtype)), ref) < BOUNDS[dtype]
 
