@@ -24,11 +24,12 @@ from engine.evaluation.paged import Paged
 from engine.evaluation.prompts import SHIPPED
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
-from engine.quantization.layouts import GgufLayout, unpacked
+from engine.quantization.layouts import GgufLayout
 from engine.quantized import Quantized
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index
 from kernels.dispatch import kernels_for
+from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT / "LICENSE"  # of which two pieces, because prompts are short

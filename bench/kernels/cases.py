@@ -14,8 +14,10 @@ from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
+from kernels.gemm.fp8 import round_rows
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
+from kernels.packed import Format, PackedWeight
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
@@ -172,6 +174,37 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     ours = [partial(cuda.linear, x, w, None) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
+
+
+def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> KernelWork:
+    """Random codes; the bytes are those of codes and scales, and the library's weights have 16
+    bits."""
+    form = {
+        "int4": Format(4, min(width, 128), zero=8),
+        "int8": Format(8, width, torch.float32, zero=128),
+        "fp8": Format(8, width, torch.float32, code="e4m3"),
+    }[to]
+    num_bytes = PackedWeight.num_bytes(form, size, width)
+    weights = []
+    for _ in range(copies_for(num_bytes) + 1):
+        weight = PackedWeight(form, size, width, None, torch.device(s.device))
+        codes = weight.codes.view(torch.uint8)
+        codes.random_(0, 127 if to == "fp8" else 256)  # 127 is e4m3's NaN
+        weight.scale.fill_(2.0**-12)
+        weights.append(weight)
+    x = s.random(rows, width)
+    dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
+    ours = [partial(cuda.packed_linear, x, weight) for weight in weights]
+    library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
+    return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
+
+
+def rounded_rows(s: Sizes, rows: int) -> KernelWork:
+    """The norm before a product of 8-bit floats."""
+    num_bytes = rows * s.hidden * (s.dtype.itemsize + 1.0)
+    xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
+    weight = s.random(s.hidden)
+    return KernelWork([partial(round_rows, x, weight, 1e-5) for x in xs], num_bytes)
 
 
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
@@ -394,6 +427,13 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
+    for to in ("int4", "int8", "fp8"):
+        for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
+            for rows in (1, 2, 8, 16, 32, 64, 256, 1024):
+                make = partial(packed_linear, s, *LINEARS[name][0], rows, to)
+                cases[f"{to} product/{name}/{rows}"] = make
+    for rows in (32, 256, 8192):
+        cases[f"norm to e4m3/{rows}"] = partial(rounded_rows, s, rows)
     for rows in (256, 4096):
         make = partial(fixed_linear, s, *LINEARS["8b qkv"][0], rows)
         cases[f"deterministic product/8b qkv/{rows}"] = make

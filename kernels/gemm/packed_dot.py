@@ -150,7 +150,7 @@ def _packed_sum_kernel(
 
 
 @triton.jit
-def _expand_kernel(
+def _packed_expand_kernel(
     codes,
     scale,
     offset,
@@ -275,7 +275,7 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
     out = like.new_empty((rows, columns))
     width = 64 if weight.form.bits == 4 else 256
     fields = 8 if weight.form.bits == 4 else 1
-    _expand_kernel[(triton.cdiv(rows, 8), triton.cdiv(columns, width * fields))](
+    _packed_expand_kernel[(triton.cdiv(rows, 8), triton.cdiv(columns, width * fields))](
         weight.codes,
         weight.scale,
         weight.offset,

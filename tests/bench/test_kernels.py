@@ -29,7 +29,7 @@ from bench.kernels.cases import (  # noqa: E402
 )
 from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
-from kernels.gemm import deterministic  # noqa: E402
+from kernels.gemm import deterministic, packed_dot  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -61,7 +61,7 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", count)
-    for module in (attention_decode, deterministic):
+    for module in (attention_decode, deterministic, packed_dot):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     monkeypatch.setattr(deterministic, "agreeing", lambda weight, bias, add: deterministic.TILES[2])
     cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})

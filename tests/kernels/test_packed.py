@@ -34,6 +34,12 @@ FORMS = {
     "e4m3-row": (Format(8, 288, F32, code="e4m3"), 288),
     "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128), 256),
 }
+QUICK = ("int4-128", "e2m1-32", "int8-32-shift")
+# The interpreter takes seconds for each; a GPU none.
+EACH = [
+    pytest.param(name, marks=[pytest.mark.slow] if DEVICE == "cpu" and name not in QUICK else [])
+    for name in FORMS
+]
 # float32 keeps 2^-24 of the largest partial sum, and codes come with 128 more.
 BOUNDS = {**BOUND, F32: 2e-5}
 
@@ -76,7 +82,7 @@ def test_codes_come_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EACH)
 def test_one_token(name: str, dtype: torch.dtype) -> None:
     """A scale of the wrong group, a zero forgotten, a tail taken from the next row, a fusion that
     is right for one type of code only."""
@@ -100,7 +106,7 @@ def test_one_token(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EACH)
 def test_several_tokens(name: str, dtype: torch.dtype) -> None:
     """Rows or columns that do not fill a tile, a share of the columns left out or taken twice."""
     weight, ref = packed(name, 40, bias=True)
@@ -115,7 +121,7 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EACH)
 def test_expanded(name: str, dtype: torch.dtype) -> None:
     """A tail of columns that is left out; a nibble at another's place."""
     weight, ref = packed(name, 40)
