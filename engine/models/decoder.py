@@ -310,12 +310,22 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]
     ) -> Tensor:
+        residual = self.enter(token_ids, metas[0].positions)
+        return self.leave(self.through(residual, metas, kv))
+
+    def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
-        if self.entrance is not None:
-            residual = self.entrance(residual, metas[0].positions)
+        return residual if self.entrance is None else self.entrance(residual, positions)
+
+    def through(self, residual: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]) -> Tensor:
         for layer in self.layers:
             number = layer.number
             residual = layer.forward(residual, kv[number], metas[self._group_of[number]])
+        return residual
+
+    def leave(self, residual: Tensor) -> Tensor:
+        """The last: the final norm."""
         return residual if self.norm is None else self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,11 +23,13 @@ from torch import Tensor
 from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
 from engine.lora.device import LoraDevice
 from engine.lora.virtual_tokens import VirtualTokensDevice
+from engine.models.decoder import Decoder
 from engine.models.registry import Model
 from engine.pooling import Pooling
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache
+from engine.runner.programs import StepPrograms
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
@@ -180,6 +182,10 @@ class ModelRunner:
         self._num_virtual = [0] * rows.pad_row
         self._pooled = [False] * rows.pad_row
         self.graphs: StepGraphs | None = None
+        # Of decodes on the CPU; an encoder has none.
+        self.programs: StepPrograms | None = None
+        if not self._cuda and isinstance(model, Decoder):
+            self.programs = StepPrograms(model, rows, kv)
 
     def launch(self, batch: Batch) -> DeviceResult:
         """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns.
@@ -239,7 +245,9 @@ class ModelRunner:
             step = self.inputs.assemble(batch)
             if self.lora is not None:
                 step.adapt(self.lora.step(batch))
-            hidden = self.forward(step)
+            hidden = self._replayed(step) if decodes_only else None
+            if hidden is None:
+                hidden = self.forward(step)
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
                 if self._pooling is not None:
@@ -318,6 +326,8 @@ class ModelRunner:
         """Go on with so few KV blocks, all empty. Legal when nothing is in flight."""
         if self.graphs is not None:
             self.graphs.forget()  # they know the old blocks' addresses
+        if self.programs is not None:
+            self.programs.forget()
         self.kv.shrink(num_blocks)
 
     def forward(self, step: DeviceStep) -> Tensor:
@@ -327,12 +337,23 @@ class ModelRunner:
     def run(self, token_ids: Tensor, metas: Sequence[AttentionMeta]) -> Tensor:
         """The same. metas: of each group of layers; they are planned here."""
         layers = self.kv.layers
+        self._windows(metas)
         for group, meta in zip(self.kv.groups.groups, metas, strict=True):
-            meta.window, meta.chunk = group.attention.window, group.attention.chunk
             if group.attention.bidirectional:
                 continue
             self.kernels.prepare(meta, group.attention.num_heads, layers[group.layers[0]][0])
         return self.model.forward(token_ids, metas, layers)
+
+    def _replayed(self, step: DeviceStep) -> Tensor | None:
+        """The same for a step of decodes, by a program; None where there is none."""
+        if self.programs is None:
+            return None
+        self._windows(step.metas)
+        return self.programs.forward(step)
+
+    def _windows(self, metas: Sequence[AttentionMeta]) -> None:
+        for group, meta in zip(self.kv.groups.groups, metas, strict=True):
+            meta.window, meta.chunk = group.attention.window, group.attention.chunk
 
     def sample(
         self,

@@ -6,15 +6,18 @@ the relocations, make it executable. `CompilerUnavailable` says that this machin
 no libgomp, not x86-64 Linux with AVX2, no executable memory); callers then use plain torch.
 """
 
+import contextlib
 import ctypes
 import mmap
 import platform
 import re
 import struct
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 _TRIPLE = "x86_64-unknown-linux-gnu"
@@ -55,6 +58,31 @@ def has_int8() -> bool:
         return False
 
 
+class _Recording(threading.local):
+    calls: list[tuple[int, list[int]]] | None = None
+    kept: list[Tensor] | None = None
+
+
+_recording = _Recording()
+
+
+@contextlib.contextmanager
+def recording(calls: list[tuple[int, list[int]]], kept: list[Tensor]) -> Iterator[None]:
+    """Within, this thread's calls of native functions are noted, each with its address and its
+    arguments, as they are made; and so is the memory that they must keep (`keep`)."""
+    _recording.calls, _recording.kept = calls, kept
+    try:
+        yield
+    finally:
+        _recording.calls = _recording.kept = None
+
+
+def keep(memory: Tensor) -> None:
+    """Whoever records the calls that are made keeps this, too."""
+    if _recording.kept is not None:
+        _recording.kept.append(memory)
+
+
 class NativeFunction:
     """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
     args[1], which are 0 when it starts; the other words are the caller's, addresses included.
@@ -65,6 +93,8 @@ class NativeFunction:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, args: "ctypes.Array[ctypes.c_int64]", threads: int) -> None:
+        if _recording.calls is not None:
+            _recording.calls.append((self.address.value or 0, list(args)))
         args[0] = args[1] = 0
         if threads == 1:
             self._alone(args)
@@ -84,17 +114,22 @@ def lanes() -> int:
 
 
 @lru_cache(maxsize=1)
-def _parallel() -> "ctypes._NamedFuncPointer":
-    """GOMP_parallel(f, data, threads, flags) of the OpenMP that torch uses: its threads, not new
-    ones."""
+def openmp() -> ctypes.CDLL:
+    """The OpenMP that torch uses. Raises CompilerUnavailable."""
     with open("/proc/self/maps") as file:
         paths = sorted(set(re.findall(r"/\S*libgomp\S*", file.read())))
     for path in paths:
-        found = ctypes.CDLL(path).GOMP_parallel
-        found.restype = None
-        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        return found
+        return ctypes.CDLL(path)
     raise CompilerUnavailable("torch does not use libgomp here")
+
+
+@lru_cache(maxsize=1)
+def _parallel() -> "ctypes._NamedFuncPointer":
+    """GOMP_parallel(f, data, threads, flags) of torch's OpenMP: its threads, not new ones."""
+    found = openmp().GOMP_parallel
+    found.restype = None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return found
 
 
 @lru_cache(maxsize=1)

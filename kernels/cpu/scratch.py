@@ -5,6 +5,8 @@ import threading
 import torch
 from torch import Tensor
 
+from kernels.cpu.compiler import keep
+
 
 class _Scratch(threading.local):
     floats = torch.empty(0)
@@ -17,4 +19,5 @@ def scratch(size: int) -> Tensor:
     """At least `size` float32 numbers of no meaning, until the next call."""
     if _scratch.floats.numel() < size:
         _scratch.floats = torch.empty(size)
+    keep(_scratch.floats)
     return _scratch.floats

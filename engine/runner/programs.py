@@ -1,0 +1,112 @@
+"""StepPrograms: steps of decodes on the CPU as programs of generated kernels, one for each number
+of decodes, recorded when that number first comes (`kernels.cpu.program`)."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.models.decoder import Decoder
+from engine.runner.inputs import DeviceStep
+from engine.runner.kv_cache import KVCache
+from engine.runner.rows import RequestRows
+from kernels.cpu.program import Buffers, NotRecordable, Program, can_record
+from kernels.metadata import AttentionMeta
+
+logger = logging.getLogger(__name__)
+
+_MOST = 64  # decodes; in larger steps the kernels outweigh what they cost to launch
+
+
+class StepPrograms:
+    """Inputs lie here, at fixed addresses. `forward` gives None for a step that is not recorded."""
+
+    def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
+        self._model, self._kv = model, kv
+        most = self._most = min(_MOST, rows.pad_row)
+        groups = rows.num_groups
+        width = rows.block_table.shape[1] // groups
+        self._positions = torch.zeros(most, dtype=torch.int32)
+        self._kv_len = torch.zeros(most, dtype=torch.int32)
+        self._slots = torch.zeros(groups, most, dtype=torch.int64)
+        self._tables = torch.zeros(groups, most, width, dtype=torch.int32)
+        self._max_kv_len = width * kv.block_size
+        self._arrays = (
+            self._positions.numpy(),
+            self._kv_len.numpy(),
+            self._slots.numpy(),
+            self._tables.numpy(),
+        )
+        self._residual = torch.empty(0)
+        self._buffers = Buffers(most)
+        self._programs: dict[int, Program] = {}
+        self._able = can_record()
+
+    def forget(self) -> None:
+        """The KV cache has moved."""
+        self._programs.clear()
+
+    def forward(self, step: DeviceStep) -> Tensor | None:
+        """The model over the step, as `Decoder.forward`; None: it has to be computed as usual."""
+        first = step.metas[0]
+        count = step.token_ids.shape[0]
+        if not self._able or first.num_decodes != count or count > self._most:
+            return None
+        if first.lora is not None:
+            return None
+        residual = self._enter(step)
+        program = self._programs.get(count)
+        if program is not None:
+            return self._model.leave(program.play())
+        try:
+            program = self._record(step.metas, residual)
+        except NotRecordable as error:
+            logger.debug("steps are not recorded: %s", error)
+            self._able = False
+            return None
+        self._programs[count] = program
+        return self._model.leave(program.out)
+
+    def _enter(self, step: DeviceStep) -> Tensor:
+        """The step's inputs, in their places."""
+        count = step.token_ids.shape[0]
+        positions, kv_len, slots, tables = self._arrays
+        first = step.metas[0]
+        positions[:count] = first.positions.numpy()
+        kv_len[:count] = first.kv_len.numpy()
+        for group, meta in enumerate(step.metas):
+            slots[group, :count] = meta.slots.numpy()
+            table: np.ndarray = meta.block_table.numpy()
+            tables[group, :count, : table.shape[1]] = table
+        entered = self._model.enter(step.token_ids, first.positions)
+        if self._residual.shape[1:] != entered.shape[1:]:
+            self._residual = entered.new_empty(self._most, entered.shape[1])
+        return self._residual[:count].copy_(entered)
+
+    def _record(self, metas: Sequence[AttentionMeta], residual: Tensor) -> Program:
+        count = residual.shape[0]
+        threads = torch.get_num_threads()
+        ours = []
+        for group, meta in enumerate(metas):
+            ours.append(
+                AttentionMeta(
+                    positions=self._positions[:count],
+                    slots=self._slots[group, :count],
+                    query_start=torch.arange(count + 1, dtype=torch.int32),
+                    kv_len=self._kv_len[:count],
+                    block_table=self._tables[group, :count],
+                    num_decodes=count,
+                    max_query_len=1,
+                    max_kv_len=self._max_kv_len,
+                    query_start_host=list(range(count + 1)),
+                    kv_len_host=meta.kv_len_host,
+                    window=meta.window,
+                    chunk=meta.chunk,
+                )
+            )
+        layers = self._kv.layers
+        return Program(
+            lambda: self._model.through(residual, ours, layers), self._buffers, count, threads
+        )

@@ -1,0 +1,241 @@
+"""Program: the generated kernels of a step, recorded once and then run by one call.
+
+A step of a small model is some two hundred kernels of some ten microseconds. Python takes as long
+to prepare each of them, and OpenMP wakes its threads for each. A program keeps the arguments of the
+calls that a recorded step made, and one generated function runs them all, with a barrier of our own
+between two. It is to the CPU what a CUDA graph is to a GPU: inputs lie at fixed addresses, and a
+step that was recorded computes the same numbers again, bit by bit, for what lies there now.
+
+What torch computes cannot be recorded: a step with an operation of torch that is neither an
+allocation nor a view raises NotRecordable, and is for the caller to compute as usual.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.cpu import compiler
+from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir
+
+_ALIGN = 64  # bytes
+# Looks at the barrier before a thread lets others run: some 50 us, longer than the longest wait of
+# threads that run. Beyond that a neighbour has the core of the thread that is waited for.
+_LOOKS = 2000
+
+# Words of args. What threads write lies on a cache line of its own.
+_STEPS, _COUNT, _YIELD, _TEAM, _ARRIVED, _WORDS = 2, 3, 4, 5, 16, 24
+
+_PLAY = f"""
+declare void @llvm.x86.sse2.pause()
+
+define void @play(ptr %args) {{
+entry:
+  %arrived = getelementptr i64, ptr %args, i64 {_ARRIVED}
+  %at_steps = getelementptr i64, ptr %args, i64 {_STEPS}
+  %steps = load ptr, ptr %at_steps
+  %at_count = getelementptr i64, ptr %args, i64 {_COUNT}
+  %count = load i64, ptr %at_count
+  %at_yield = getelementptr i64, ptr %args, i64 {_YIELD}
+  %give_way = load ptr, ptr %at_yield
+  %at_team = getelementptr i64, ptr %args, i64 {_TEAM}
+  %team_size = load ptr, ptr %at_team
+  %team = call i32 %team_size()
+  %threads = sext i32 %team to i64
+  br label %next
+next:
+  %i = phi i64 [0, %entry], [%following, %after]
+  %more = icmp slt i64 %i, %count
+  br i1 %more, label %step, label %done
+step:
+  %place = mul i64 %i, 2
+  %at_function = getelementptr ptr, ptr %steps, i64 %place
+  %function = load ptr, ptr %at_function
+  %at_given = getelementptr ptr, ptr %at_function, i64 1
+  %given = load ptr, ptr %at_given
+  call void %function(ptr %given)
+  %following = add i64 %i, 1
+  %all = mul i64 %following, %threads
+  %before = atomicrmw add ptr %arrived, i64 1 acq_rel
+  br label %wait
+wait:
+  %looks = phi i64 [0, %step], [%looked, %again]
+  %now = load atomic i64, ptr %arrived acquire, align 8
+  %complete = icmp sge i64 %now, %all
+  br i1 %complete, label %after, label %spin
+spin:
+  %looked = add i64 %looks, 1
+  %long = icmp sgt i64 %looks, {_LOOKS}
+  br i1 %long, label %yield, label %pause
+pause:
+  call void @llvm.x86.sse2.pause()
+  br label %again
+yield:
+  %ignored = call i32 %give_way()
+  br label %again
+again:
+  br label %wait
+after:
+  br label %next
+done:
+  ret void
+}}
+"""
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default}
+_VIEWS = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.as_strided.default,
+}
+
+
+class NotRecordable(Exception):
+    """Which operation of torch a step needs."""
+
+
+@lru_cache(maxsize=1)
+def _play() -> tuple[NativeFunction, int, int]:
+    """(the function, the addresses of sched_yield and omp_get_num_threads)"""
+    function = compile_ir(_PLAY)["play"]
+    process = ctypes.CDLL(None)
+    found = []
+    for library, name in ((process, "sched_yield"), (compiler.openmp(), "omp_get_num_threads")):
+        found.append(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+    return function, found[0], found[1]
+
+
+class Buffers:
+    """Memory between the kernels of programs, which run one at a time and share it.
+
+    rows: of the largest step. Buffers are allocated for as many, so that programs of fewer rows
+    find them large enough.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._all: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._all)
+
+    def unused(self) -> list[Tensor]:
+        """All of them, the smallest first."""
+        return sorted(self._all, key=lambda buffer: buffer.nbytes)
+
+    def more(self, size: int) -> Tensor:
+        self._all.append(torch.empty(size, dtype=torch.uint8))
+        return self._all[-1]
+
+
+class _Memory(TorchDispatchMode):
+    """Takes allocations from buffers, of which one is free again once no tensor is left that lies
+    in it: what eager tensors do, at addresses that last."""
+
+    def __init__(self, buffers: Buffers, rows: int) -> None:
+        super().__init__()
+        self._buffers, self._rows = buffers, rows
+        self._free = buffers.unused()
+        self._users: dict[int, int] = {}  # tensors by the address of their buffer
+        self._in_use: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Tensor:
+        kwargs = kwargs or {}
+        if func in _ALLOCATIONS:
+            out = self._allocate(func(*args, **{**kwargs, "device": "meta"}))
+        elif func in _VIEWS:
+            out = func(*args, **kwargs)
+        else:
+            raise NotRecordable(str(func))
+        address = out.untyped_storage().data_ptr()
+        if address in self._in_use:
+            self._users[address] += 1
+            weakref.finalize(out, self._release, address)
+        return out
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        size = -(-max(1, like.nbytes) // _ALIGN) * _ALIGN
+        fitting = (buffer for buffer in self._free if buffer.nbytes >= size)
+        buffer = next(fitting, None)
+        if buffer is None:
+            buffer = self._buffers.more(-(-size * self._buffers.rows // self._rows // 64) * 64)
+        else:
+            self._free = [each for each in self._free if each is not buffer]
+        address = buffer.untyped_storage().data_ptr()
+        self._in_use[address], self._users[address] = buffer, 0
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _release(self, address: int) -> None:
+        self._users[address] -= 1
+        if not self._users[address]:
+            self._free.append(self._in_use.pop(address))
+            self._free.sort(key=lambda buffer: buffer.nbytes)
+
+
+class Program:
+    """The kernels that `body` launches. Its tensors must be at addresses that last, but for those
+    that it allocates."""
+
+    def __init__(
+        self, body: Callable[[], Tensor], buffers: Buffers, rows: int, threads: int
+    ) -> None:
+        """Runs the body, for `rows` rows. Raises NotRecordable, when some of it may have run;
+        CompilerUnavailable."""
+        self._function, give_way, team = _play()
+        calls: list[tuple[int, list[int]]] = []
+        self._kept: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.enter_context(compiler.recording(calls, self._kept))
+            stack.enter_context(_Memory(buffers, rows))
+            self.out = body()
+        if not calls:
+            raise NotRecordable("nothing was launched")
+        # Each call's arguments start a cache line, for threads count in the first two words.
+        width = -(-max(len(words) for _, words in calls) * 8 // _ALIGN) * _ALIGN // 8
+        memory = torch.zeros(len(calls) * width + 8, dtype=torch.int64)
+        skip = -memory.data_ptr() % _ALIGN // 8
+        self._kept.append(memory)
+        words = memory.numpy()[skip : skip + len(calls) * width].reshape(len(calls), width)
+        steps = torch.zeros(len(calls), 2, dtype=torch.int64)
+        for index, (address, given) in enumerate(calls):
+            words[index, : len(given)] = given
+            steps[index, 0], steps[index, 1] = address, words[index].ctypes.data
+        self._counters = words[:, :2]
+        self._kept.append(steps)
+        self._threads = threads
+        self._args = (ctypes.c_int64 * _WORDS)()
+        self._args[_STEPS], self._args[_COUNT] = steps.data_ptr(), len(calls)
+        self._args[_YIELD], self._args[_TEAM] = give_way, team
+
+    def __len__(self) -> int:
+        return int(self._args[_COUNT])
+
+    def play(self) -> Tensor:
+        """The body's result, for what its inputs are now."""
+        self._counters[:] = 0
+        self._args[_ARRIVED] = 0
+        self._function(self._args, self._threads)
+        return self.out
+
+
+def can_record() -> bool:
+    """Whether this machine has generated kernels at all."""
+    try:
+        _play()
+    except (CompilerUnavailable, AttributeError):
+        return False
+    return True

@@ -1,0 +1,142 @@
+"""Steps of decodes on the CPU as programs: the same numbers as call by call, and what no program
+can be made of is computed as before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import factory
+from engine.config import EngineConfig
+from engine.runner.programs import StepPrograms
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore, EngineRequest
+from kernels.cpu.compiler import CompilerUnavailable, lanes
+from kernels.cpu.program import Buffers, NotRecordable, Program
+from tests.engine.test_memory import SIZES
+
+SHAPES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+def able() -> bool:
+    try:
+        lanes()
+    except CompilerUnavailable:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not able(), reason="no compiler for this machine")
+
+
+def core_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCore:
+    values = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **SIZES, **SHAPES}
+    (folder / "config.json").write_text(json.dumps({**values, **changes}))
+    fixed = {"device": "cpu", "load_format": "dummy", "prefix_caching": False}
+    config: dict[str, Any] = {"num_threads": 1, **fixed, **options}
+    built, _ = factory.build(EngineConfig(model=str(folder), kv_cache_bytes=1 << 22, **config))
+    return built
+
+
+def answers(core: EngineCore) -> dict[int, list[Any]]:
+    """Of requests that come and go, so that steps have 1 to 5 decodes, with chunks between."""
+    found: dict[int, list[Any]] = {}
+    waiting = list(range(5))
+    steps = 0
+    while core.has_work() or waiting:
+        if waiting and steps % 2 == 0:
+            number = waiting.pop()
+            ids = [(7 * number + place) % 190 for place in range(5 + 6 * number)]
+            params = SamplingParams(
+                max_tokens=6 + 2 * number, temperature=0, ignore_eos=True, logprobs=1
+            )
+            core.add(EngineRequest(number, ids, len(ids), params, seed=0))
+        steps += 1
+        for delta in core.step():
+            logprobs = [each.logprob for each in delta.logprobs or []]
+            found.setdefault(delta.id, []).append((list(delta.token_ids), logprobs))
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {"quantization": "uint4-32"}),
+    ],
+)
+def test_a_program_computes_what_its_calls_did(
+    changes: dict[str, Any], options: dict[str, Any], threads: int, tmp_path: Path
+) -> None:
+    """Bug: a kernel reads what the recorded step had, at an address that another tensor has now;
+    a thread goes on before the others have finished; arguments of two layers are mixed up."""
+    core = core_of(tmp_path, changes, num_threads=threads, **options)
+    runner: Any = core._runner
+    programs = runner.programs
+    first = answers(core)
+    assert len(programs._programs) >= 4 and programs._able
+    assert all(len(program) >= 6 * 3 for program in programs._programs.values())
+    again = answers(core)  # from the first step on out of programs
+    runner.programs = None
+    assert first == again == answers(core)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"dtype": "float32"}),  # attention by torch
+        ({}, {"deterministic": True}),
+        ({"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),  # odd sizes
+    ],
+)
+def test_steps_of_torch_are_not_recorded(
+    changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    core = core_of(tmp_path, changes, **options)
+    runner: Any = core._runner
+    first = answers(core)
+    assert not runner.programs._able and not runner.programs._programs
+    runner.programs = None
+    assert first == answers(core)
+
+
+@needs_compiler
+def test_buffers_are_shared_in_turns() -> None:
+    """Bug: two tensors that are alive at once share memory; or none ever do, and a step of a model
+    with many layers needs memory for all of them."""
+    buffers = Buffers(8)
+    seen: list[tuple[int, int]] = []
+
+    def body() -> Tensor:
+        x = torch.empty(2, 16)
+        for _ in range(50):
+            y = torch.empty(2, 16)
+            kept = y.view(32)[:4]
+            del y
+            z = torch.empty(2, 16)
+            seen.append((kept.data_ptr(), z.data_ptr()))
+            assert len({x.data_ptr(), kept.data_ptr(), z.data_ptr()}) == 3
+        return x
+
+    with pytest.raises(NotRecordable, match="nothing was launched"):
+        Program(body, buffers, 2, 1)
+    assert len(set(seen)) <= 3 and buffers.num_bytes == 4 * 8 * 64
+    with pytest.raises(NotRecordable, match="aten"):
+        Program(lambda: torch.zeros(2).add_(1), buffers, 2, 1)
+
+
+@needs_compiler
+def test_a_smaller_cache_is_recorded_anew(tmp_path: Path) -> None:
+    core = core_of(tmp_path, {})
+    runner: Any = core._runner
+    answers(core)
+    programs: StepPrograms = runner.programs
+    assert programs._programs
+    runner.shrink(64)
+    assert not programs._programs
