@@ -245,9 +245,8 @@ class ModelRunner:
             step = self.inputs.assemble(batch)
             if self.lora is not None:
                 step.adapt(self.lora.step(batch))
-            hidden = self._replayed(step) if decodes_only else None
-            if hidden is None:
-                hidden = self.forward(step)
+            replayed = self._replayed(step) if decodes_only else None
+            hidden = self.forward(step) if replayed is None else replayed
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
                 if self._pooling is not None:
