@@ -98,6 +98,7 @@ def test_a_program_computes_what_its_calls_did(
 def test_steps_of_torch_are_not_recorded(
     changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
+    """A step whose result a torch operation makes, replayed without that operation."""
     core = core_of(tmp_path, changes, **options)
     runner: Any = core._runner
     first = answers(core)
@@ -133,6 +134,7 @@ def test_buffers_are_shared_in_turns() -> None:
 
 @needs_compiler
 def test_a_smaller_cache_is_recorded_anew(tmp_path: Path) -> None:
+    """A program that writes where the old cache was."""
     core = core_of(tmp_path, {})
     runner: Any = core._runner
     answers(core)

@@ -201,6 +201,7 @@ def test_what_is_not_generated(
 
 
 def test_a_gate_that_is_not_generated_is_named() -> None:
+    """A KeyError out of a table of names, that says nothing of the layer."""
     linear = PackedLinear(torch.randn(64, 32).bfloat16(), None)
     with pytest.raises(ValueError, match="the gate 'relu'"):
         linear.gated_after_norm(torch.randn(1, 32), torch.ones(32), 1e-5, "relu")
