@@ -12,12 +12,15 @@ host knows the tokens of batch n:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # routers and the command line import this module, and have no use for NumPy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class OutOfMemory(Exception):
@@ -107,5 +110,5 @@ class StepResult:
     tokens: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
-    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    pooled: "Mapping[int, NDArray[np.float32]]" = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)

@@ -6,13 +6,10 @@ they are tested against: a new operation is a method here and, where it matters,
 What is the same for all layers of a step (which cache rows to gather, masks, rotations) is
 computed at the first layer and kept in ``meta.plan``.
 
-Attention gathers an entry's blocks into contiguous keys and calls SDPA. Decodes are batched:
-entries of like length are padded to one length, so one long request among short ones does not
-make all of them long.
+Attention is in kernels/attention/reference.py, experts are in kernels/experts/reference.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -22,12 +19,18 @@ from torch.nn.functional import (
     layer_norm,
     linear,
     relu,
-    scaled_dot_product_attention,
     silu,
     softplus,
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
+from kernels.attention.reference import (
+    Scores,
+    attend_chunk,
+    attend_decodes,
+    make_plan,
+    plan_of,
+)
 from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
@@ -65,7 +68,7 @@ class Kernels:
         size. On CUDA it launches on the current stream and reads nothing back, so it can sit in a
         graph.
         """
-        meta.plan = _make_plan(meta, k_cache)
+        meta.plan = make_plan(meta, k_cache)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, computed in float32, returned in x's dtype."""
@@ -195,7 +198,7 @@ class Kernels:
         Returns q [num_tokens, num_heads, head_dim].
         """
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-        plan = _plan(meta, k_cache)
+        plan = plan_of(meta, k_cache)
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         turning = heads[:, : num_heads + num_kv_heads]
         if q_norm is not None and k_norm is not None:
@@ -241,15 +244,15 @@ class Kernels:
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k_cache.shape[1]
         group = num_heads // num_kv_heads
-        plan = _plan(meta, k_cache)
+        plan = plan_of(meta, k_cache)
         grouped = q.view(num_tokens, num_kv_heads, group, head_dim)
         how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
         if plan.whole is not None:
-            attended = _decode(grouped, k_cache, v_cache, how, plan.whole)
+            attended = attend_decodes(grouped, k_cache, v_cache, how, plan.whole)
             return attended.reshape(num_tokens, num_heads * head_dim)
         out = q.new_zeros(num_tokens, num_kv_heads, group, head_dim)
         for part in plan.decodes:
-            out[part.tokens] = _decode(grouped[part.tokens], k_cache, v_cache, how, part)
+            out[part.tokens] = attend_decodes(grouped[part.tokens], k_cache, v_cache, how, part)
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, how, chunk)
         return out.view(num_tokens, num_heads * head_dim)
@@ -317,266 +320,6 @@ class Kernels:
 @lru_cache(maxsize=8)
 def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How queries and keys become weights: see `Kernels.attention`. sinks, slopes: as
-    [num_kv_heads, group]."""
-
-    scale: float
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    slopes: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        num_kv_heads: int,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-    ) -> "Scores":
-        by_head = [
-            None if each is None else each.view(num_kv_heads, -1) for each in (sinks, slopes)
-        ]
-        return cls(scale, softcap, by_head[0], by_head[1])
-
-    def attend(
-        self, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
-    ) -> Tensor:
-        """q [..., queries, head_dim] over keys and values [..., keys, head_dim], with mask added to
-        the scores. sinks count where they can be broadcast to [..., queries, 1]."""
-        if self.softcap == 0.0 and self.sinks is None:
-            return scaled_dot_product_attention(
-                q, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
-            )
-        score = q.float() @ key.float().transpose(-1, -2) * self.scale
-        if self.softcap:
-            score = self.softcap * torch.tanh(score / self.softcap)
-        if causal:
-            above = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-            score = score.masked_fill(above, float("-inf"))
-        if mask is not None:
-            score = score + mask
-        if self.sinks is not None:
-            sinks = self.sinks.expand(*score.shape[:-1], 1)
-            weight = torch.cat((score, sinks), -1).softmax(-1)[..., :-1]
-        else:
-            weight = score.softmax(-1)
-        return (weight @ value.float()).to(q.dtype)
-
-
-def attend_chunk(
-    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, chunk: "PrefillChunk"
-) -> Tensor:
-    """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
-    # Products over many queries are faster in float32 than in 16 bits without AMX.
-    key, value = (
-        half[:, :, : chunk.num_keys].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
-        for half in chunk.gather.read(k_cache, v_cache)
-    )
-    length = chunk.end - chunk.begin
-    mask, causal = chunk.mask, chunk.mask is None and length > 1
-    if how.slopes is not None:
-        at = torch.arange(chunk.num_keys, device=key.device)
-        ahead = at - at[-length:, None]  # [length, num_keys]: s - t
-        mask = (
-            ahead * how.slopes[..., None, None]
-            if mask is None
-            else mask + ahead * how.slopes[..., None, None]
-        )
-        if causal:
-            mask, causal = mask.masked_fill(ahead > 0, float("-inf")), False
-    if how.sinks is not None:
-        how = replace(how, sinks=how.sinks[..., None, None])
-    attended = how.attend(
-        # Heads that share keys stand side by side, their keys expanded without a copy.
-        grouped[chunk.begin : chunk.end].permute(1, 2, 0, 3),
-        key,
-        value,
-        None if mask is None else mask.to(grouped.dtype),
-        causal,
-    )
-    return attended.permute(2, 0, 1, 3)
-
-
-class _Gather:
-    """Which rows of a cache seen as [-1, block_size * head_dim] to read, and where to.
-
-    The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
-    """
-
-    def __init__(self, rows: Tensor, cache: Tensor, shape: tuple[int, ...]) -> None:
-        """rows [n] int64. shape: of the keys as SDPA takes them, -1 for their number."""
-        buffer = cache.new_empty(2, rows.shape[0], cache.shape[2] * cache.shape[3])
-        self.rows = rows
-        self.into = (buffer[0], buffer[1])
-        self.key, self.value = (half.view(shape) for half in self.into)
-        self.flat = buffer.view(-1, cache.shape[3])  # [2 * n * block_size, head_dim]
-
-    def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-        for cache, half in zip((k_cache, v_cache), self.into, strict=True):
-            torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
-        return self.key, self.value
-
-
-@dataclass(slots=True)
-class _DecodeBatch:
-    """Entries with one query each, padded to one length."""
-
-    tokens: Tensor  # [n] int64: their tokens
-    gather: _Gather  # of n * num_kv_heads * blocks rows
-    # Rows of gather.flat past their entry's last key: a block's earlier owner may have left a NaN
-    # there, and weight 0 times NaN is NaN.
-    unused: Tensor  # int64
-    mask: Tensor  # [n, 1, 1, blocks * block_size]: 0 or -inf, in the cache's dtype
-    ahead: Tensor  # [n, 1, 1, blocks * block_size] int64: the key's position less the query's
-
-
-@dataclass(slots=True)
-class PrefillChunk:
-    """One entry with any number of queries, tokens [begin, end) of the step."""
-
-    begin: int
-    end: int
-    num_keys: int  # from the first block that one of its queries sees
-    gather: _Gather  # of num_kv_heads * blocks rows
-    mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
-
-
-@dataclass(slots=True)
-class _ReferencePlan:
-    write_rows: Tensor  # [num_written * num_kv_heads] int64: rows of a cache seen as [-1, head_dim]
-    written: Tensor | None  # tokens that have a slot; None = all
-    whole: _DecodeBatch | None = None  # the step is one batch of decodes in order
-    decodes: list[_DecodeBatch] = field(default_factory=list)
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32, as _rotate
-    # takes them.
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
-def _plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
-    if not isinstance(meta.plan, _ReferencePlan):
-        meta.plan = _make_plan(meta, cache)
-    return meta.plan
-
-
-def _make_plan(meta: AttentionMeta, cache: Tensor) -> _ReferencePlan:
-    _, num_kv_heads, block_size, _ = cache.shape
-    slots, written = meta.slots, None
-    if bool((slots < 0).any()):
-        written = (slots >= 0).nonzero().squeeze(1)
-        slots = slots[written]
-    head = torch.arange(num_kv_heads, device=slots.device)
-    first = torch.div(slots, block_size, rounding_mode="floor") * (num_kv_heads * block_size)
-    write_rows = (first + slots % block_size)[:, None] + head * block_size
-    plan = _ReferencePlan(write_rows.flatten(), written)
-
-    kv_lens = meta.kv_len_host or meta.kv_len.tolist()
-    first = [meta.first_key(max(0, n - 1)) // block_size * block_size for n in kv_lens]
-    seen = [n - at for n, at in zip(kv_lens, first, strict=True)]
-    groups = _groups(seen[: meta.num_decodes], block_size)
-    plan.decodes = [_plan_decodes(meta, cache, entries, seen) for entries in groups]
-    if len(groups) == 1 and len(groups[0]) == len(meta.slots):
-        plan.whole = plan.decodes[0]
-    plan.chunks = plan_chunks(meta, cache)
-    return plan
-
-
-def _plan_decodes(
-    meta: AttentionMeta, cache: Tensor, entries: list[int], seen: list[int]
-) -> _DecodeBatch:
-    """seen: of each entry, its keys from the first block on that its query sees."""
-    _, num_kv_heads, block_size, head_dim = cache.shape
-    device = cache.device
-    blocks = -(-max(seen[entry] for entry in entries) // block_size)
-    index = torch.tensor(entries, device=device)
-    kv_len = meta.kv_len.index_select(0, index).clamp_(min=1)[:, None]
-    first = meta.first_key(kv_len - 1)  # [n, 1]
-    at = first // block_size + torch.arange(blocks, device=device)  # [n, blocks]
-    table = meta.block_table.index_select(0, index)
-    table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
-    # What stands in a table before and behind the entry's own blocks means nothing.
-    rows = _block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
-    position = first // block_size * block_size
-    position = position + torch.arange(blocks * block_size, device=device)
-    outside = (position >= kv_len) | (position < first)
-    unused = outside[None, :, None].expand(2, -1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
-    mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
-    mask.masked_fill_(outside, float("-inf"))
-    gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
-    ahead = position - (kv_len - 1)
-    return _DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
-
-
-def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
-    """Of the entries that are not decodes."""
-    starts = meta.query_start_host or meta.query_start.tolist()
-    kv_lens = meta.kv_len_host or meta.kv_len.tolist()
-    return [
-        _plan_chunk(meta, cache, entry, starts[entry], starts[entry + 1], kv_lens[entry])
-        for entry in range(meta.num_decodes, len(kv_lens))
-    ]
-
-
-def _plan_chunk(
-    meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
-) -> PrefillChunk:
-    length, size = end - begin, cache.shape[2]
-    first = meta.first_key(kv_len - length) // size
-    rows = _block_rows(
-        meta.block_table[entry : entry + 1, first : -(-kv_len // size)], cache.shape[1]
-    )
-    gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
-    num_keys = kv_len - first * size
-    whole = not (meta.window or meta.chunk)
-    if whole and (length == 1 or length == kv_len):
-        return PrefillChunk(begin, end, num_keys, gather, None)
-    if whole:
-        mask = torch.full((length, num_keys), float("-inf"), device=cache.device)
-        return PrefillChunk(begin, end, num_keys, gather, mask.triu_(num_keys - length + 1))
-    key = torch.arange(first * size, kv_len, device=cache.device)
-    query = key[-length:, None]
-    hidden = (key > query) | (key < meta.first_key(query))
-    mask = torch.zeros(hidden.shape, device=cache.device).masked_fill_(hidden, float("-inf"))
-    return PrefillChunk(begin, end, num_keys, gather, mask)
-
-
-def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
-    """Split decodes into batches; padding adds at most half again, or a few blocks an entry."""
-    if not kv_lens:
-        return []
-    spare = 4 * block_size
-    if max(kv_lens) * len(kv_lens) <= 1.5 * sum(kv_lens) + spare * len(kv_lens):
-        return [list(range(len(kv_lens)))]
-    order = sorted(range(len(kv_lens)), key=kv_lens.__getitem__)
-    groups = [[order[0]]]
-    for entry in order[1:]:
-        if kv_lens[entry] > 1.5 * kv_lens[groups[-1][0]] + spare:
-            groups.append([])
-        groups[-1].append(entry)
-    return groups
-
-
-def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
-    """[n, blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
-    head = torch.arange(num_kv_heads, device=table.device)[:, None]
-    return (table[:, None].long() * num_kv_heads + head).flatten()
-
-
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, part: _DecodeBatch) -> Tensor:
-    """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
-    key, value = part.gather.read(k_cache, v_cache)
-    part.gather.flat.index_fill_(0, part.unused, 0.0)
-    mask = part.mask
-    if how.slopes is not None:
-        mask = mask + (part.ahead * how.slopes[..., None]).to(mask.dtype)
-    if how.sinks is not None:
-        how = replace(how, sinks=how.sinks[..., None])
-    return how.attend(q.to(key.dtype), key, value, mask).to(q.dtype)
 
 
 def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

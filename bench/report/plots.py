@@ -30,7 +30,10 @@ MADE_BY = {
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
     "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
     "faults-drain": "`python -m tests.faults.drain`: scale-downs, updates, a notice under load",
+    "faults-flood": "`python -m tests.faults.flood`: ten times the load, real engines",
+    "faults-neighbours": "`python -m tests.faults.neighbours`: streams beside dear requests",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
+    "embeddings": "`python -m bench.embeddings`: vectors of texts against transformers",
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",
     "gpu-checks": "`python -m bench.gpu_checks`: the tests that need a GPU, what they measured",
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
@@ -50,6 +53,7 @@ MADE_BY = {
     "versus-engine": "`python -m bench.versus.engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m bench.versus.http`: Manta's server against another",
     "versus-lora": "`python -m bench.versus.lora`: many adapters, against none or a peer",
+    "versus-models": "`python -m bench.versus.engine`: other models than Llama and Qwen, offline",
     "versus-tools": "`python -m bench.versus.tools`: the load tester against two others",
 }
 _LESS_IS_BETTER = ("s", "ms", "us")

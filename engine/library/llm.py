@@ -8,10 +8,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, no_vectors
@@ -20,10 +17,13 @@ from engine.library.outputs import RequestOutput
 from engine.library.prompts import Messages, Prompt, load_tokenizer
 from engine.library.request_manager import RequestManager, each_params
 from engine.messages import AdapterInfo, EngineStats
-from engine.pooling import Pooling, as_array
 from engine.process.client import START_SECONDS, OnProgress
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -126,7 +126,7 @@ class LLM(RequestManager):
         truncate: bool = False,
         adapter: str | Sequence[str] = "",
         progress: bool | None = None,
-    ) -> list[NDArray[np.float32]]:
+    ) -> "list[NDArray[np.float32]]":
         """The vector of each text, pooled as the checkpoint's sentence-transformers files say:
         [elements] float32.
 
@@ -134,6 +134,8 @@ class LLM(RequestManager):
         only the first elements, of models that were trained for it. truncate: a text that is too
         long is cut at its end. Raises InvalidRequest, EngineDead, RequestFailed.
         """
+        from engine.pooling import Pooling, as_array  # NumPy, for those alone who ask for vectors
+
         pooling = Pooling.from_folder(self.config.model)
         if pooling is None:
             raise no_vectors()

@@ -9,12 +9,12 @@ model's. The vector of a text is [tokens, their sum, the first, the last].
 
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
@@ -238,8 +238,8 @@ class FakeCore:
         if params.pooled:
             self._forget(request.id)
             self._stats.prompt_tokens += len(tokens)
-            vector = np.array([len(tokens), sum(tokens), tokens[0], tokens[-1]], dtype="<f4")
-            return Delta(request.id, [], "length", cached=0, vector=vector.tobytes())
+            vector = struct.pack("<4f", len(tokens), sum(tokens), tokens[0], tokens[-1])
+            return Delta(request.id, [], "length", cached=0, vector=vector)
         adapter = self._adapters.get(request.id)
         shift = 0 if adapter is None else crc32(adapter.key.encode())
         finish, stop_token = "", None

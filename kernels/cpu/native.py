@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.metadata import AttentionMeta
-from kernels.reference import Kernels, PrefillChunk, Scores, attend_chunk, plan_chunks
+from kernels.reference import Kernels
 
 
 class LayerKernels:

@@ -109,7 +109,7 @@ def test_offers(tmp_path: Path) -> None:
 
 
 def test_what_the_engine_refuses_is_not_planned(tmp_path: Path) -> None:
-    """Bug: a T4, which has no bfloat16, was planned and priced in it, and int8, which CPUs alone
+    """Bug: a T4, which has no bfloat16, was planned and priced in it, and uint8, which CPUs alone
     can, for an H200."""
     model, prices = llama(tmp_path, num_hidden_layers=8), Prices.load()
     with pytest.raises(ConfigError, match=r"T4 has no bfloat16.* set dtype: float16"):
@@ -121,9 +121,9 @@ def test_what_the_engine_refuses_is_not_planned(tmp_path: Path) -> None:
         found = offers("gpu", PoolConfig(), model, config(max_num_seqs=16, dtype=dtype), prices)
         names = [offer.node.name for offer in found]
         assert ("g4dn.xlarge" in names) == there and "g6.xlarge" in names
-    with pytest.raises(ConfigError, match="'int8' does not run on cuda"):
-        plan(model, config(max_num_seqs=16, quantization="int8"), Hardware.gpu("h200"))
-    assert not offers("gpu", PoolConfig(), model, config(quantization="int8"), prices)
+    with pytest.raises(ConfigError, match="'uint8-64' does not run on cuda"):
+        plan(model, config(max_num_seqs=16, quantization="uint8-64"), Hardware.gpu("h200"))
+    assert not offers("gpu", PoolConfig(), model, config(quantization="uint8-64"), prices)
 
 
 @pytest.mark.parametrize("tied", [False, True])

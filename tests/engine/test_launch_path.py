@@ -39,15 +39,18 @@ ALLOWED = {
     ("engine/runner/model_runner.py", "_HostLogprobs.items"): "host memory, in DeviceResult.wait",
     ("engine/runner/token_pool.py", "TokenPool.__iter__"): "for checks of integrity",
     ("engine/runner/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
+    ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
+    ("engine/runner/programs.py", "StepPrograms._enter"): _CPU,
     ("engine/sampling/host.py", "_gumbel_argmax"): _CPU,
     ("engine/sampling/host.py", "_gumbel_argmax.compute"): _CPU,
     ("engine/sampling/host.py", "apply_masks"): _CPU,
     ("engine/sampling/sampler.py", "Sampler._sample_on_host"): _CPU,
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
+    ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
     ("kernels/gemm/cublaslt_tune.py", "_AlgorithmSearch.milliseconds"): _START,
-    ("kernels/reference.py", "_make_plan"): _ORACLE,
-    ("kernels/reference.py", "_plan_decodes"): _ORACLE,
-    ("kernels/reference.py", "plan_chunks"): _ORACLE,
+    ("kernels/attention/reference.py", "make_plan"): _ORACLE,
+    ("kernels/attention/reference.py", "_plan_decodes"): _ORACLE,
+    ("kernels/attention/reference.py", "plan_chunks"): _ORACLE,
 }
 
 

@@ -197,6 +197,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "max_tokens": 32,
         "structured": None,
         "pooled": False,
+        "thinking": None,
     }
     assert given == expected
     assert (request.seed, request.cache_salt, request.priority) == (17, "s", -2)
