@@ -12,9 +12,9 @@ from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.pooling import MODULES
 from engine.quantized import Quantized, read_quantized
 
+MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
     "silu": "silu",

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from engine.config_reader import Reader
 from engine.errors import ConfigError, InvalidRequest
+from engine.model_config import MODULES
 
 Vector = NDArray[np.float32]
 
-MODULES = "modules.json"
 MODES = ("last", "mean", "cls")
 # As files spell them -> ours. Older files have a flag for each, newer ones name one.
 _FLAGS = {
