@@ -7,6 +7,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 
+MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
+
 
 class Reader:
     """names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd

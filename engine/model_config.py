@@ -10,11 +10,10 @@ from typing import Any
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
 from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
-from engine.config_reader import Reader
+from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 from engine.quantized import Quantized, read_quantized
 
-MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
     "silu": "silu",

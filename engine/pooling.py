@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config_reader import Reader
+from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError, InvalidRequest
-from engine.model_config import MODULES
 
 Vector = NDArray[np.float32]
 
