@@ -78,6 +78,12 @@ class Naming:
     def __init__(self, number: bytes, short: bool) -> None:
         self._number, self._short = number, short
 
+    @classmethod
+    def of(cls, call: OpenAIRequest, number: bytes) -> "Naming":
+        """In the form that the model's own calls have."""
+        format = call.output.format if call.output is not None else None
+        return cls(number, format is not None and format.short_ids)
+
     def call(self, index: int) -> str:
         return call_id(self._number, 0, index, self._short)
 

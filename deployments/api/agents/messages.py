@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.api.agents.answer import ItemAnswer, Naming, new_number
-from deployments.api.agents.messages_request import MessagesRequest, messages_request
+from deployments.api.agents.messages_request import messages_request
 from deployments.api.agents.messages_writer import MessagesWriter, error_body
-from deployments.api.errors import ApiError, from_backend
+from deployments.api.agents.turn import Turn
+from deployments.api.errors import ApiError
 from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
 from deployments.api.http_exchange import HttpExchange
@@ -23,32 +24,21 @@ __all__ = ["PATH", "MessagesTurn", "count", "create", "error_body"]
 PATH = "/v1/messages"
 
 
-class MessagesTurn:
+class MessagesTurn(Turn):
     def __init__(self, *, strict: bool, counts: bool = False) -> None:
-        self.ignored: list[str] = []
+        super().__init__()
         self._strict, self._counts = strict, counts
-        self._request: MessagesRequest | None = None
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._request = messages_request(body, strict=self._strict, counts=self._counts)
-        self.ignored = self._request.ignored
-        return self._request.chat
-
-    def name(self, path: str) -> str:
-        return path if self._request is None else self._request.names.name(path)
-
-    def error(self, error: ApiError | MantaError) -> ApiError:
-        if self._request is not None:
-            return self._request.names.error(error)
-        return error if isinstance(error, ApiError) else from_backend(error)
+        request = messages_request(body, strict=self._strict, counts=self._counts)
+        self.ignored, self.names = request.ignored, request.names
+        return request.chat
 
     def answer(
         self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         number, _ = new_number(ids)
-        format = call.output.format if call.output is not None else None
-        naming = Naming(number, format is not None and format.short_ids)
-        return ItemAnswer(call, MessagesWriter(call, naming), ids=ids, past=past)
+        return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), ids=ids, past=past)
 
 
 async def create(api: "Api", exchange: HttpExchange) -> None:

@@ -8,7 +8,8 @@ import msgspec
 from deployments.api.agents.answer import ItemAnswer, Naming, new_number
 from deployments.api.agents.responses_request import ResponsesRequest, responses_request
 from deployments.api.agents.responses_writer import ResponsesWriter
-from deployments.api.errors import ApiError, from_backend, invalid
+from deployments.api.agents.turn import Turn
+from deployments.api.errors import ApiError, invalid
 from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
 from deployments.api.http_exchange import HttpExchange
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 PATH = "/v1/responses"
 
 
-class ResponsesTurn:
+class ResponsesTurn(Turn):
     def __init__(self, api: "Api", owner: str) -> None:
-        self.ignored: list[str] = []
+        super().__init__()
         self._api = api
         self._owner = owner
         self._request: ResponsesRequest | None = None
@@ -41,25 +42,15 @@ class ResponsesTurn:
             found = store.get(before, self._owner, "previous_response_id")
             past = msgspec.json.decode(found.items) + msgspec.json.decode(found.response)["output"]
         self._request = responses_request(body, past, stores=store.on, strict=options.strict)
-        self.ignored = self._request.ignored
+        self.ignored, self.names = self._request.ignored, self._request.names
         return self._request.chat
-
-    def name(self, path: str) -> str:
-        return path if self._request is None else self._request.names.name(path)
-
-    def error(self, error: ApiError | MantaError) -> ApiError:
-        if self._request is not None:
-            return self._request.names.error(error)
-        return error if isinstance(error, ApiError) else from_backend(error)
 
     def answer(
         self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         assert self._request is not None
         number, created = new_number(ids)
-        format = call.output.format if call.output is not None else None
-        naming = Naming(number, format is not None and format.short_ids)
-        self._writer = ResponsesWriter(self._request, call, naming, created)
+        self._writer = ResponsesWriter(self._request, call, Naming.of(call, number), created)
         return ItemAnswer(call, self._writer, ids=ids, past=past)
 
     def keep(self) -> None:

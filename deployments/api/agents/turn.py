@@ -1,31 +1,41 @@
 """Turn: one request of an API that is read into a chat and answered in items."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from deployments.api.agents.answer import ItemAnswer
-from deployments.api.errors import ApiError
+from deployments.api.agents.renaming import Renaming
+from deployments.api.errors import ApiError, from_backend
 from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.backend import RecalledChoice
 from engine.errors import MantaError
 
 
-class Turn(Protocol):
-    ignored: list[str]  # fields without effect, once the body was read
+class Turn(ABC):
+    """ignored: fields without effect, once the body was read. names: of the chat's fields in the
+    request, from then on."""
 
+    def __init__(self) -> None:
+        self.ignored: list[str] = []
+        self.names: Renaming | None = None
+
+    @abstractmethod
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of the chat; in a thread if it is large. Raises ApiError."""
-        ...
+        """The body of the chat; in a thread if it is large. Sets names. Raises ApiError."""
 
-    def name(self, path: str) -> str:
-        """Of a field of the chat, in the request."""
-        ...
-
-    def error(self, error: ApiError | MantaError) -> ApiError:
-        """About the request's own fields."""
-        ...
-
+    @abstractmethod
     def answer(
         self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer: ...
+
+    def name(self, path: str) -> str:
+        """Of a field of the chat, in the request."""
+        return path if self.names is None else self.names.name(path)
+
+    def error(self, error: ApiError | MantaError) -> ApiError:
+        """About the request's own fields."""
+        if self.names is not None:
+            return self.names.error(error)
+        return error if isinstance(error, ApiError) else from_backend(error)
