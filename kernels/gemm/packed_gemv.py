@@ -148,9 +148,8 @@ def _packed_gemv_kernel(
     tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
 
 
-def tile(bits: int, rows: int, columns: int) -> tuple[int, int, int]:
+def tile(bits: int, rows: int) -> tuple[int, int, int]:
     """(ROWS, units of 16 bytes, warps)."""
-    del columns
     if bits == 4:
         return (8, 32, 1) if rows >= 4096 else (4, 32, 1)
     return (4, 64, 1) if rows >= 4096 else (2, 64, 1)
@@ -170,7 +169,7 @@ def packed_gemv(
     assert gate is None or gate in GATES
     form = weight.form
     rows, columns = weight.shape
-    num_rows, units, warps = config or tile(form.bits, rows, columns)
+    num_rows, units, warps = config or tile(form.bits, rows)
     outs = rows // 2 if gate else rows
     per_program = num_rows // 2 if gate else num_rows
     if form.bits == 4:

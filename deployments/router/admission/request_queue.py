@@ -152,7 +152,8 @@ class RequestQueue:
 
     def _free(self) -> bool:
         """Whether a replica with room has a row for one more choice."""
-        return any(one.free_rows() > 0 for one in self._roomy())
+        replicas = self._fleet.replicas.values()
+        return any(one.available and one.room() > 0 and one.free_rows() > 0 for one in replicas)
 
     def _ready(self) -> bool:
         return any(one.available for one in self._fleet.replicas.values())
