@@ -167,10 +167,9 @@ def build(
         FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
         _grammars(resolved),
     )
-    if device.type == "cuda":
-        phases.start("rehearsal")
-        _rehearse(core)
-        phases.end("rehearsal")
+    phases.start("rehearsal")
+    _rehearse(core)
+    phases.end("rehearsal")
     gc.collect()
     return core, Ready(
         max_model_len=core.config.max_model_len,
@@ -202,18 +201,20 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
 
 
 def _rehearse(core: EngineCore) -> None:
-    """Serve two short requests, so that the first real one meets no kernel that is not loaded."""
+    """Serve a few short requests, so that the first real one meets no kernel that is not compiled
+    or loaded, and the scheduler knows about how long prompt tokens take. That is told by the last:
+    those before it compile."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     if not core.config.generates:
         params = SamplingParams(temperature=0.0, max_tokens=0, pooled=True)
     longest = core.config.max_model_len - 4
-    for number, length in enumerate((5, 100)):
+    for number, length in enumerate((5, 100, 100)):
         ids = [0] * min(length, longest)
         core.add(EngineRequest(number, ids, len(ids), params, seed=0))
-    while core.has_work():
-        core.step()
+        while core.has_work():
+            core.step()
+        core.reset_prefix_cache()
     core.check_integrity()
-    core.reset_prefix_cache()
     core.scheduler.counters = SchedulerCounters()
 
 

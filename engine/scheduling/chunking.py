@@ -6,11 +6,18 @@ comes later by one step of decodes. Each step therefore computes half of the wai
 This ends soon: 8,192 tokens take five steps. A long queue still fills whole steps, so throughput
 does not fall. A small share of the budget is computed at once: it takes about as long as a step of
 decodes (512 tokens of an 8B model on an H200: 10 ms), and halving it costs as much as it gains.
+
+On a slow device, or at the end of a long context, even that share is a gap that a reader sees: 512
+tokens at position 7,000 take seconds on one core. `PromptPace` therefore bounds a step in seconds
+as well, by what the last one took.
 """
 
 _SHARE = 16  # 1 / the share of the budget that is computed at once
 _SCORED = 2  # 1 / the share of the budget that may be scored beside decodes
 _LEAST = 32  # tokens; fewer do not fill the tiles of matrix products
+_SECONDS_BESIDE = 0.3  # of a step that computes prompt tokens while requests decode
+_SECONDS_ALONE = 1.0  # while none does: for a request that comes meanwhile
+_LEAST_TIMED = 8  # tokens that a step computes, however long they take
 
 
 def prefill_tokens(waiting: int, budget: int) -> int:
@@ -36,3 +43,27 @@ def steps_until_computed(tokens: int, budget: int) -> int:
         tokens -= prefill_tokens(tokens, budget)
         steps += 1
     return steps
+
+
+class PromptPace:
+    """How many prompt tokens a step has time for, by the last step that had some.
+
+    That step's whole time is counted as its prompt tokens'. The rest of it is thereby within the
+    bound, too. A step that took long for another reason, say because the process did not run, makes
+    the next two or three smaller than they could be.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0  # a prompt token; 0: not known
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step that computed so many prompt tokens took so long."""
+        if tokens >= _LEAST_TIMED:
+            self._seconds = seconds / tokens
+
+    def limit(self, tokens: int, *, decodes: bool) -> int:
+        """`tokens`, or as many as there is time for. decodes: requests wait for their next."""
+        if not self._seconds:
+            return tokens
+        seconds = _SECONDS_BESIDE if decodes else _SECONDS_ALONE
+        return min(tokens, max(_LEAST_TIMED, int(seconds / self._seconds)))

@@ -241,6 +241,9 @@ class EngineCore:
             if self._good_steps % self._patience == 0:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
+            self.scheduler.pace.observe(
+                self.scheduler.in_flight[0].prompt_tokens, time.perf_counter() - began
+            )
             deltas += self.scheduler.update(result)
         if batch is not None and failure is None and self.scheduler.in_flight:
             newest = self.scheduler.in_flight[-1]

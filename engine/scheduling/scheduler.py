@@ -34,7 +34,12 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory, fits_now
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
-from engine.scheduling.chunking import prefill_tokens, scored_prefill_tokens, startable_tokens
+from engine.scheduling.chunking import (
+    PromptPace,
+    prefill_tokens,
+    scored_prefill_tokens,
+    startable_tokens,
+)
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.queue import WaitingQueue
@@ -71,6 +76,7 @@ class Scheduler:
         self.in_flight: deque[LaunchedStep] = deque()
         self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
+        self.pace = PromptPace()  # the core tells it what steps take
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         # Every running request must be able to decode in every step, so the budget bounds them.
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -238,12 +244,13 @@ class Scheduler:
             self._add_chunk(request, length, builder)
 
     def _prompt_limit(self) -> int:
-        """Prompt tokens that this step may compute; the whole budget if no request decodes."""
+        """Prompt tokens that this step may compute; of the whole budget, if no request decodes."""
         if not self.decoding:
-            return self.token_limit
+            return self.pace.limit(self.token_limit, decodes=False)
         startable = min(len(self._free_rows), len(self.queue.waiting))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
-        return prefill_tokens(queued + sum(r.remaining for r in self.computing), self.token_limit)
+        waiting = queued + sum(r.remaining for r in self.computing)
+        return self.pace.limit(prefill_tokens(waiting, self.token_limit), decodes=True)
 
     def _budget(self, builder: StepBuilder) -> int:
         """Tokens that this step can still take."""
