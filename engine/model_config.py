@@ -66,6 +66,8 @@ class LayerAttention:
     sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
         record's tensors). slopes: one a head: score + slope * (s - t) (ALiBi); () = none.
     head_dim: of keys and of values. rope: None where nothing is rotated.
+    qk_norm: queries and keys are normed, if the model's are at all.
+    temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)).
     bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
     """
 
@@ -79,6 +81,8 @@ class LayerAttention:
     softcap: float = 0.0
     sinks: bool = False
     slopes: tuple[float, ...] = ()
+    qk_norm: bool = True
+    temperature: tuple[float, int, int] | None = None
     bidirectional: bool = False
 
     @property
@@ -106,7 +110,6 @@ class ModelConfig:
     qk_norm: "" = none, "head" = one weight for all heads, "heads" = one a head (layer norms),
         "flat" = over all heads together. qk_norm_after: behind the rotation.
     qkv_clip: queries, keys and values are cut to [-clip, clip].
-    query_temperature: (beta, trained): q *= 1 + beta * ln(1 + floor(position / trained)).
     position_offset, position_rows: of learned positions: rows before the first, and all.
     token_types: learned kinds of tokens; all of ours are of the first.
     """
@@ -141,7 +144,6 @@ class ModelConfig:
     qk_norm: str
     qk_norm_after: bool
     qkv_clip: float | None
-    query_temperature: tuple[float, int]
     position_offset: int
     position_rows: int
     token_types: int
@@ -483,7 +485,6 @@ _SWITCHES: Mapping[str, Read] = {
     "qk_norm": lambda config: "",
     "qk_norm_after": lambda config: False,
     "qkv_clip": lambda config: None,
-    "query_temperature": lambda config: (0.0, 1),
     "position_offset": lambda config: 0,
     "position_rows": lambda config: 0,
     "token_types": lambda config: 0,

@@ -7,11 +7,13 @@ else asks which architecture a model is of.
 
 from engine.architectures import (
     cohere,
+    dbrx,
     encoders,
     gemma,
     glm,
     gpt,
     llama,
+    llama4,
     mixtures,
     olmo,
     phi,
@@ -43,7 +45,7 @@ __all__ = [
     "half_pairs",
 ]
 
-_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt, mixtures, encoders)
+_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt, mixtures, llama4, dbrx, encoders)
 
 ARCHITECTURES: dict[str, Architecture] = {
     each.name: each for module in _MODULES for each in module.ARCHITECTURES

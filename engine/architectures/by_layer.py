@@ -28,6 +28,15 @@ def three_to_one(i: int) -> str:
     return WINDOW if (i + 1) % 4 else FULL
 
 
+def turning(config: Reader, layers: int) -> list[bool]:
+    """Whether each layer turns: every fourth does not, unless the file says otherwise."""
+    each = config.size("no_rope_layer_interval", 4)
+    turns = config.get("no_rope_layers") or [(i + 1) % each != 0 for i in range(layers)]
+    if len(turns) < layers:
+        raise config.error("no_rope_layers", f"has {len(turns)} layers, the model {layers}")
+    return [bool(turn) for turn in turns[:layers]]
+
+
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Every layer attends to all before it."""
     if kinds := {str(kind) for kind in config.get("layer_types") or ()} - {FULL}:

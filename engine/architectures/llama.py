@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched, windowed
+from engine.architectures.by_layer import FULL, WINDOW, layer_types, turning, unstretched, windowed
 from engine.architectures.layout import half_pairs, neighbours
 from engine.architectures.record import Architecture, CheckpointTensor, Gguf, Read, always
 from engine.config_reader import Reader
@@ -86,12 +86,7 @@ def _granite_swa(
 
 
 def _smollm3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Every fourth layer does not turn."""
-    each = config.size("no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers") or [int((i + 1) % each != 0) for i in range(layers)]
-    if len(turns) < layers:
-        raise config.error("no_rope_layers", f"has {len(turns)} layers, the model {layers}")
-    return [plain if turn else replace(plain, rope=None) for turn in turns[:layers]]
+    return [plain if turn else replace(plain, rope=None) for turn in turning(config, layers)]
 
 
 def _cwm(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
@@ -115,12 +110,16 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     return [local if kind == WINDOW else plain for kind in kinds]
 
 
-def _temperature(config: Reader) -> tuple[float, int]:
+def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Queries grow with the logarithm of how often the trained context fits before them."""
     rope = config.inner("rope_parameters")
-    return rope.number("llama_4_scaling_beta", 0.0), rope.size(
-        "original_max_position_embeddings", config.size("max_position_embeddings")
-    )
+    if rope.get("llama_4_scaling_beta"):
+        beta = rope.number("llama_4_scaling_beta")
+        trained = rope.size(
+            "original_max_position_embeddings", config.size("max_position_embeddings")
+        )
+        plain = replace(plain, temperature=(beta, trained, 0))
+    return windowed(config, plain, layers)
 
 
 GRANITE: Mapping[str, Read] = {
@@ -177,8 +176,7 @@ ARCHITECTURES = (
         LLAMA,
         models="Ministral 3, Devstral 2",
         model_type="ministral3",
-        switches={"query_temperature": _temperature},
-        attention=windowed,
+        attention=_ministral3,
         defaults={"head_dim": 128},
     ),
     Architecture(

@@ -32,7 +32,7 @@ class Attention:
         self.out = build.row("out", hidden, q, bias=config.out_bias)
         self.linears = (self.qkv, self.out)
         self.stacks = ()
-        names = ("q_norm", "k_norm") if config.qk_norm == "head" else ()
+        names = ("q_norm", "k_norm") if config.qk_norm == "head" and layer.qk_norm else ()
         self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]

@@ -100,8 +100,12 @@ class Builder:
                 bias = self._vector(f"{kind}bias", (f"{names[0]}.bias",), size, ours, 0.0, scale)
         if config.norm == "layer":
             return LayerNorm(self.kernels, weight, bias, eps)
-        assert weight is not None, ours
+        if weight is None:
+            return RMSNorm(self.kernels, self._ones(size), eps)
         return RMSNorm(self.kernels, weight, eps)
+
+    def _ones(self, size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=self.activation_dtype, device=self.device)
 
     def head_norm(self, ours: str, heads: int, size: int) -> Parameter:
         """Weights for all elements of all heads, [heads * size]: one tensor, or one a head."""

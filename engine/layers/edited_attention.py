@@ -10,7 +10,7 @@ from engine.layers.bidirectional_attention import BidirectionalAttention
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
-from engine.model_config import ModelConfig
+from engine.model_config import LayerAttention, ModelConfig
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
 
@@ -19,15 +19,16 @@ def attention_block(build: Builder, tables: Tables) -> Attention:
     """The plain block wherever it serves."""
     if build.config.attention[build.layer or 0].bidirectional:
         return BidirectionalAttention(build, tables)
-    return (EditedAttention if _edits(build.config) else Attention)(build, tables)
+    edits = _edits(build.config, build.config.attention[build.layer or 0])
+    return (EditedAttention if edits else Attention)(build, tables)
 
 
-def _edits(config: ModelConfig) -> bool:
+def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
     return (
         config.qk_norm in ("heads", "flat")
         or config.qk_norm_after
         or config.qkv_clip is not None
-        or config.query_temperature[0] != 0
+        or layer.temperature is not None
     )
 
 
@@ -79,8 +80,8 @@ class EditedAttention(Attention):
             self.apart, self.q_norm, self.k_norm = self.norms, None, None
             self.turning, self.cos_sin = self.cos_sin, tables(None, dim)
         self.temperatures: Tensor | None = None
-        if config.query_temperature[0]:
-            self.temperatures = tables.temperatures(*config.query_temperature)
+        if layer.temperature is not None:
+            self.temperatures = tables.temperatures(*layer.temperature)
 
     def forward(
         self,

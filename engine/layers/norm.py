@@ -17,13 +17,15 @@ class Norm(Protocol):
 
 
 class RMSNorm:
-    """x / rms(x) * weight."""
+    """x / rms(x) * weight. weight: a tensor where the checkpoint has none, of ones."""
 
-    def __init__(self, kernels: Kernels, parameter: Parameter, eps: float) -> None:
+    def __init__(self, kernels: Kernels, weight: Parameter | Tensor, eps: float) -> None:
         self.kernels = kernels
-        self.weight = parameter.tensor
         self.eps = eps
-        self.parameters: tuple[Parameter, ...] = (parameter,)
+        self.parameters: tuple[Parameter, ...] = ()
+        if isinstance(weight, Parameter):
+            self.parameters, weight = (weight,), weight.tensor
+        self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)

@@ -30,12 +30,12 @@ class Tables:
             )
         return self._made[key]
 
-    def temperatures(self, beta: float, trained: int) -> Tensor:
-        """[max_positions] float32: what queries are multiplied by."""
-        key = (beta, trained)
+    def temperatures(self, beta: float, trained: int, shift: int) -> Tensor:
+        """[max_positions] float32: what queries are multiplied by; see `LayerAttention`."""
+        key = (beta, trained, shift)
         if key not in self._made:
             times = torch.arange(self.max_positions, dtype=torch.float32, device=self.device)
-            self._made[key] = 1 + beta * torch.log1p(torch.floor(times / trained))
+            self._made[key] = 1 + beta * torch.log1p(torch.floor((times + shift) / trained))
         return self._made[key]
 
 

@@ -1,9 +1,9 @@
 """load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 from threading import Thread
 from typing import Protocol
@@ -177,9 +177,7 @@ def _match(
                     f"{folder}: tensor {source.name} is missing from the checkpoint", param="model"
                 )
             found = stored[source.name]
-            if found.shape != source.shape and not (
-                source.flat and math.prod(found.shape) == math.prod(source.shape)
-            ):
+            if not source.fits(found.shape):
                 raise ConfigError(
                     f"{found.file}: tensor {found.name} has shape {list(found.shape)}, "
                     f"config.json implies {list(source.shape)}",
@@ -192,7 +190,7 @@ def _match(
                     param="model",
                 )
             if source.flat:
-                found = replace(found, shape=(math.prod(found.shape),))
+                found = replace(found, shape=(prod(found.shape),))
             if source.at is not None:
                 found = found.one_of_stack(source.at, source.shape)
             transfers[-1].append(Transfer(target, source, found))

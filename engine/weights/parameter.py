@@ -55,7 +55,7 @@ class Source:
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
     flat: of any shape on disk, its elements are taken as a vector, of which rows are.
     at: the checkpoint keeps several like this in one tensor, along its first axis: this one's
-        number. shape is the whole tensor's.
+        number. shape is the whole tensor's, whose first two axes may be one on disk.
     """
 
     name: str
@@ -75,6 +75,13 @@ class Source:
         if self.columns is not None:
             tensor = tensor[:, self.columns[0] : self.columns[1]]
         return tensor
+
+    def fits(self, stored: tuple[int, ...]) -> bool:
+        """Whether a checkpoint tensor of this shape holds it."""
+        if self.flat:
+            return math.prod(stored) == math.prod(self.shape)
+        joined = (math.prod(self.shape[:2]), *self.shape[2:])
+        return stored == self.shape or (self.at is not None and stored == joined)
 
     @property
     def num_rows(self) -> int:

@@ -471,6 +471,26 @@ WINDOWS: dict[str, Case] = {
 _CHOSEN = {"num_experts": 6, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LLAMA4 = {
+    **_LOCAL,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+}
+_LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
 # Mixtures of experts; three layers, of which some are dense where an architecture has such.
 EXPERTS: dict[str, Case] = {
     "mixtral": Case("mixtral", _LOCAL),
@@ -498,6 +518,26 @@ EXPERTS: dict[str, Case] = {
     "hy3": Case("hy_v3", {**_CHOSEN, "moe_intermediate_size": 24, "head_dim": 16}),
     "hunyuan moe": Case("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
     "olmoe": Case("olmoe", _CHOSEN),
+    "llama 4": Case("llama4_text", _LLAMA4),
+    "llama 4 scout": Case(
+        "llama4_text",
+        {**_LLAMA4, "interleave_moe_layer_step": 1, "rope_parameters": _LLAMA4_ROPE},
+        architecture="Llama4ForConditionalGeneration",
+        rewrite=wrapped("language_model."),
+    ),
+    "dbrx": Case(
+        "dbrx",
+        {
+            "d_model": 64,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 1.0, "kv_n_heads": 2, "rope_theta": 1e5},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+        drop=(*_SHORT, "intermediate_size", "num_key_value_heads"),
+    ),
     "granite moe": Case("granitemoe", {**_GRANITE, **_LOCAL}),
     "granite moe, shared": Case(
         "granitemoeshared", {**_GRANITE, **_LOCAL, "shared_intermediate_size": 40}

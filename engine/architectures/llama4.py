@@ -1,0 +1,94 @@
+"""Llama 4: three of four layers see a chunk of the context and turn, the fourth sees all of it and
+does not; experts that weigh what they read."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import CHUNK, FULL, layer_types, turning
+from engine.architectures.experts import Experts, read_experts
+from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS
+from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention, ModelConfig
+
+_MLP = f"{LAYER}feed_forward."
+_SHARED = f"{_MLP}shared_expert."
+
+
+def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Queries and keys are divided by their length in layers that turn. A weightless norm over all
+    of a head is the same before the rotation as behind it."""
+    turns = turning(config, layers)
+    kinds = layer_types(config, layers, lambda i: CHUNK if turns[i] else FULL)
+    chunk = config.size_or_none("attention_chunk_size") or 0
+    temperature = None
+    if config.flag("attn_temperature_tuning", True):
+        temperature = (config.number("attn_scale", 0.1), config.size("floor_scale", 8192), 1)
+    plain = replace(plain, qk_norm=config.flag("use_qk_norm", True))
+    still = replace(plain, rope=None, qk_norm=False, temperature=temperature)
+    return [
+        replace(plain if turn else still, chunk=chunk if kind == CHUNK else 0)
+        for turn, kind in zip(turns, kinds, strict=True)
+    ]
+
+
+def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
+    """Each interleave_moe_layer_step-th layer, unless they are listed."""
+    step = config.size("interleave_moe_layer_step", 1)
+    layers = config.get("moe_layers")
+    if layers is None:
+        layers = range(step - 1, model.num_layers, step)
+    found = read_experts(
+        config, model, layers, score="sigmoid", renormalise=False, weigh_input=True
+    )
+    return None if found is None else replace(found, shared_size=found.size)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "Llama4ForCausalLM",
+        {
+            **LLAMA,
+            **NEIGHBOURS,
+            "q_norm": CheckpointTensor(()),
+            "k_norm": CheckpointTensor(()),
+            "gate_up": CheckpointTensor((f"{_MLP}gate_proj", f"{_MLP}up_proj")),
+            "down": CheckpointTensor((f"{_MLP}down_proj",)),
+            "router": CheckpointTensor((f"{_MLP}router",)),
+            "experts_gate_up": CheckpointTensor((f"{_MLP}experts.gate_up_proj",), transposed=True),
+            "experts_down": CheckpointTensor((f"{_MLP}experts.down_proj",), transposed=True),
+            "shared_gate_up": CheckpointTensor((f"{_SHARED}gate_proj", f"{_SHARED}up_proj")),
+            "shared_down": CheckpointTensor((f"{_SHARED}down_proj",)),
+        },
+        models="Llama 4 (Scout, Maverick)",
+        model_type="llama4_text",
+        switches={"qk_norm": always("head")},
+        keys={
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+            "num_experts": "num_local_experts",
+        },
+        # The wrappers' files on the hub leave some of this out.
+        defaults={
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+        },
+        attention=_attention,
+        experts=_experts,
+    ),
+)
