@@ -21,8 +21,8 @@ from deployments.api.generation.openai_request import OpenAIRequest, in_thread
 from deployments.api.generation.replay import StreamReplay
 from deployments.api.http_exchange import HttpExchange
 from deployments.api.tools.chat_output import ParsedChoice, call_id
-from deployments.api.tools.parser import Event
 from deployments.api.tools.plan import OutputPlan
+from deployments.api.tools.step_parser import Event
 from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
 from engine.messages import Delta

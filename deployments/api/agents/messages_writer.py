@@ -8,7 +8,7 @@ import msgspec
 from deployments.api.agents.answer import Naming, Usage, Wire
 from deployments.api.errors import ApiError
 from deployments.api.generation.openai_request import OpenAIRequest
-from deployments.api.tools.parser import Event
+from deployments.api.tools.step_parser import Event
 
 # Anthropic's `type` of an error, by status; api_error of any other.
 _KINDS = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.tools.parser import Event
 from deployments.api.tools.plan import OutputPlan
+from deployments.api.tools.step_parser import Event
 from deployments.api.tools.text_reader import TextReader
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams

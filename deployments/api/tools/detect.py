@@ -28,13 +28,16 @@ _TOOL: dict[str, Any] = {
 class TemplateOutput:
     """calls: None if the template is known to write none. text_arguments: it wants the arguments of
     calls in the history as JSON in a string. empty_content: it wants content beside them.
-    variables: those that a request may set to change how much the model thinks. special_ids: the
-    control tokens that the formats are written with."""
+    single_calls: it shows no more than one of a message. no_content: beside calls it refuses
+    content and reasoning together. variables: those that a request may set to change how much the
+    model thinks. special_ids: the control tokens that the formats are written with."""
 
     calls: OutputFormat | None
     reasoning: Reasoning | None
     text_arguments: bool = False
     empty_content: bool = False
+    single_calls: bool = False
+    no_content: bool = False
     variables: frozenset[str] = frozenset()
     special_ids: frozenset[int] = frozenset()
 
@@ -57,7 +60,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
     if tokenizer.chat_template is None:
         return TemplateOutput(None, None)
     source = "\n".join(tokenizer.chat_template.sources.values())
-    reasoning = next((one for one in REASONING if one.end in source), None)
+    reasoning = next((one for one in REASONING if one.known_by in source), None)
     code = " ".join(_CODE.findall(_COMMENT.sub("", source)))
     variables = frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code))
     if "tool_calls" in source:
@@ -65,11 +68,15 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
             rendered = _rendered(tokenizer, text_arguments, empty_content)
             for one in FORMATS:
                 if one.write(_NAME, _VALUES) in rendered and one.opening in rendered:
+                    again = _rendered(tokenizer, text_arguments, empty_content, "again")
+                    said = _rendered(tokenizer, text_arguments, empty_content, "", "So.", "Hm.")
                     return TemplateOutput(
                         one,
                         reasoning,
                         text_arguments,
                         empty_content,
+                        "again" not in again,
+                        not said,
                         variables,
                         _special_ids(tokenizer, one, reasoning),
                     )
@@ -80,7 +87,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
 def _special_ids(
     tokenizer: Tokenizer, calls: OutputFormat | None, reasoning: Reasoning | None
 ) -> frozenset[int]:
-    marks = "" if reasoning is None else f"{reasoning.start} {reasoning.end} "
+    marks = "" if reasoning is None else reasoning.marks
     if calls is not None:
         written = calls.write("", {} if calls.tagged is None else {"": ""})
         marks += calls.opening + written + calls.separator + calls.closing
@@ -88,25 +95,30 @@ def _special_ids(
     return frozenset(i for i, text in texts.items() if text and text in marks)
 
 
-def _rendered(tokenizer: Tokenizer, text_arguments: bool, empty_content: bool) -> str:
+def _rendered(
+    tokenizer: Tokenizer,
+    text_arguments: bool,
+    empty_content: bool,
+    second: str = "",
+    content: str = "",
+    reasoning: str = "",
+) -> str:
+    """A chat with a call, or two. "": the template refuses it."""
     arguments: Any = '{"probe_key": "probe value"}' if text_arguments else _VALUES
-    call: dict[str, Any] = {
-        "role": "assistant",
-        "tool_calls": [
-            {
-                "id": "probecall",
-                "type": "function",
-                "function": {"name": _NAME, "arguments": arguments},
-            }
-        ],
-    }
-    if empty_content:
-        call["content"] = ""
-    chat = [
-        {"role": "user", "content": "A question."},
-        call,
-        {"role": "tool", "tool_call_id": "probecall", "name": _NAME, "content": "A result."},
+    named = {"probecall": _NAME, **({"probenext": second} if second else {})}
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name in named.items()
     ]
+    turn: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+    if content or empty_content:
+        turn["content"] = content
+    if reasoning:
+        turn["reasoning_content"] = reasoning
+    results = [
+        {"role": "tool", "tool_call_id": id, "name": _NAME, "content": "A result."} for id in named
+    ]
+    chat = [{"role": "user", "content": "A question."}, turn, *results]
     try:
         return tokenizer.render_chat(chat, tools=[_TOOL], max_seconds=1.0)
     except InvalidRequest:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.api.tools.output_format import OutputFormat, Reasoning
+from deployments.api.tools.output_format import (
+    CHANNEL,
+    CONSTRAIN,
+    MESSAGE,
+    MESSAGE_START,
+    OutputFormat,
+    Reasoning,
+)
 from deployments.api.tools.parser import Thinking
 from engine.text.tokenizer import Tokenizer
 
@@ -58,16 +65,19 @@ def output_grammar(
     parallel: bool = True,
     reasoning: Reasoning | None = None,
     thinking: Thinking = "no",
+    once: bool = False,
     content: str = "",
 ) -> str:
     """Text in which each call is complete and its arguments fit their schema.
 
     format without functions: text that holds no call. required: at least one call, and no text
-    before it. content: what the text may be where that is limited, as the right side of a rule.
+    before it. once: there is one stretch of reasoning at most, at the beginning.
+    content: what the text may be where that is limited, as the right side of a rule.
     """
-    return _Builder(tokenizer).build(
-        format, functions, required, parallel, reasoning, thinking, content
-    )
+    builder = _Builder(tokenizer)
+    if reasoning is not None and reasoning.channels:
+        return builder.build_channels(reasoning, functions, required, once, content)
+    return builder.build(format, functions, required, parallel, reasoning, thinking, content)
 
 
 class _Builder:
@@ -112,6 +122,41 @@ class _Builder:
             if thinking == "may":
                 start = f"{self.literal(reasoning.start)} thinking | body"
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def build_channels(
+        self,
+        reasoning: Reasoning,
+        functions: Sequence[Function],
+        required: bool,
+        once: bool,
+        content: str,
+    ) -> str:
+        """Of a turn whose <|start|>assistant is in the prompt."""
+        again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
+        message = self.literal(MESSAGE)
+        self._rules = [
+            "ANY: /(.|\\n)*/",
+            f'json: (" " {self.literal(CONSTRAIN)}? "json")?',
+            f"thoughts: {self.literal(reasoning.start)} "
+            f"{self._until('thoughts_text', reasoning.end)} {again}",
+            f"comment: {self.literal(comment + MESSAGE)} "
+            f"{self._until('comment_text', reasoning.end)} {again}",
+            f"final: {self.literal(f'{CHANNEL}final')} "
+            + (f"json {message} ({content})" if content else f"{message} ANY"),
+        ]
+        before = "thoughts?" if once else "thoughts*"
+        if not content:
+            before = "thoughts? comment*" if once else "(thoughts | comment)*"
+        body = ["call"] if functions else []
+        body += [] if required else ["final"]
+        for i, function in enumerate(functions):
+            named = f" to=functions.{function.name}"
+            heads = f"{self.literal(comment + named)} | {self.literal(named + comment)}"
+            arguments = _json(function.schema, _COMPACT)
+            self._rules.append(f"call_{i}: ({heads}) json {message} {arguments}")
+        if functions:
+            self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
         """A text, of which control tokens are one token each."""

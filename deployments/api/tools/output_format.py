@@ -58,8 +58,30 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """channels: the answer is messages, each with a header; those of one channel are reasoning.
+    efforts: what the model knows others of the API's by."""
+
     start: str
     end: str
+    channels: bool = False
+    efforts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def known_by(self) -> str:
+        """What a template has that writes it. The end of a message says nothing."""
+        return self.start if self.channels else self.end
+
+    @property
+    def marks(self) -> str:
+        more = f"{MESSAGE_START}{MESSAGE}{''.join(MESSAGE_ENDS)}{CONSTRAIN}"
+        return f"{self.start} {self.end} {more if self.channels else ''}"
+
+
+# Of answers in channels, which are OpenAI's harmony.
+CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
+    *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
+)
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
 _NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
@@ -176,9 +198,24 @@ FORMATS = (
         end="}",
         parallel=False,
     ),
+    # As a template prints a call. How models write it: `channel_parser` and `output_grammar`.
+    OutputFormat(
+        "harmony",
+        trigger=" to=functions.",
+        begin=" to=functions.",
+        middle="<|channel|>commentary json<|message|>",
+        end="<|call|>",
+        parallel=False,
+    ),
 )
 
 REASONING = (
+    Reasoning(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        channels=True,
+        efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
+    ),
     Reasoning("<think>", "</think>"),
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<seed:think>", "</seed:think>"),

@@ -1,27 +1,16 @@
-"""OutputParser: text of a model to content, reasoning and calls, piece by piece.
-
-A function of the text alone: however it is cut, the pieces of each kind add up to the same. Parsing
-never fails: what is no call after all is content.
-"""
+"""OutputParser: text of a model to content, reasoning and calls, piece by piece."""
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from deployments.api.tools.output_format import OutputFormat, Reasoning
+from deployments.api.tools.step_parser import Event, Kind, StepParser
 
-Kind = Literal["content", "reasoning", "call", "arguments", "end"]
 Thinking = Literal["open", "may", "no"]
 
 
-class Event(NamedTuple):
-    """call: text is the function's name. arguments: a piece of its JSON. end: of that call."""
-
-    kind: Kind
-    text: str = ""
-
-
-class OutputParser:
+class OutputParser(StepParser):
     """format: None if no tool may be called. raw: of each function, the arguments that tagged
     formats write as they are, being strings; all others are JSON. thinking: where the prompt leaves
     off: inside reasoning, where it may begin, or behind it."""
@@ -36,48 +25,23 @@ class OutputParser:
         self._format = format
         self._raw = raw
         self._reasoning = reasoning
-        self._text = ""  # not understood yet
-        self._out: list[Event] = []
-        self._final = False
         self._spaces = ""  # at the end of what was shown; dropped where something else follows
         self._said = False  # there was content
         self._name = ""
         self._first = True  # of the tagged arguments
-        self._depth, self._quoted, self._escaped = 0, False, False
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
-        self._step: Callable[[], bool] = begin[thinking if reasoning is not None else "no"]
-        self.calls = 0  # complete ones
-        self.opened = 0  # those whose name is known
+        super().__init__(begin[thinking if reasoning is not None else "no"])
 
     @property
     def reasons(self) -> bool:
         return self._step == self._reason
 
-    def feed(self, text: str) -> list[Event]:
-        self._text += text
-        return self._run()
-
     def finish(self) -> list[Event]:
-        """After the last text: what was held back. A call that has no name yet is not shown."""
-        self._final = True
-        events = self._run()
+        events = super().finish()
         if self._step == self._content and self._spaces and self._said:
             said = events.pop().text if events and events[-1].kind == "content" else ""
             events.append(Event("content", said + self._spaces))
         return events
-
-    def _run(self) -> list[Event]:
-        while self._step():
-            pass
-        out, self._out = self._out, []
-        merged: list[Event] = []
-        for event in out:
-            if merged and merged[-1].kind == event.kind and event.kind not in ("call", "end"):
-                event = Event(event.kind, merged.pop().text + event.text)
-            merged.append(event)
-        return merged
-
-    # Each step takes a part of _text, and tells whether there may be another.
 
     def _show(self, kind: Kind, text: str) -> None:
         """Space at the beginning and the end of a part is not shown."""
@@ -91,19 +55,6 @@ class OutputParser:
             self._out.append(Event(kind, body))
         elif not self._said:
             self._spaces = ""
-
-    def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
-        """The text before the first of these, or what can be no beginning of one; and which it is,
-        "" if none is there."""
-        found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            before, self._text = self._text[:at], self._text[at + len(mark) :]
-            return before, mark
-        keep = 0 if self._final else max((_overlap(self._text, mark) for mark in until), default=0)
-        cut = len(self._text) - keep
-        before, self._text = self._text[:cut], self._text[cut:]
-        return before, ""
 
     def _may_reason(self) -> bool:
         assert self._reasoning is not None
@@ -202,38 +153,16 @@ class OutputParser:
             return False
         self._name, self._text = self._text[:at], self._text[at + len(middle) :]
         self._said, self._spaces = False, ""
-        self.opened += 1
-        self._out.append(Event("call", self._name))
-        self._depth, self._quoted, self._escaped, self._first = 0, False, False, True
+        self._call(self._name)
+        self._first = True
         self._step = self._json if self._format.tagged is None else self._next_argument
         return True
 
     def _json(self) -> bool:
-        """One object; strings may hold anything."""
-        text = self._text
-        for at, char in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._quoted = False
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._out.append(Event("arguments", text[: at + 1]))
-                    self._text = text[at + 1 :]
-                    self._step = self._ending
-                    return True
-        if text:
-            self._out.append(Event("arguments", text))
-        self._text = ""
-        return False
+        complete = self._take_object()
+        if complete:
+            self._step = self._ending
+        return complete
 
     def _next_argument(self) -> bool:
         assert self._format is not None and self._format.tagged is not None
@@ -309,14 +238,6 @@ class OutputParser:
         else:
             self._step = self._rest
         return True
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of text that may begin mark."""
-    for size in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
-    return 0
 
 
 def _quoted(text: str) -> str:

@@ -8,11 +8,13 @@ import msgspec
 from deployments.api.errors import invalid
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
+from deployments.api.tools.channel_parser import ChannelParser
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.grammar import Function, json_content, output_grammar
 from deployments.api.tools.output_format import OutputFormat, Reasoning
 from deployments.api.tools.parser import OutputParser, Thinking
 from deployments.api.tools.request import RequestedTools
+from deployments.api.tools.step_parser import StepParser
 from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
@@ -47,7 +49,13 @@ class OutputPlan:
         """There may be some."""
         return self.tools is not None and self.tools.mode != "none"
 
-    def parser(self) -> OutputParser:
+    @property
+    def channels(self) -> bool:
+        return self.reasoning is not None and self.reasoning.channels
+
+    def parser(self) -> StepParser:
+        if self.channels:
+            return ChannelParser(calls=self.calls)
         format = self.format if self.calls else None
         return OutputParser(format, self.raw, self.reasoning, self.thinking)
 
@@ -60,7 +68,9 @@ class OutputPlan:
         """As the engine takes it."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
-        trigger = self.format.trigger if self.format is not None and self.calls else ""
+        # In channels a call follows the end mark.
+        ended = self.format is not None and self.calls and not self.channels
+        trigger = self.format.trigger if ended and self.format is not None else ""
         start = self.reasoning.start if self.thinking == "may" else ""
         end = tuple(self.tokenizer.encode(self.reasoning.end))
         ends = (self.reasoning.end, trigger) if trigger else (self.reasoning.end,)
@@ -105,6 +115,7 @@ class OutputPlan:
             parallel=tools is not None and tools.parallel,
             reasoning=self.reasoning,
             thinking=self.thinking,
+            once=self.budget is not None,
             content=content,
         )
         return Grammar.lark(text), ignored
@@ -143,6 +154,8 @@ def plan_output(
             thinking = "may"
     if tools is not None and known.calls is None:
         tools = None  # of mode none: they are not even in the prompt
+    if known.reasoning is not None and known.reasoning.channels and not generation:
+        return None  # the prompt has left off inside a message, and calls are other ones
     if thinking == "no" and tools is None:
         return None
     format = known.calls if tools is not None else None

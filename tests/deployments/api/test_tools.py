@@ -12,15 +12,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.api.tools.detect import template_output
-from deployments.api.tools.grammar import Function
-from deployments.api.tools.output_format import FORMATS, OutputFormat, Reasoning
-from deployments.api.tools.parser import Event, OutputParser, Thinking
+from deployments.api.tools.output_format import FORMATS, Reasoning
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import CHAT, Client, Reply
@@ -428,46 +424,6 @@ def test_history(name: str) -> None:
     bad = asyncio.run(client.chat(tools=TOOLS, messages=[*USER, turn('{"a"'), result]))
     assert bad.status == 200
     assert bad.header("x-ignored-fields") == "messages[1].tool_calls[0].function.arguments"
-
-
-def merged(parser: OutputParser, pieces: list[str]) -> list[Event]:
-    events: list[Event] = []
-    for event in [*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]:
-        if events and events[-1].kind == event.kind and event.kind not in ("call", "end"):
-            event = Event(event.kind, events.pop().text + event.text)
-        events.append(event)
-    return events
-
-
-FUNCTIONS = [Function("weather", CITY), Function("now", {"type": "object", "properties": {}})]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    format=st.sampled_from(FORMATS),
-    thinking=st.sampled_from(("open", "may", "no")),
-    pieces=st.lists(
-        st.sampled_from(["a ", "\n", "<", "CALL", "{", '"', "</think>", "<think>", "TRIGGER"]),
-        max_size=8,
-    ),
-    cut=st.integers(0, 400),
-    end=st.integers(0, 400),
-)
-def test_every_chunking(
-    format: OutputFormat, thinking: Thinking, pieces: list[str], cut: int, end: int
-) -> None:
-    """Events that depend on how the text is cut, also of a text that is cut off or makes no sense;
-    a parser that fails."""
-    call = format.opening + format.write("weather", DEEP) + format.closing
-    text = "".join(pieces).replace("CALL", call).replace("TRIGGER", format.trigger)[: end or None]
-
-    def parser() -> OutputParser:
-        raw = {one.name: one.raw(format) for one in FUNCTIONS}
-        return OutputParser(format, raw, Reasoning("<think>", "</think>"), thinking)
-
-    whole = merged(parser(), [text])
-    assert merged(parser(), list(text)) == whole
-    assert merged(parser(), [text[:cut], text[cut:]]) == whole
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

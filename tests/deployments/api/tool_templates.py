@@ -45,6 +45,29 @@ DEEPSEEK = _template(
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
 )
+# As gpt-oss has it: one call a message, and no content beside thoughts in front of it.
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+    "{% if tools %}<|start|>developer<|message|>"
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{% set last = namespace(name='') %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary"
+    "<|message|>{{ m.content | tojson }}<|end|>"
+    "{% elif m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>"
+    "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|end|>' if not loop.last or add_generation_prompt else '<|return|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_MARKS = (
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>"),
+    "<|call|>",
+)
 TEMPLATES = {
     "hermes": HERMES,
     "qwen3-coder": XML,

@@ -1,0 +1,108 @@
+"""StepParser: what parsers of models' text share, which goes on piece by piece."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+Kind = Literal["content", "reasoning", "call", "arguments", "end"]
+
+
+class Event(NamedTuple):
+    """call: text is the function's name. arguments: a piece of its JSON. end: of that call."""
+
+    kind: Kind
+    text: str = ""
+
+
+class StepParser:
+    """A function of the text alone: however it is cut, the pieces of each kind add up to the same.
+    Parsing never fails: what is no call after all is content.
+
+    Each step takes a part of _text, and tells whether there may be another.
+    """
+
+    def __init__(self, first: Callable[[], bool]) -> None:
+        self._text = ""  # not understood yet
+        self._out: list[Event] = []
+        self._final = False
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self._step = first
+        self.calls = 0  # complete ones
+        self.opened = 0  # those whose name is known
+
+    @property
+    def reasons(self) -> bool:
+        """The next text is reasoning, or ends it."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """After the last text: what was held back. A call that has no name yet is not shown."""
+        self._final = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        while self._step():
+            pass
+        out, self._out = self._out, []
+        merged: list[Event] = []
+        for event in out:
+            if merged and merged[-1].kind == event.kind and event.kind not in ("call", "end"):
+                event = Event(event.kind, merged.pop().text + event.text)
+            merged.append(event)
+        return merged
+
+    def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
+        """The text before the first of these, or what can be no beginning of one; and which it is,
+        "" if none is there."""
+        found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            before, self._text = self._text[:at], self._text[at + len(mark) :]
+            return before, mark
+        keep = 0 if self._final else max((_overlap(self._text, mark) for mark in until), default=0)
+        cut = len(self._text) - keep
+        before, self._text = self._text[:cut], self._text[cut:]
+        return before, ""
+
+    def _call(self, name: str) -> None:
+        self.opened += 1
+        self._out.append(Event("call", name))
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def _take_object(self) -> bool:
+        """Of one object, the arguments of a call, what is there; strings may hold anything. Whether
+        it is complete."""
+        text = self._text
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._out.append(Event("arguments", text[: at + 1]))
+                    self._text = text[at + 1 :]
+                    return True
+        if text:
+            self._out.append(Event("arguments", text))
+        self._text = ""
+        return False
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of text that may begin mark."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-size:]):
+            return size
+    return 0

@@ -1,0 +1,154 @@
+"""Parsers of models' text: events do not depend on how it is cut."""
+
+import codecs
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.api.tools.channel_parser import ChannelParser
+from deployments.api.tools.chat_output import ParsedChoice
+from deployments.api.tools.grammar import Function
+from deployments.api.tools.output_format import FORMATS, OutputFormat, Reasoning
+from deployments.api.tools.parser import OutputParser, Thinking
+from deployments.api.tools.plan import OutputPlan
+from deployments.api.tools.step_parser import Event, StepParser
+from engine.messages import Delta
+from engine.sampling_params import SamplingParams
+from tests.deployments.api.test_tools import CITY, DEEP
+from tests.engine.small_tokenizers import byte_level
+
+Make = Callable[[], StepParser]
+
+
+def merged(parser: StepParser, pieces: list[str]) -> list[Event]:
+    events: list[Event] = []
+    for event in [*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]:
+        if events and events[-1].kind == event.kind and event.kind not in ("call", "end"):
+            event = Event(event.kind, events.pop().text + event.text)
+        events.append(event)
+    return events
+
+
+FUNCTIONS = [Function("weather", CITY), Function("now", {"type": "object", "properties": {}})]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    format=st.sampled_from(FORMATS),
+    thinking=st.sampled_from(("open", "may", "no")),
+    pieces=st.lists(
+        st.sampled_from(["a ", "\n", "<", "CALL", "{", '"', "</think>", "<think>", "TRIGGER"]),
+        max_size=8,
+    ),
+    cut=st.integers(0, 400),
+    end=st.integers(0, 400),
+)
+def test_every_chunking(
+    format: OutputFormat, thinking: Thinking, pieces: list[str], cut: int, end: int
+) -> None:
+    """Events that depend on how the text is cut, also of a text that is cut off or makes no sense;
+    a parser that fails."""
+    call = format.opening + format.write("weather", DEEP) + format.closing
+    text = "".join(pieces).replace("CALL", call).replace("TRIGGER", format.trigger)[: end or None]
+
+    def parser() -> OutputParser:
+        raw = {one.name: one.raw(format) for one in FUNCTIONS}
+        return OutputParser(format, raw, Reasoning("<think>", "</think>"), thinking)
+
+    whole = merged(parser(), [text])
+    assert merged(parser(), list(text)) == whole
+    assert merged(parser(), [text[:cut], text[cut:]]) == whole
+
+
+# What a model of channels may write, and what it may not.
+_ODD = (
+    *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>", "assistant"),
+    *("<|end|>", "<|call|>", "a ", " to=functions.now", "<|message|>", "{", "}", '"', "<|chan"),
+    *("<|channel|>commentary to=functions.now <|constrain|>json<|message|>", "x" * 300),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(_ODD), max_size=9),
+    cut=st.integers(0, 400),
+    end=st.integers(0, 400),
+    calls=st.booleans(),
+)
+def test_every_chunking_of_channels(pieces: list[str], cut: int, end: int, calls: bool) -> None:
+    text = "".join(pieces)[: end or None]
+
+    def parser() -> StepParser:
+        return ChannelParser(calls=calls)
+
+    whole = merged(parser(), [text])
+    assert merged(parser(), list(text)) == whole
+    assert merged(parser(), [text[:cut], text[cut:]]) == whole
+
+
+HARD = {**DEEP, "city": 'a\\"\n{ß} 😀</'}
+_THOUGHTS = Reasoning("<think>", "</think>")
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm 😀<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "So ß:<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
+    '<|message|>{"city": "ß\\n😀<|end", "days": 1}<|call|>'
+)
+
+
+def written(name: str) -> tuple[str, Make]:
+    """A text with thoughts, content and calls, and what reads it."""
+    if name == "channels":
+        return CHANNELS, lambda: ChannelParser(calls=True)
+    format = next(one for one in FORMATS if one.name == name)
+    raw = {one.name: one.raw(format) for one in FUNCTIONS}
+    calls = [format.write("weather", HARD)]
+    calls += [format.write("now", {})] if format.parallel else []
+    text = format.opening + format.separator.join(calls) + format.closing
+    said = "So ß:\n" if format.trigger else ""
+    return (
+        f"<think>hm 😀</think>\n{said}{text}",
+        lambda: OutputParser(format, raw, _THOUGHTS, "may"),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [*(one.name for one in FORMATS if one.name != "harmony"), "channels"]
+)
+def test_cut_at_every_byte(name: str) -> None:
+    """Of each format: other events where a chunk ends inside a mark, a name or a character."""
+    text, make = written(name)
+    whole = merged(make(), [text])
+    kinds = [event.kind for event in whole]
+    assert "reasoning" in kinds and kinds.count("call") == kinds.count("end") > 0
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        pieces = [decoder.decode(data[:cut]), decoder.decode(data[cut:], final=True)]
+        assert merged(make(), pieces) == whole, data[:cut]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "channels"])
+def test_tokens_of_a_byte(name: str) -> None:
+    """The same through the decoder of tokens, each of which is a byte."""
+    text, make = written(name)
+    tokenizer = byte_level()
+    ids = [i for char in text for i in tokenizer.encode_plain(char)]
+
+    class Plan(OutputPlan):
+        def parser(self) -> StepParser:
+            return make()
+
+    plan = Plan(tokenizer, None, _THOUGHTS, "may", None, frozenset())
+
+    def events(cut: int) -> tuple[str, str, list[tuple[str, str]], int]:
+        choice = ParsedChoice(plan, SamplingParams())
+        for piece, finish in ((ids[:cut], ""), (ids[cut:], "stop")):
+            choice.feed(Delta(0, piece, finish))
+        calls = [(name, "".join(pieces)) for name, pieces in choice.calls]
+        return "".join(choice.content), "".join(choice.reasoning), calls, choice.reasoning_tokens
+
+    whole = events(0)
+    assert whole[1].strip() == "hm 😀" and whole[2]
+    assert all(events(cut) == whole for cut in range(1, len(ids), 7))
