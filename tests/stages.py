@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
 
@@ -52,15 +53,18 @@ class Stage:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+INTERPRETER: dict[str, Any] = {
+    "paths": ("tests/kernels",),
+    "environment": {"TRITON_INTERPRET": "1"},
+}
 STAGES = {
     "test": (
         Stage(
             "interpreter",
             "Triton kernels in the interpreter",
-            "triton",
+            "triton and not slow",
             pair=True,
-            paths=("tests/kernels",),
-            environment={"TRITON_INTERPRET": "1"},
+            **INTERPRETER,
         ),
         Stage(
             "quick",
@@ -71,6 +75,13 @@ STAGES = {
         Stage("smoke", "A stream, a kill, a drain and Ctrl-C on a real Ray", "smoke"),
     ),
     "rest": (
+        Stage(
+            "grids",
+            "Every pair of what Triton kernels take, in the interpreter",
+            "triton and slow",
+            pair=True,
+            **INTERPRETER,
+        ),
         Stage(
             "slow",
             "What takes longer and starts no Ray",

@@ -1,7 +1,10 @@
 """What the kernel tests share: device, error bounds, paged caches full of NaN, a float64 oracle."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
@@ -33,6 +36,17 @@ def row_error(out: Tensor, ref: Tensor) -> float:
     out, ref = out.double().flatten(0, -2), ref.double().flatten(0, -2)
     error = (out - ref).norm(dim=-1) / ref.norm(dim=-1).clamp(min=1e-30)
     return float(error.nan_to_num(nan=float("inf")).max())
+
+
+def grid(first: Iterable[object], second: Iterable[object]) -> list[ParameterSet]:
+    """Pairs for parametrize. Each value is in a pair that is not slow; most pairs are."""
+    first, second = list(first), list(second)
+    wide = max(len(first), len(second))
+    return [
+        pytest.param(a, b, marks=() if i % wide == j % wide else pytest.mark.slow)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

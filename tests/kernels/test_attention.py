@@ -10,7 +10,7 @@ import torch
 from kernels.attention.decode import attention_decode, plan
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, grid, paged, random, row_error
 
 pytestmark = pytest.mark.triton
 cuda, cuda_deterministic = kernels_for("cuda"), kernels_for("cuda", True)
@@ -53,8 +53,11 @@ def test_decode_lengths_around_pages(block_size: int, head_dim: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    grid([(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], [64, 80, 96, 128, 256]),
+    ids=str,
+)
 def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """Padded heads or dimensions leaking into the sums; groups that are no power of two."""
     num_heads, num_kv_heads = heads

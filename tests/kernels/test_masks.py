@@ -9,7 +9,7 @@ import torch
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
-from tests.kernels.oracle import BOUND, DEVICE, attention, paged, random, row_error
+from tests.kernels.oracle import BOUND, DEVICE, attention, grid, paged, random, row_error
 
 SEES = {"window 1": (1, 0), "window 20": (20, 0), "window 64": (64, 0), "chunk 24": (0, 24)}
 SCORES: dict[str, dict[str, Any]] = {
@@ -53,8 +53,7 @@ def scores(name: str, heads: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("how", SCORES)
-@pytest.mark.parametrize("sees", [*SEES, "all"])
+@pytest.mark.parametrize(("sees", "how"), grid([*SEES, "all"], SCORES))
 def test_mixed_step(sees: str, how: str, back_end: str) -> None:
     """A mask off by one at either end, a tile in which a row sees nothing, a block read that went
     back, a sink that counts once a split: decodes, chunks after a prefix, prompts, padding."""
@@ -72,8 +71,9 @@ def test_mixed_step(sees: str, how: str, back_end: str) -> None:
         assert row_error(out[: len(want)], want) < BOUND[torch.float32]
 
 
-@pytest.mark.parametrize("how", ["plain", "sinks", "cap and sinks"])
-@pytest.mark.parametrize("sees", ["window 64", "chunk 24", "all"])
+@pytest.mark.parametrize(
+    ("sees", "how"), grid(["window 64", "chunk 24", "all"], ["plain", "sinks", "cap and sinks"])
+)
 @pytest.mark.parametrize("entries", [1, 5])
 def test_decodes_in_splits(entries: int, sees: str, how: str) -> None:
     """Splits cut over keys that nobody sees, or a sink in each of them."""
