@@ -144,6 +144,7 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
 
 
 def test_detection() -> None:
+    """A template of channels that is taken for one of tags, or of several calls a message."""
     known = template_output(harmony())
     assert known.calls is not None and known.calls.name == "harmony"
     assert known.reasoning is not None and known.reasoning.channels

@@ -78,6 +78,7 @@ _ODD = (
     calls=st.booleans(),
 )
 def test_every_chunking_of_channels(pieces: list[str], cut: int, end: int, calls: bool) -> None:
+    """The same of headers that are no headers, or are cut off; a parser that waits for ever."""
     text = "".join(pieces)[: end or None]
 
     def parser() -> StepParser:
