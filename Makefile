@@ -40,7 +40,7 @@ pytest = $(BIN)/python -m pytest
 
 test: $(STAMP) ## what to run after a change: ten minutes on two cores
 ifdef ARGS
-	@test -n "$$MANTA_TEST_MODEL" || $(BIN)/python -m deployments.cli.fetch --quantization none default >/dev/null
+	@test -n "$$MANTA_TEST_MODEL" || $(BIN)/python -m deployments.cli.models.fetch --quantization none default >/dev/null
 	@$(pytest) -m '$(where)' $(ARGS)
 else
 	@$(BIN)/python -m tests.stages test
@@ -50,7 +50,7 @@ test-all: $(STAMP) ## the tests that make test leaves out and that need no GPU
 	@$(BIN)/python -m tests.stages $(if $(LONG),--long) rest
 
 faults: $(STAMP) ## docs/reliability.md in full: kills, abuse, draining; half an hour
-	@$(BIN)/python -m deployments.cli.fetch --quantization none default >/dev/null
+	@$(BIN)/python -m deployments.cli.models.fetch --quantization none default >/dev/null
 ifdef QUICK
 	@$(pytest) -m '$(where)' tests/faults
 else

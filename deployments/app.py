@@ -392,7 +392,7 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
         # else on the machine, would take nearly all CPU from the engines that stream.
         "RAY_worker_niceness": "0",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.uvicorn_hooks:install",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
     }
     if proxy(config) == "serve":
         if config.http.tls.certificate and config.http.proxy == "auto":

@@ -21,8 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments.api.errors import ApiError
 from deployments.api.generation.fields import CHAT, COMPLETION, check_names
+from deployments.api.http.errors import ApiError
 from deployments.resuming import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 

@@ -259,7 +259,13 @@ def main() -> int:
     args = parser.parse_args()
     if "MANTA_TEST_MODEL" not in os.environ:  # as of tests/conftest.py
         for quantization in ("none", "auto"):  # as tests' engines take it, and as it is served
-            fetch = [sys.executable, "-m", "deployments.cli.fetch", "--quantization", quantization]
+            fetch = [
+                sys.executable,
+                "-m",
+                "deployments.cli.models.fetch",
+                "--quantization",
+                quantization,
+            ]
             subprocess.run(fetch, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     adopt_orphans()
 

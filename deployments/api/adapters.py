@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.generation.fields import check_names, take_str
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
+from deployments.api.http.exchange import HttpExchange
 from engine.errors import AdapterError
 
 if TYPE_CHECKING:

@@ -18,19 +18,7 @@ from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
-from deployments.api.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.embeddings import embeddings
-from deployments.api.encodings import decoded
-from deployments.api.errors import (
-    INVALID,
-    NOT_FOUND,
-    OVERLOADED,
-    ApiError,
-    did_you_mean,
-    from_backend,
-    internal,
-    shown,
-)
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
 from deployments.api.generation.grammars import grammar_of, output_grammar_of
@@ -46,7 +34,19 @@ from deployments.api.generation.openai_request import (
 from deployments.api.generation.openai_response import OpenAIResponse
 from deployments.api.generation.replay import recall
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of, salt_of
-from deployments.api.http_exchange import (
+from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
+from deployments.api.http.encodings import decoded
+from deployments.api.http.errors import (
+    INVALID,
+    NOT_FOUND,
+    OVERLOADED,
+    ApiError,
+    did_you_mean,
+    from_backend,
+    internal,
+    shown,
+)
+from deployments.api.http.exchange import (
     ClientDisconnected,
     HttpExchange,
     Message,
@@ -55,7 +55,7 @@ from deployments.api.http_exchange import (
     Send,
     UntilDisconnect,
 )
-from deployments.api.json_body import parse_json
+from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.tokenize_routes import detokenize, tokenize

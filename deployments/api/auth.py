@@ -4,8 +4,8 @@ import hashlib
 import hmac
 
 from deployments.api.caller import ANYONE, LEAST_PRIORITY, Caller
-from deployments.api.errors import AUTHENTICATION, PERMISSION, ApiError
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import AUTHENTICATION, PERMISSION, ApiError
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deployments.api.errors import wrong_type
 from deployments.api.generation.fields import take_int
 from deployments.api.generation.openai_request import in_thread
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import wrong_type
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.pooled import PooledCall, pooled_call, take_prompts
 from engine.pooling import as_array
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.errors import invalid, wrong_type
 from deployments.api.generation.fields import (
     check_names,
     take_bool,
@@ -23,7 +22,8 @@ from deployments.api.generation.fields import (
 from deployments.api.generation.merge import failed
 from deployments.api.generation.openai_request import find_model, in_thread, too_many_tokens
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
-from deployments.api.http_exchange import HttpExchange, UntilDisconnect
+from deployments.api.http.errors import invalid, wrong_type
+from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
 from engine.messages import Delta

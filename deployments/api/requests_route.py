@@ -2,8 +2,8 @@
 
 import msgspec
 
-from deployments.api.errors import NOT_FOUND, ApiError
-from deployments.api.http_exchange import HttpExchange, request_id
+from deployments.api.http.errors import NOT_FOUND, ApiError
+from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.api.options import ApiOptions
 
 REQUESTS = "/v1/requests/"

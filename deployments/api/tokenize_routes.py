@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.errors import invalid, wrong_type
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import invalid, wrong_type
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 from deployments.api.tools.prompt import render_options
 from deployments.api.tools.request import take_tools

@@ -6,7 +6,7 @@ chat template.
     path/to/file.gguf  converted once into the cache
     org/name           from the hub, into the hub client's own cache
 
-`python -m deployments.cli.fetch SPEC` prints the folder.
+`python -m deployments.cli.models.fetch SPEC` prints the folder.
 """
 
 import contextlib

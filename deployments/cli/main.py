@@ -148,7 +148,7 @@ def verify(
 
     Exit 1: it differs. 3: nothing differs, and transformers has no code for it.
     """
-    from deployments.cli.verify import run
+    from deployments.cli.models.verify import run
 
     raise typer.Exit(
         run(
@@ -191,7 +191,7 @@ def convert(
     ] = False,
 ) -> None:
     """Write a folder with the weights as the engine holds them: it starts without a transform."""
-    from deployments.cli.convert import run
+    from deployments.cli.models.convert import run
 
     raise typer.Exit(
         run(spec, target, device=device, dtype=dtype, quantization=quantization, check=check)
@@ -234,7 +234,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Perplexity, KL divergence from another model, and tasks from local files."""
-    from deployments.cli.evaluate import run
+    from deployments.cli.models.evaluate import run
 
     raise typer.Exit(
         run(

@@ -3,7 +3,7 @@
 from http import HTTPStatus
 from pathlib import Path
 
-from deployments.api.errors import NOT_FOUND, OVERLOADED, RATE_LIMIT, ApiError
+from deployments.api.http.errors import NOT_FOUND, OVERLOADED, RATE_LIMIT, ApiError
 
 _AGAIN = (("retry-after", "1"),)
 # HAProxy's parser refuses a head that does not fit into a buffer, in HTML and nothing else. So more

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from deployments.api.errors import ApiError
+from deployments.api.http.errors import ApiError
 from deployments.haproxy import refusals
 from deployments.haproxy.settings import EdgeSettings
 from engine.errors import MantaError

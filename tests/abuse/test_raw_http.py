@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.api.app import build_asgi
+from deployments.api.http.uvicorn_hooks import EdgeMiddleware, JsonRefusals
 from deployments.api.options import ApiOptions
-from deployments.api.uvicorn_hooks import EdgeMiddleware, JsonRefusals
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import FakeBackend
 

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from deployments.api.app import Api, build_asgi
+from deployments.api.http.uvicorn_hooks import HttpProtocol
 from deployments.api.options import ApiOptions
-from deployments.api.uvicorn_hooks import HttpProtocol
 from deployments.router.dispatcher import DispatchLimits
 from deployments.router.inflight import UNREAD_BYTES
 from engine.errors import MantaError

@@ -6,8 +6,8 @@ from typing import Any
 
 from deployments.api.agents.fields import MESSAGES, MESSAGES_IGNORED, MESSAGES_REFUSED
 from deployments.api.agents.renaming import Renaming
-from deployments.api.errors import did_you_mean, invalid, shown, wrong_type
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
+from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 
 # A client's accounting puts a hash of each request at the very front of its system prompt, where
 # it would keep every prefix from being found again.

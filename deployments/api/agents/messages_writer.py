@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from deployments.api.agents.answer import Naming, Usage, Wire
-from deployments.api.errors import ApiError
 from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import ApiError
 from deployments.api.tools.step_parser import Event
 
 # Anthropic's `type` of an error, by status; api_error of any other.

@@ -2,7 +2,7 @@
 
 import re
 
-from deployments.api.errors import ApiError, from_backend
+from deployments.api.http.errors import ApiError, from_backend
 from engine.errors import MantaError
 
 

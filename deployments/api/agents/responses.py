@@ -9,10 +9,10 @@ from deployments.api.agents.answer import ItemAnswer, Naming, new_number
 from deployments.api.agents.responses_request import ResponsesRequest, responses_request
 from deployments.api.agents.responses_writer import ResponsesWriter
 from deployments.api.agents.turn import Turn
-from deployments.api.errors import ApiError, invalid
 from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
 from deployments.backend import RecalledChoice
 from engine.errors import MantaError
 

@@ -11,8 +11,8 @@ from deployments.api.agents.fields import (
     RESPONSES_REPEATED,
 )
 from deployments.api.agents.renaming import Renaming
-from deployments.api.errors import did_you_mean, invalid, shown, wrong_type
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
+from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 
 MAX_ITEMS = 4096  # of one input
 _MAX_METADATA = 16  # pairs

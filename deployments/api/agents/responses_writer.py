@@ -5,8 +5,8 @@ from typing import Any
 
 from deployments.api.agents.answer import Naming, Usage, Wire
 from deployments.api.agents.responses_request import ResponsesRequest
-from deployments.api.errors import ApiError
 from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import ApiError
 from deployments.api.tools.step_parser import Event
 
 _STATUS = {"length": "incomplete"}  # of the response, by finish_reason; else completed

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.errors import NOT_FOUND, ApiError, shown
+from deployments.api.http.errors import NOT_FOUND, ApiError, shown
 
 SECONDS = 30 * 86400.0
 

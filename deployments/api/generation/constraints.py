@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from deployments.api.errors import ApiError, invalid, shown, wrong_type
 from deployments.api.generation.fields import name_fields
-from deployments.api.json_body import parse_json
+from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.http.json_body import parse_json
 from engine.structured.grammar import MAX_BYTES, MAX_CHOICES, Grammar
 from engine.structured.json_schema import enforceable
 

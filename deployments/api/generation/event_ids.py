@@ -19,9 +19,9 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from zlib import crc32
 
-from deployments.api.errors import NO_RETRY, SERVER, ApiError, invalid
 from deployments.api.generation.openai_request import OpenAIRequest
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import NO_RETRY, SERVER, ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
 
 WANTED = b"x-event-ids"  # a request's header: "1" asks for ids
 LAST = b"last-event-id"

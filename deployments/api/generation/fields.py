@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from deployments.api.errors import did_you_mean, invalid, shown, wrong_type
+from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 
 # Fields of both generation routes that change what is generated or returned.
 SAMPLING = frozenset(

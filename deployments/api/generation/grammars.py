@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from deployments.api.errors import invalid
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
+from deployments.api.http.errors import invalid
 from deployments.api.tools.plan import OutputPlan
 from deployments.backend import ModelCard
 from engine.errors import InvalidRequest, Overloaded

@@ -12,7 +12,7 @@ without an answer to another one.
 
 import asyncio
 
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.exchange import HttpExchange
 from deployments.backend import Generation
 from engine.messages import Delta
 

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import msgspec
 
-from deployments.api.errors import SERVER, ApiError, from_backend
 from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.tools.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
 from engine.batch import TokenLogprobs

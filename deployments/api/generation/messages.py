@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.api.errors import ApiError, invalid, shown, wrong_type
-from deployments.api.json_body import MAX_CONTAINERS, parse_inner
+from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 4096  # tool calls in all messages together, as the next

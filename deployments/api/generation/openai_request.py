@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deployments.api.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown, wrong_type
 from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
     CHAT,
@@ -26,6 +25,14 @@ from deployments.api.generation.fields import (
 )
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import sampling_params
+from deployments.api.http.errors import (
+    NOT_FOUND,
+    ApiError,
+    did_you_mean,
+    invalid,
+    shown,
+    wrong_type,
+)
 from deployments.api.options import ApiOptions
 from deployments.api.tools.plan import OutputPlan, plan_output
 from deployments.api.tools.prompt import render_options

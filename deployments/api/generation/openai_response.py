@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.errors import ApiError, from_backend
 from deployments.api.generation.event_ids import ENDED, FINISHED, OPENED, EventIds
 from deployments.api.generation.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
 from deployments.api.generation.logprobs import (
@@ -25,7 +24,8 @@ from deployments.api.generation.logprobs import (
 from deployments.api.generation.merge import ChoiceOutput, coalesce
 from deployments.api.generation.openai_request import OpenAIRequest, in_thread, scored_entries
 from deployments.api.generation.replay import StreamReplay
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.http.exchange import HttpExchange
 from deployments.backend import Generation, RecalledChoice
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.errors import invalid, wrong_type
 from deployments.api.generation.fields import SAMPLING, take_int
+from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 

@@ -5,9 +5,9 @@ import hashlib
 from typing import Any
 
 from deployments.api.caller import LEAST_PRIORITY
-from deployments.api.errors import PERMISSION, ApiError, invalid, wrong_type
 from deployments.api.generation.fields import take_int, take_str
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import PERMISSION, ApiError, invalid, wrong_type
+from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
 
 DEADLINE = "deadline_seconds"

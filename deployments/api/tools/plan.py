@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from deployments.api.errors import invalid
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
+from deployments.api.http.errors import invalid
 from deployments.api.tools.channel_parser import ChannelParser
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.grammar import Function, json_content, output_grammar

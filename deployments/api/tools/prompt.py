@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from deployments.api.errors import invalid
+from deployments.api.http.errors import invalid
 from deployments.api.tools.detect import TemplateOutput, template_output
 from deployments.api.tools.request import RequestedTools
 from engine.text.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deployments.api.errors import invalid, shown, wrong_type
 from deployments.api.generation.fields import take_bool
+from deployments.api.http.errors import invalid, shown, wrong_type
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -9,7 +9,7 @@ from ray.serve._private import http_util
 from starlette.applications import Starlette
 
 from deployments.api.app import build_asgi
-from deployments.api.uvicorn_hooks import EdgeMiddleware, JsonRefusals, install
+from deployments.api.http.uvicorn_hooks import EdgeMiddleware, JsonRefusals, install
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_backend import FakeBackend
 
@@ -121,7 +121,7 @@ def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         http_util,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
-        "deployments.api.uvicorn_hooks:install",
+        "deployments.api.http.uvicorn_hooks:install",
     )
     protocols = uvicorn.config.HTTP_PROTOCOLS
     monkeypatch.setitem(protocols, "auto", protocols["auto"])  # put back afterwards

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.api import json_body
-from deployments.api.errors import ApiError
-from deployments.api.json_body import MAX_DEPTH, parse_json
+from deployments.api.http import json_body
+from deployments.api.http.errors import ApiError
+from deployments.api.http.json_body import MAX_DEPTH, parse_json
 
 _STRINGS = st.text(alphabet=st.sampled_from('a:"\\\n{}[]é\U0001f600\x00'), max_size=6)
 _VALUES = st.recursive(

@@ -6,8 +6,8 @@ asks first (the preflight) and gets no leave.
 
 import re
 
-from deployments.api.errors import PERMISSION, ApiError, shown
-from deployments.api.http_exchange import HttpExchange
+from deployments.api.http.errors import PERMISSION, ApiError, shown
+from deployments.api.http.exchange import HttpExchange
 
 ANY = "*"
 _MAX_AGE = 3600  # seconds for which a browser need not ask again

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from deployments.api.caller import ANYONE, Caller
-from deployments.api.errors import ApiError, Headers
+from deployments.api.http.errors import ApiError, Headers
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

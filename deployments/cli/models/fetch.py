@@ -1,5 +1,5 @@
-"""`python -m deployments.cli.fetch [--quantization NAME] SPEC ...`: fetch and convert models before
-they are served."""
+"""`python -m deployments.cli.models.fetch [--quantization NAME] SPEC ...`: models are fetched and
+converted before they are served."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 def main() -> None:
     """Print the folder of each model named on the command line, with progress on stderr."""
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.cli.fetch", description=main.__doc__
+        prog="python -m deployments.cli.models.fetch", description=main.__doc__
     )
     parser.add_argument("models", nargs="*", default=["default"], metavar="SPEC")
     what = "as in a configuration: auto (the default), gguf for a file's blocks, none for 16 bits"

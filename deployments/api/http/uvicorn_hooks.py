@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from deployments.api.errors import (
+from deployments.api.http.errors import (
     INVALID,
     NO_RETRY,
     NOT_FOUND,
@@ -27,7 +27,7 @@ from deployments.api.errors import (
     ApiError,
     internal,
 )
-from deployments.api.http_exchange import (
+from deployments.api.http.exchange import (
     JSON,
     LINGER_SECONDS,
     MAX_HEADER_BYTES,

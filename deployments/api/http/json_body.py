@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from deployments.api.errors import ApiError, invalid, shown
+from deployments.api.http.errors import ApiError, invalid, shown
 
 MAX_DEPTH = 32  # containers inside each other; tools' schemas need about ten
 MAX_NODES = 700_000  # values: token ids, nearly all of them; bounds memory at ~25 MB
