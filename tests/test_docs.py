@@ -121,7 +121,7 @@ def test_http_page_names_every_error() -> None:
     `suffix` stood among the fields that are taken, and is always refused."""
     page = (DOCS / "http.md").read_text("utf-8")
     codes = {"not_ready", "draining"}
-    for path in (ROOT / "deployments" / "api").glob("*.py"):
+    for path in (ROOT / "deployments" / "api").rglob("*.py"):
         found = re.findall(r'ApiError\(\s*(\d+),\s*"(\w+)"', path.read_text("utf-8"))
         codes |= {code for status, code in found if status != "400"}
     rows = "".join(line for line in page.splitlines() if re.match(r"\| [345]\d\d", line))
