@@ -14,6 +14,7 @@ group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from engine.model_config import LayerAttention, ModelConfig
@@ -111,12 +112,35 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class KVView:
+    """Layers of a group that find a request's keys at the same blocks of their caches. Where
+    several layers share a place, each has `parts` times as many blocks, which are `parts` times
+    smaller: of the pool's block b it has the one at b * parts + part."""
+
+    group: int
+    part: int
+    parts: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class KVGroups:
     """groups: never empty. slots: places for layers of the largest shape in a block; a group has at
     most as many layers, or several in a place where they are smaller."""
 
     groups: tuple[KVGroup, ...]
     slots: int
+    borrowed: tuple[tuple[int, int], ...] = ()  # layers without keys, and those whose they read
+
+    @cached_property
+    def views(self) -> tuple[KVView, ...]:
+        """Those of a group follow each other. A group whose layers are as large as any is one."""
+        found = []
+        for number, group in enumerate(self.groups):
+            parts = self.elements // group.elements
+            for part in range(min(parts, len(group.layers))):
+                found.append(KVView(number, part, parts, group.layers[part::parts]))
+        return tuple(found)
 
     @property
     def kinds(self) -> tuple[KVKind, ...]:
@@ -155,6 +179,8 @@ def kv_groups(model: ModelConfig) -> KVGroups:
     """The groups of a model's layers; those of one class follow each other."""
     classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
     for number, layer in enumerate(model.attention):
+        if layer.keys_of is not None:
+            continue
         shape = (layer.num_heads, *layer.kept)
         classes.setdefault((_kind(layer), *shape), []).append(number)
     largest = max(kv_heads * dim for _, _, kv_heads, dim in classes)
@@ -167,7 +193,12 @@ def kv_groups(model: ModelConfig) -> KVGroups:
         for first in range(0, len(layers), slots * fit[key]):
             own = tuple(layers[first : first + slots * fit[key]])
             groups.append(KVGroup(key[0], own, model.attention[own[0]]))
-    return KVGroups(tuple(groups), slots)
+    borrowed = tuple(
+        (number, layer.keys_of)
+        for number, layer in enumerate(model.attention)
+        if layer.keys_of is not None
+    )
+    return KVGroups(tuple(groups), slots, borrowed)
 
 
 def _kind(layer: LayerAttention) -> KVKind:

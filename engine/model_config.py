@@ -51,6 +51,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    part: float = 1.0  # proportional: of the pairs, those that turn; the others keep their places
     # longrope, [dim / 2]: what divides each frequency where all texts are as short as in the first
     # training, and where they may be longer
     short_factors: tuple[float, ...] = ()
@@ -68,6 +69,9 @@ class LayerAttention:
     head_dim: of keys and of values. rope: None where nothing is rotated.
     qk_norm: queries and keys are normed, if the model's are at all.
     temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)).
+    value_is_key: values are the keys before their norm and rotation.
+    value_norm: values are divided by their root mean square.
+    keys_of: the layer before it whose keys and values it reads; it has none of its own.
     bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
     """
 
@@ -83,12 +87,17 @@ class LayerAttention:
     slopes: tuple[float, ...] = ()
     qk_norm: bool = True
     temperature: tuple[float, int, int] | None = None
+    value_is_key: bool = False
+    value_norm: bool = False
+    keys_of: int | None = None
     bidirectional: bool = False
 
     @property
     def kept(self) -> tuple[int, int]:
         """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
         sees both ways; the cache's blocks count its tokens all the same."""
+        if self.keys_of is not None:
+            return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
 
@@ -154,6 +163,9 @@ class ModelConfig:
     quantized: Quantized | None = None  # what it keeps in fewer bits
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
+    mlp_sizes: tuple[int, ...] = ()  # of each layer; () = intermediate_size
+    layer_input_size: int = 0  # of what each token has for each layer beside its embedding
+    layer_input_rows: int = 0  # tokens that have it
     generates: bool = True  # False: the checkpoint has no head, and makes vectors of texts alone
 
     def __post_init__(self) -> None:
@@ -230,6 +242,12 @@ class ModelConfig:
     def record(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 
+    def mlp_size(self, layer: int | None) -> int:
+        """The inner width of a layer's MLP."""
+        if self.mlp_sizes and layer is not None:
+            return self.mlp_sizes[layer]
+        return self.intermediate_size
+
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that turn."""
@@ -245,7 +263,16 @@ class ModelConfig:
         """Whether the model does not use the checkpoint's tensor of this name."""
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
-        return self.record.ignores(self.tensor_name(stored), self.num_layers)
+        name = self.tensor_name(stored)
+        return self.record.ignores(name, self.num_layers) or name in self._unread()
+
+    def _unread(self) -> set[str]:
+        """What a checkpoint may have of keys and values that a layer takes from another one."""
+        tensors = self.record.tensors
+        pieces = [*tensors["qkv"].names[1:]] if "qkv" in tensors else []
+        pieces += tensors["k_norm"].names if "k_norm" in tensors else ()
+        layers = [i for i, layer in enumerate(self.attention) if layer.keys_of is not None]
+        return {f"{piece.replace('{i}', str(i))}.weight" for i in layers for piece in pieces}
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them."""

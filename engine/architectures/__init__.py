@@ -10,6 +10,7 @@ from engine.architectures import (
     dbrx,
     encoders,
     gemma,
+    gemma4,
     glm,
     gpt,
     llama,
@@ -45,7 +46,21 @@ __all__ = [
     "half_pairs",
 ]
 
-_MODULES = (llama, gemma, phi, glm, olmo, cohere, remote, gpt, mixtures, llama4, dbrx, encoders)
+_MODULES = (
+    llama,
+    gemma,
+    phi,
+    glm,
+    olmo,
+    cohere,
+    remote,
+    gpt,
+    mixtures,
+    llama4,
+    dbrx,
+    gemma4,
+    encoders,
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     each.name: each for module in _MODULES for each in module.ARCHITECTURES

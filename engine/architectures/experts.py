@@ -20,6 +20,7 @@ class Experts:
     bias: of the experts' matrices; router_bias: of the router.
     shared_size: the inner width of an MLP that every token goes through beside its experts; 0 =
         none. shared_gate: what it gives is multiplied by the sigmoid of a product of its own.
+    beside_mlp: they stand beside the layer's MLP, with norms of their own.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +34,7 @@ class Experts:
     router_bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    beside_mlp: bool = False
 
 
 def read_experts(

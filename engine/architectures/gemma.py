@@ -13,7 +13,7 @@ from engine.config_reader import Reader
 if TYPE_CHECKING:
     from engine.model_config import LayerAttention
 
-_SANDWICH: Mapping[str, CheckpointTensor] = {
+SANDWICH: Mapping[str, CheckpointTensor] = {
     **LLAMA,
     "attention_out_norm": CheckpointTensor((f"{LAYER}post_attention_layernorm",)),
     "mlp_norm": CheckpointTensor((f"{LAYER}pre_feedforward_layernorm",)),
@@ -63,7 +63,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Gemma2ForCausalLM",
-        _SANDWICH,
+        SANDWICH,
         models="Gemma 2",
         model_type="gemma2",
         switches={
@@ -82,7 +82,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Gemma3ForCausalLM",
-        {**_SANDWICH, **QK_NORM},
+        {**SANDWICH, **QK_NORM},
         models="Gemma 3",
         model_type="gemma3_text",
         switches={

@@ -40,6 +40,7 @@ WRAPPERS: dict[str, Wrapper] = {
     for each in (
         _wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 on, Ministral 3, Devstral"),
         _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
+        _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)"),
         _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kv_groups import kv_groups
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved
-from engine.runner.kv_cache import KVCache
+from engine.runner.kv_cache import KVCache, in_views
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta, LoraStep
@@ -91,14 +91,16 @@ class Paged:
             setattr(meta, name, getattr(meta, name).to(self.device))
         meta.lora = lora
         metas = []
-        count, size = len(self.kv.groups.groups), self.block_size
-        for number, group in enumerate(self.kv.groups.groups):
+        groups, size = self.kv.groups, self.block_size
+        count = len(groups.groups)
+        for number in range(count):
             block = meta.slots.div(size, rounding_mode="floor") * count + number
             slots = torch.where(meta.slots < 0, -1, block * size + meta.slots % size)
             metas.append(meta.elsewhere(slots, meta.block_table * count + number))
-            metas[-1].window, metas[-1].chunk = group.attention.window, group.attention.chunk
-            keys = self.kv.layers[group.layers[0]][0]
-            self.kernels.prepare(metas[-1], group.attention.num_heads, keys)
+        metas = in_views(groups, metas, size)
+        for view, each in zip(groups.views, metas, strict=True):
+            heads = groups.groups[view.group].attention.num_heads
+            self.kernels.prepare(each, heads, self.kv.layers[view.layers[0]][0])
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

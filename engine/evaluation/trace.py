@@ -93,9 +93,11 @@ class _LayerTap:
         self.number = layer.number
         self._layer, self._first, self._scale, self._trace = layer, first, scale, trace
 
-    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
+    ) -> Tensor:
         if self._first:
             self._trace["embedding"] = _kept(residual, self._scale)
-        residual = self._layer.forward(residual, kv, meta)
+        residual = self._layer.forward(residual, kv, meta, inputs)
         self._trace[f"layers.{self.number}"] = _kept(residual, self._scale)
         return residual

@@ -25,15 +25,19 @@ class Attention:
         begin, end = build.group.part(layer.num_heads, "num_attention_heads")
         self.kernels = build.kernels
         self.num_heads = end - begin
+        self.head_dim = dim
         self.scale = layer.scale
         self.eps = config.norm_eps
         self.cos_sin = tables(layer.rope, dim)
-        self.qkv = build.column("qkv", (q, kv, kv), hidden, bias=config.qkv_bias, unit=dim)
+        count = 3 - layer.value_is_key if layer.keys_of is None else 1
+        ours, sizes = "qkv"[:count], (q, kv, kv)[:count]
+        self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, unit=dim)
         self.out = build.row("out", hidden, q, bias=config.out_bias)
         self.linears = (self.qkv, self.out)
         self.stacks = ()
-        names = ("q_norm", "k_norm") if config.qk_norm == "head" and layer.qk_norm else ()
-        self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names)
+        names = ("q_norm", "k_norm")[: min(count, 2)]
+        normed = config.qk_norm == "head" and layer.qk_norm
+        self.norms: tuple[Norm, ...] = tuple(build.norm(name, dim) for name in names if normed)
         weights = [norm.weight for norm in self.norms if isinstance(norm, RMSNorm)]
         self.q_norm, self.k_norm = (*weights, None, None)[:2]
         # What is computed of scores beside the plain layer's; nothing for most.

@@ -101,11 +101,13 @@ class Builder:
         if config.norm == "layer":
             return LayerNorm(self.kernels, weight, bias, eps)
         if weight is None:
-            return RMSNorm(self.kernels, self._ones(size), eps)
+            return self.unit_norm(size, eps)
         return RMSNorm(self.kernels, weight, eps)
 
-    def _ones(self, size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=self.activation_dtype, device=self.device)
+    def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
+        """An RMS norm without weights."""
+        ones = torch.ones(size, dtype=self.activation_dtype, device=self.device)
+        return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
     def head_norm(self, ours: str, heads: int, size: int) -> Parameter:
         """Weights for all elements of all heads, [heads * size]: one tensor, or one a head."""
@@ -143,11 +145,12 @@ class Builder:
         tensor = torch.empty(count, dtype=self.activation_dtype, device=self.device)
         return Parameter(self._name("router.bias"), tensor, (Source(f"{name}.bias", (count,)),))
 
-    def vector(self, ours: str, size: int) -> Parameter:
-        """Float32, stored in any shape under the record's whole name."""
+    def vector(self, ours: str, size: int, *, std: float = 0.02, scale: float = 1.0) -> Parameter:
+        """Float32, stored in any shape under the record's whole name. std, scale: see Parameter."""
         (name,) = self.stored(ours).names
         tensor = torch.empty(size, dtype=torch.float32, device=self.device)
-        return Parameter(self._name(ours), tensor, (Source(name, (size,), flat=True),))
+        source = Source(name, (size,), flat=True)
+        return Parameter(self._name(ours), tensor, (source,), std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
         """Of this layer: this rank's part of each expert."""

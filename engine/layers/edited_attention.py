@@ -2,6 +2,7 @@
 in ways that few models have: clipped, scaled by their position, or normed otherwise than by one
 weight for all heads before the rotation."""
 
+import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
@@ -19,7 +20,10 @@ def attention_block(build: Builder, tables: Tables) -> Attention:
     """The plain block wherever it serves."""
     if build.config.attention[build.layer or 0].bidirectional:
         return BidirectionalAttention(build, tables)
-    edits = _edits(build.config, build.config.attention[build.layer or 0])
+    layer = build.config.attention[build.layer or 0]
+    if layer.keys_of is not None:
+        return BorrowingAttention(build, tables)
+    edits = _edits(build.config, layer)
     return (EditedAttention if edits else Attention)(build, tables)
 
 
@@ -29,6 +33,8 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
         or config.qk_norm_after
         or config.qkv_clip is not None
         or layer.temperature is not None
+        or layer.value_is_key
+        or layer.value_norm
     )
 
 
@@ -61,6 +67,8 @@ class EditedAttention(Attention):
         layer = config.attention[build.layer or 0]
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         self.clip = config.qkv_clip
+        self.value_is_key = layer.value_is_key
+        self.value_norm = build.unit_norm(dim) if layer.value_norm else None
         self.heads = (heads, kv_heads)
         self.turning: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
@@ -96,7 +104,13 @@ class EditedAttention(Attention):
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
+        if self.value_is_key:
+            qkv = torch.cat((qkv, qkv[:, self.num_heads * self.head_dim :]), dim=1)
         self._edit(qkv, meta)
+        if self.value_norm is not None:
+            size = kv[1].shape[1] * self.head_dim
+            values = qkv[:, -size:].view(len(qkv), -1, self.head_dim)
+            values.copy_(self.value_norm(values.contiguous()))
         q = self.kernels.rope_kv_write(
             qkv, self.cos_sin, self.q_norm, self.k_norm, self.eps, *kv, self.num_heads, meta
         )
@@ -117,3 +131,24 @@ class EditedAttention(Attention):
             if self.turning is not None:
                 turn(part, self.turning.index_select(0, meta.positions)[:, None])
             part.copy_(norm(part.contiguous()))
+
+
+class BorrowingAttention(Attention):
+    """Of a layer that has queries alone, and reads the keys and values of another one."""
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention. kv: the other layer's."""
+        q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
+        if self.q_norm is not None:
+            q = self.kernels.rms_norm(q, self.q_norm, self.eps)
+        turn(q, self.cos_sin.index_select(0, meta.positions)[:, None])
+        attended = self.kernels.attention(q, *kv, self.scale, meta, **self.also)
+        return self.out.forward(attended, meta.lora, residual=residual)

@@ -64,7 +64,7 @@ class Experts:
                 self.shared_gate = self._also(build.kept("shared_gate", 1, config.hidden_size))
         self.linears: tuple[Linear, ...] = () if self.shared is None else self.shared.linears
         self.stacks = (self.stack,)
-        self.norms = ()
+        self.norms: tuple[Norm, ...] = ()
 
     def _also(self, parameter: Parameter) -> Tensor:
         self.others += (parameter,)
@@ -126,3 +126,52 @@ class Experts:
         given = self.shared.forward(x, kv, meta)
         opened = torch.sigmoid(self.kernels.linear(x, self.shared_gate, None))
         return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
+
+
+class ExpertsBeside(Experts):
+    """norm(mlp(norm(x))) + norm(experts(norm(x))), each norm another one. The router has a norm of
+    its own too, and each expert a factor of its weight."""
+
+    def __init__(self, build: Builder) -> None:
+        super().__init__(build)
+        hidden, count = build.config.hidden_size, self.config.count
+        self.mlp = Mlp(build)
+        self.linears = self.mlp.linears
+        self.mlp_out = build.norm("mlp_part_norm", hidden)
+        self.before = build.norm("experts_norm", hidden)
+        self.after = build.norm("experts_out_norm", hidden)
+        self.norms = (self.mlp_out, self.before, self.after)
+        scale = build.vector("router_norm", hidden, std=0.0, scale=hidden**-0.5)
+        self.router_norm = RMSNorm(build.kernels, scale, build.config.norm_eps)
+        self.factors = self._also(build.vector("expert_scale", count, std=0.0))
+        self.others += (scale,)
+
+    @property
+    def activations(self) -> int:
+        return super().activations + self.mlp.activations + 2 * self.stack.spec.hidden
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Experts. norm: the MLP's."""
+        logits = self.kernels.linear(self.router_norm(x), self.router.tensor, None)
+        weights, ids = self.kernels.route(logits, self.config.routing, None)
+        weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
+        given = self.stack.method.apply_experts(
+            self.stack.state, self.before(x), weights, ids, None
+        )
+        given = self.after(self.group.all_reduce(given))
+        out = self.mlp_out(self.mlp.forward(x, kv, meta, norm=norm)).add_(given)
+        return out if residual is None else residual.add_(out)
+
+
+def experts_block(build: Builder) -> Experts:
+    """The one that a layer's record asks for."""
+    assert build.config.experts is not None
+    return (ExpertsBeside if build.config.experts.beside_mlp else Experts)(build)

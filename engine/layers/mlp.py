@@ -29,9 +29,10 @@ class Mlp:
 
     def __init__(self, build: Builder, prefix: str = "", size: int = 0) -> None:
         """prefix: before the record's names of its tensors. size: the inner width, 0 = the
-        model's."""
+        layer's."""
         config = build.config
-        hidden, inter, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias
+        hidden, bias = config.hidden_size, config.mlp_bias
+        inter = size or config.mlp_size(build.layer)
         self.gated = build.has(f"{prefix}gate_up")
         self.act = config.hidden_act
         name, sizes = ("gate_up", (inter, inter)) if self.gated else ("up", (inter,))

@@ -99,12 +99,19 @@ def _longrope(rope: Rope, dim: int, positions: int) -> Tensor:
     return _default(rope, dim) / torch.tensor(rope.long_factors if longer else rope.short_factors)
 
 
+def _proportional(rope: Rope, dim: int, positions: int) -> Tensor:
+    frequencies = _default(rope, dim) / rope.factor
+    frequencies[int(rope.part * dim) // 2 :] = 0.0
+    return frequencies
+
+
 _FREQUENCIES = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

@@ -15,7 +15,8 @@ from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
 from engine.layers.build import Builder
 from engine.layers.edited_attention import attention_block
-from engine.layers.experts import Experts, Stack
+from engine.layers.experts import Stack, experts_block
+from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
@@ -110,14 +111,20 @@ class DecoderLayer:
         self.attention = sublayer(attention_block(build, tables), "attention")
         experts = config.experts
         mixed = experts is not None and build.layer in experts.layers
-        self.mlp = sublayer(Experts(build) if mixed else Mlp(build), "mlp")
+        self.mlp = sublayer(experts_block(build) if mixed else Mlp(build), "mlp")
         # Layers of one kind launch the same kernels.
-        self.kind = (config.attention[build.layer], mixed)
+        self.kind = (config.attention[build.layer], mixed, config.mlp_size(build.layer))
         self.sublayers = (self.attention, self.mlp)
+        self.input = LayerInput(build) if config.layer_input_size else None
+        self.scale: Parameter | None = None
+        if build.has("layer_scale"):
+            self.scale = build.vector("layer_scale", 1, std=0.0)
 
     @property
     def linears(self) -> Iterator[Linear]:
-        return chain.from_iterable(each.block.linears for each in self.sublayers)
+        yield from chain.from_iterable(each.block.linears for each in self.sublayers)
+        if self.input is not None:
+            yield from self.input.linears
 
     def parameters(self) -> Iterator[Parameter]:
         for each in self.sublayers:
@@ -128,10 +135,22 @@ class DecoderLayer:
                 yield from linear.parameters
             for stack in each.block.stacks:
                 yield from stack.parameters
+        if self.input is not None:
+            for linear in self.input.linears:
+                yield from linear.parameters
+            yield from self.input.norm.parameters
+        if self.scale is not None:
+            yield self.scale
 
-    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """residual [n, hidden] -> the same with attention and MLP added; its memory is reused."""
-        return self.mlp.forward(self.attention.forward(residual, kv, meta), kv, meta)
+    def forward(
+        self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
+    ) -> Tensor:
+        """residual [n, hidden] -> the same with attention and MLP added; its memory is reused.
+        inputs: of all layers, see LayerInputs."""
+        residual = self.mlp.forward(self.attention.forward(residual, kv, meta), kv, meta)
+        if self.input is not None and inputs is not None:
+            residual = self.input.add(residual, inputs[:, self.number], meta)
+        return residual if self.scale is None else residual.mul_(self.scale.tensor)
 
 
 class ParallelLayer(DecoderLayer):
@@ -142,7 +161,9 @@ class ParallelLayer(DecoderLayer):
         if build.config.parallel == "shared":
             self.mlp.before = None
 
-    def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
+    ) -> Tensor:
         attention, mlp = self.attention, self.mlp
         assert attention.before is not None
         normed = attention.before(residual)
@@ -242,11 +263,12 @@ class Decoder:
         tables = Tables(config.max_positions, build.device)
         layer = ParallelLayer if config.parallel else DecoderLayer
         self.layers = [layer(build.at(index), tables) for index in range(config.num_layers)]
-        self._group_of = {
-            number: index
-            for index, group in enumerate(kv_groups(config).groups)
-            for number in group.layers
+        groups = kv_groups(config)
+        self._view_of = {
+            number: index for index, view in enumerate(groups.views) for number in view.layers
         }
+        self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
+        self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:
             self.project_out = build.column("project_out", (hidden,), config.hidden_size)
@@ -291,7 +313,8 @@ class Decoder:
         ]
 
     def _all_linears(self) -> list[Linear]:
-        entrance = [] if self.entrance is None else self.entrance.linears
+        entrance = [] if self.entrance is None else [*self.entrance.linears]
+        entrance += [] if self.layer_inputs is None else [self.layer_inputs.project]
         ends = [each for each in (self.project_out, self.head) if each is not None]
         return [*entrance, *self.linears(), *ends]
 
@@ -311,17 +334,24 @@ class Decoder:
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]
     ) -> Tensor:
         residual = self.enter(token_ids, metas[0].positions)
-        return self.leave(self.through(residual, metas, kv))
+        inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual)
+        return self.leave(self.through(residual, metas, kv, inputs))
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
         return residual if self.entrance is None else self.entrance(residual, positions)
 
-    def through(self, residual: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]) -> Tensor:
+    def through(
+        self,
+        residual: Tensor,
+        metas: Sequence[AttentionMeta],
+        kv: Sequence[KV],
+        inputs: Tensor | None = None,
+    ) -> Tensor:
         for layer in self.layers:
             number = layer.number
-            residual = layer.forward(residual, kv[number], metas[self._group_of[number]])
+            residual = layer.forward(residual, kv[number], metas[self._view_of[number]], inputs)
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:
@@ -359,6 +389,8 @@ class Decoder:
         yield from self.table.parameters
         if self.entrance is not None:
             yield from self.entrance.parameters()
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parameters()
         for layer in self.layers:
             yield from layer.parameters()
         if self.norm is not None:

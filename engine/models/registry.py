@@ -40,7 +40,7 @@ class Model(Protocol):
         """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
         final norm.
 
-        metas: of each group of layers, in the order of `kv_groups`, planned. kv: (keys, values) of
+        metas: of each view, in the order of `KVGroups.views`, planned. kv: (keys, values) of
         each layer, as AttentionMeta describes; written in place.
         """
         ...

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.kv_groups import KVGroups
+from kernels.metadata import AttentionMeta
 
 
 @dataclass(slots=True)
 class KVCache:
-    """One (keys, values) pair a layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+    """One (keys, values) pair a layer, each [blocks, num_kv_heads, block_size, head_dim]; a layer
+    that reads another's has that one's. blocks: num_blocks, or `KVView.parts` times as many.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
     several groups lie in the same memory, of which a block belongs to one group at a time.
@@ -36,11 +38,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
-        if len({group.elements for group in groups.groups}) > 1:  # kernels want blocks side by side
-            raise ConfigError(
-                "layers whose keys have different sizes are not supported in one model",
-                param="model",
-            )
+        for group in groups.groups:
+            if groups.elements % group.elements:
+                raise ConfigError(
+                    f"a layer keeps {group.elements} elements of a token's keys and another one "
+                    f"{groups.elements}: layers whose keys have different sizes are supported in "
+                    "one model only where the smaller size divides the larger one",
+                    param="model",
+                )
         shape = (groups.slots, 2, num_blocks, block_size * groups.elements)
         storage = _allocate(shape, dtype, device)
         kv = cls(groups, [], storage, num_blocks, block_size)
@@ -51,13 +56,13 @@ class KVCache:
         found = {}
         for group in self.groups.groups:
             heads, dim = group.attention.kept
-            shape = (self.num_blocks, heads, self.block_size, dim)
-            own = self.block_size * group.elements
-            fit = self.storage.shape[3] // own
+            parts = self.groups.elements // group.elements
+            shape = (self.num_blocks * parts, heads, self.block_size, dim)
             for index, layer in enumerate(group.layers):
-                begin = index % fit * own
-                keys, values = self.storage[index // fit, :, :, begin : begin + own]
+                keys, values = self.storage[index // parts]
                 found[layer] = (keys.view(shape), values.view(shape))
+        for layer, source in self.groups.borrowed:
+            found[layer] = found[source]
         return [found[layer] for layer in sorted(found)]
 
     def whole(self) -> Tensor:
@@ -78,6 +83,24 @@ class KVCache:
         self.storage = _allocate(shape, dtype, device)
         self.num_blocks = num_blocks
         self.layers += self._views()
+
+
+def in_views(
+    groups: KVGroups, metas: Sequence[AttentionMeta], block_size: int
+) -> list[AttentionMeta]:
+    """metas: of each group -> of each view, which are what models take; with their windows. Pure
+    arithmetic on the device, at addresses that a graph keeps."""
+    found = []
+    for view in groups.views:
+        meta, attention = metas[view.group], groups.groups[view.group].attention
+        if view.parts > 1:
+            block = meta.slots.div(block_size, rounding_mode="floor") * view.parts + view.part
+            slots = block * block_size + meta.slots % block_size
+            slots = torch.where(meta.slots < 0, meta.slots, slots)
+            meta = meta.elsewhere(slots, meta.block_table * view.parts + view.part)
+        meta.window, meta.chunk = attention.window, attention.chunk
+        found.append(meta)
+    return found
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ not need the host to know what step n sampled.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from engine.models.registry import Model
 from engine.pooling import Pooling
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
-from engine.runner.kv_cache import KVCache
+from engine.runner.kv_cache import KVCache, in_views
 from engine.runner.programs import StepPrograms
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
@@ -335,24 +335,20 @@ class ModelRunner:
 
     def run(self, token_ids: Tensor, metas: Sequence[AttentionMeta]) -> Tensor:
         """The same. metas: of each group of layers; they are planned here."""
-        layers = self.kv.layers
-        self._windows(metas)
-        for group, meta in zip(self.kv.groups.groups, metas, strict=True):
-            if group.attention.bidirectional:
-                continue
-            self.kernels.prepare(meta, group.attention.num_heads, layers[group.layers[0]][0])
-        return self.model.forward(token_ids, metas, layers)
+        layers, groups = self.kv.layers, self.kv.groups
+        views = in_views(groups, metas, self.kv.block_size)
+        for view, meta in zip(groups.views, views, strict=True):
+            attention = groups.groups[view.group].attention
+            if not attention.bidirectional:
+                self.kernels.prepare(meta, attention.num_heads, layers[view.layers[0]][0])
+        return self.model.forward(token_ids, views, layers)
 
     def _replayed(self, step: DeviceStep) -> Tensor | None:
         """The same for a step of decodes, by a program; None where there is none."""
         if self.programs is None:
             return None
-        self._windows(step.metas)
-        return self.programs.forward(step)
-
-    def _windows(self, metas: Sequence[AttentionMeta]) -> None:
-        for group, meta in zip(self.kv.groups.groups, metas, strict=True):
-            meta.window, meta.chunk = group.attention.window, group.attention.chunk
+        views = in_views(self.kv.groups, step.metas, self.kv.block_size)
+        return self.programs.forward(replace(step, metas=views))
 
     def sample(
         self,

@@ -26,8 +26,8 @@ class StepPrograms:
     def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
-        groups = rows.num_groups
-        width = rows.block_table.shape[1] // groups
+        groups = len(kv.groups.views)
+        width = rows.block_table.shape[1] // rows.num_groups
         self._positions = torch.zeros(most, dtype=torch.int32)
         self._kv_len = torch.zeros(most, dtype=torch.int32)
         self._slots = torch.zeros(groups, most, dtype=torch.int64)
@@ -42,7 +42,7 @@ class StepPrograms:
         self._residual = torch.empty(0)
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
-        self._able = can_record()
+        self._able = can_record() and model.layer_inputs is None
 
     def forget(self) -> None:
         """The KV cache has moved."""

@@ -49,6 +49,8 @@ def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> _Decod
     With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
     With a few, small programs share out what the mixture leaves; from two on, whole entries do.
     """
+    if dims > 256:  # tiles of more keys do not fit
+        return _DecodeLaunch(16, 4, 2, 1)
     if dims > 128 or element_size > 2:
         return _DecodeLaunch(32, 4, 2, 2)
     if sms < 2 * pairs <= 2 * sms:

@@ -263,6 +263,8 @@ class _PrefillLaunch(NamedTuple):
 def _prefill_launch(dims: int, element_size: int, deterministic: bool) -> _PrefillLaunch:
     """Decision rule from measurements on an H200; dims is the padded head size. A deterministic
     one serves decodes too, whose few rows a smaller tile wastes less on."""
+    if dims > 256:  # larger tiles do not fit
+        return _PrefillLaunch(32, 16, 8, 2)
     if dims > 128 or element_size > 2:
         return _PrefillLaunch(64, 32, 4, 2)
     return _PrefillLaunch(64, 64, 4, 3) if deterministic else _PrefillLaunch(128, 64, 8, 3)

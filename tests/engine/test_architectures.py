@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.architectures import ARCHITECTURES, Architecture, CheckpointTensor
 from engine.architectures.layout import grouped
+from engine.config_reader import Reader
+from engine.errors import ConfigError
 from engine.layers.linear import Linear, RowParallelLinear
 from engine.model_config import ModelConfig
 from engine.models.registry import build_model
@@ -174,3 +176,43 @@ def test_other_norms_are_launched_apart() -> None:
     x = torch.randn(3, 6)
     want = Kernels().silu_mul((x - x.mean(1, keepdim=True)) @ linear.state.weight.t())
     torch.testing.assert_close(linear.forward(x, norm=_Centred(), gate="silu"), want)
+
+
+def test_gemma_4_as_the_hub_writes_it() -> None:
+    """Bug: full layers take the windowed ones' heads where the file says these in its own way, a
+    layer reads the keys of one that sees other tokens, or an odd file is run wrongly."""
+    changes: dict[str, Any] = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 12,
+            "num_kv_shared_layers": 6,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 512,
+            "sliding_window": 512,
+        },
+    }
+
+    def read(**fields: Any) -> ModelConfig:
+        text = {**changes["text_config"], **fields}
+        return ModelConfig.from_dicts(Reader({**changes, "text_config": text}, "f"), Reader({}, ""))
+
+    model = read()
+    local, full = model.attention[0], model.attention[5]
+    assert (local.head_dim, local.num_kv_heads, local.window) == (256, 4, 512)
+    assert (full.head_dim, full.num_kv_heads, full.window) == (512, 2, 0)
+    assert full.value_is_key and full.rope is not None and full.rope.part == 0.25
+    assert [layer.keys_of for layer in model.attention[6:]] == [4] * 5 + [5]
+    assert model.mlp_sizes == (9216,) * 6 + (18432,) * 6
+    assert model.kv_bytes_per_token(2) == 2 * 2 * 6 * 1024
+    assert model.ignores("model.language_model.layers.7.self_attn.k_proj.weight")
+    assert not model.ignores("model.language_model.layers.5.self_attn.k_proj.weight")
+    for fields, words in (
+        ({"num_kv_shared_layers": 11}, "num_kv_shared_layers: no layer before 1"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type: 'yarn'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(**fields)

@@ -10,9 +10,10 @@ import torch
 from engine.errors import ConfigError
 from engine.kv_groups import Chunked, Full, KVKind, Window, blocks_for, kv_groups
 from engine.model_config import ModelConfig
-from engine.runner.kv_cache import KVCache
+from engine.runner.kv_cache import KVCache, in_views
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
+from kernels.metadata import AttentionMeta
 from tests.engine.driver import random_run
 from tests.engine.test_runner import CONFIG
 from tests.fakes import make_config, make_core, make_request, run
@@ -182,11 +183,44 @@ def test_layers_of_several_groups_share_memory_but_no_block() -> None:
     assert kv.layers[4][0].shape == (3, CONFIG.num_kv_heads, SIZE, CONFIG.head_dim)
 
 
-def test_layers_with_keys_of_other_sizes_are_refused() -> None:
-    """Bug: kernels take blocks to lie side by side where they do not, and read other layers'."""
-    model = with_layers(0, 8)
+def test_smaller_layers_share_a_place_and_no_element() -> None:
+    """Bug: kernels take blocks to lie side by side where they do not, and read other layers'; or
+    a padding token is written to the last block."""
+    model = with_layers(0, 8, 8, 8)
     small = replace(model.attention[1], num_kv_heads=1)
-    groups = kv_groups(replace(model, attention=(model.attention[0], small)))
+    borrowing = replace(small, keys_of=2)
+    attention = (model.attention[0], small, small, borrowing)
+    groups = kv_groups(replace(model, attention=attention))
+    assert CONFIG.num_kv_heads == 2 and groups.slots == 1
+    assert [(view.group, view.part, view.layers) for view in groups.views] == [
+        (0, 0, (0,)), (1, 0, (1,)), (1, 1, (2,)),
+    ]  # fmt: skip
+    kv = KVCache.allocate(groups, 6, SIZE, torch.float32, torch.device("cpu"))
+    assert kv.layers[3] is kv.layers[2]
+    slots = torch.tensor([2 * SIZE + 1, -1])
+    meta = AttentionMeta(
+        slots.int(), slots, slots, slots, torch.tensor([[2, 5]], dtype=torch.int32), 1, 1, 1
+    )
+    for view, each in zip(groups.views, in_views(groups, [meta, meta], SIZE), strict=True):
+        assert each.slots[1] == -1
+        cache = kv.layers[view.layers[0]][0]
+        assert cache.is_contiguous() and each.window == (8 if view.group else 0)
+        block = int(each.slots[0]) // SIZE
+        assert each.slots[0] % SIZE == 1 and each.block_table[0, 0] == block
+        assert not cache[block].any(), "another layer's"
+        cache[block] = 1.0
+        cache[int(each.block_table[0, 1])] = 1.0
+        if view.group == 0:
+            kv.storage.zero_()
+    own = kv.storage.view(2, 6, -1)[0]
+    assert own[[2, 5]].all() and not own[[0, 1, 3, 4]].any()
+
+
+def test_layers_whose_keys_do_not_divide_are_refused() -> None:
+    """Bug: a layer's blocks begin where another's are."""
+    model = with_layers(0, 8)
+    large = replace(model.attention[1], head_dim=3 * CONFIG.head_dim // 2)
+    groups = kv_groups(replace(model, attention=(model.attention[0], large)))
     with pytest.raises(ConfigError, match="different sizes"):
         KVCache.allocate(groups, 6, SIZE, torch.float32, torch.device("cpu"))
 

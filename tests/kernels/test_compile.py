@@ -361,6 +361,27 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
 
 
 @pytest.mark.slow
+def test_heads_of_512_fit(launches: Launches) -> None:
+    """Tiles of keys that leave no room for each other: Gemma 4's full layers."""
+    k_cache, v_cache, q = (
+        bf16(NUM_BLOCKS, 4, 16, 512),
+        bf16(NUM_BLOCKS, 4, 16, 512),
+        bf16(20, 32, 512),
+    )
+    meta = AttentionMeta(
+        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2)
+    )
+    rope_kv_write(
+        bf16(20, 40 * 512), torch.empty(1024, 512), None, None, EPS, k_cache, v_cache, 32, meta
+    )
+    attention_prefill(q, k_cache, v_cache, torch.empty_like(q), 1.0, meta)
+    splits = plan(int32(20), 32, k_cache, 8192, int32(1))
+    attention_decode(q, k_cache, v_cache, torch.empty_like(q), int32(20, 512), 1.0, splits)
+    for name, compiled in launches.seen:
+        assert compiled.metadata.shared <= SHARED_MEMORY, name
+
+
+@pytest.mark.slow
 def test_adapters_are_read_wide(launches: Launches) -> None:
     """A rank that the compiler does not know to be a multiple of 16 makes it read B two bytes at a
     time, which costs more than everything else."""

@@ -53,6 +53,8 @@ class Case:
     rewrite: tensors and config.json of the relative -> those of the architecture.
     logits: how the oracle is asked.
     attention: transformers' way to compute it.
+    calm: factor of the weights of queries' norms, where nothing else divides the scores; sharp ones
+        make much of the last bit.
     """
 
     model_type: str
@@ -62,6 +64,7 @@ class Case:
     rewrite: Callable[[Tensors, dict[str, Any]], Tensors] | None = None
     logits: Logits = plainly
     attention: str = "eager"
+    calm: float = 1.0
 
 
 def save(case: Case, folder: Path) -> PreTrainedModel:
@@ -72,7 +75,7 @@ def save(case: Case, folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=case.attention
     )
-    randomise(model)
+    randomise(model, case.calm)
     model.eval().save_pretrained(folder)
     if case.rewrite is not None or case.architecture:
         rewrite_folder(folder, case)
@@ -80,7 +83,7 @@ def save(case: Case, folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def randomise(model: PreTrainedModel) -> None:
+def randomise(model: PreTrainedModel, calm: float = 1.0) -> None:
     """All parameters: norms and biases made as ones and zeros hide mistakes."""
     for name, parameter in model.named_parameters():
         if "act_fn" in name:  # of an activation, where others make it steep
@@ -89,8 +92,10 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
         else:
             parameter.add_(torch.randn_like(parameter) * 0.3)
+        if "q_norm" in name:
+            parameter.mul_(calm)
     for name, buffer in model.named_buffers():
-        if "correction_bias" in name:
+        if "correction_bias" in name or "layer_scalar" in name:
             buffer.add_(torch.randn_like(buffer) * 0.3)
 
 
@@ -491,6 +496,15 @@ _LLAMA4_ROPE = {
     "high_freq_factor": 1.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
 # Mixtures of experts; three layers, of which some are dense where an architecture has such.
 EXPERTS: dict[str, Case] = {
     "mixtral": Case("mixtral", _LOCAL),
@@ -524,6 +538,39 @@ EXPERTS: dict[str, Case] = {
         {**_LLAMA4, "interleave_moe_layer_step": 1, "rope_parameters": _LLAMA4_ROPE},
         architecture="Llama4ForConditionalGeneration",
         rewrite=wrapped("language_model."),
+    ),
+    "gemma 4 e2b": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        calm=0.3,
+    ),
+    "gemma 4 31b": Case(
+        "gemma4_text",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        calm=0.3,
+        architecture="Gemma4ForConditionalGeneration",
+        rewrite=wrapped("model.language_model."),
+    ),
+    "gemma 4 26b": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        calm=0.3,
     ),
     "dbrx": Case(
         "dbrx",

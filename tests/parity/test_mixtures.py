@@ -1,4 +1,5 @@
-"""Mixtures of experts through a whole engine: batches, chunks, preemption, the prefix cache."""
+"""Mixtures of experts, and layers of unlike heads, through a whole engine: batches, chunks,
+preemption, the prefix cache."""
 
 from pathlib import Path
 
@@ -14,7 +15,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 # Blocks: fewer than all requests want at once.
-@pytest.mark.parametrize(("name", "blocks"), [("qwen 2 moe", 24), ("gpt-oss", 38)])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("qwen 2 moe", 24), ("gpt-oss", 38), ("gemma 4 26b", 38), ("gemma 4 e2b", 38)],
+)
 def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path: Path) -> None:
     """A token that gets another's experts where steps are cut otherwise."""
     theirs = save(EXPERTS[name], tmp_path)
@@ -28,9 +32,14 @@ def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path:
                 ids.append(int(theirs(torch.tensor([ids])).logits[0, -1].argmax()))
         want.append(ids[len(prompt) :])
     sizes = {"max_model_len": 64, "block_size": 4}
-    tight = engine(tmp_path, num_blocks=blocks, prefix_caching=False, **sizes)
-    assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
-    assert tight.stats().preemptions > 0
+    # With how few of them a request is preempted depends on how steps happen to be cut.
+    for fewer in range(blocks, blocks - 8, -1):
+        tight = engine(tmp_path, num_blocks=fewer, prefix_caching=False, **sizes)
+        assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+        if tight.stats().preemptions:
+            break
+    else:
+        pytest.fail("nothing was preempted")
     cached = engine(tmp_path, num_blocks=400, max_num_batched_tokens=24, **sizes)
     for _ in range(2):
         again = run(cached, prompts, GREEDY)

@@ -1,0 +1,153 @@
+"""Gemma 4: windows, and full layers of other heads; values with a norm; a factor behind each layer.
+The E models add what each token has for each layer, and their last layers read the keys of earlier
+ones. The 26B has a mixture of experts beside each MLP."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.architectures.by_layer import FULL, WINDOW, layer_types
+from engine.architectures.experts import Experts, read_experts
+from engine.architectures.gemma import SANDWICH
+from engine.architectures.llama import LAYER, QK_NORM, QKV
+from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention, ModelConfig, Rope
+
+_TENSORS: Mapping[str, CheckpointTensor] = {
+    **SANDWICH,
+    **QK_NORM,
+    "qk": CheckpointTensor(QKV[:2]),
+    "q": CheckpointTensor(QKV[:1]),
+    "layer_scale": CheckpointTensor((f"{LAYER}layer_scalar",)),
+    "layer_inputs": CheckpointTensor(("model.embed_tokens_per_layer",)),
+    "layer_inputs_project": CheckpointTensor(("model.per_layer_model_projection",)),
+    "layer_inputs_norm": CheckpointTensor(("model.per_layer_projection_norm",)),
+    "layer_input_gate": CheckpointTensor((f"{LAYER}per_layer_input_gate",)),
+    "layer_input_out": CheckpointTensor((f"{LAYER}per_layer_projection",)),
+    "layer_input_norm": CheckpointTensor((f"{LAYER}post_per_layer_input_norm",)),
+    "router": CheckpointTensor((f"{LAYER}router.proj",)),
+    "router_norm": CheckpointTensor((f"{LAYER}router.scale",)),
+    "expert_scale": CheckpointTensor((f"{LAYER}router.per_expert_scale",)),
+    "experts_gate_up": CheckpointTensor((f"{LAYER}experts.gate_up_proj",)),
+    "experts_down": CheckpointTensor((f"{LAYER}experts.down_proj",)),
+    "mlp_part_norm": CheckpointTensor((f"{LAYER}post_feedforward_layernorm_1",)),
+    "experts_norm": CheckpointTensor((f"{LAYER}pre_feedforward_layernorm_2",)),
+    "experts_out_norm": CheckpointTensor((f"{LAYER}post_feedforward_layernorm_2",)),
+}
+
+
+def _kinds(config: Reader, layers: int) -> list[str]:
+    """The last one is always a full one."""
+    kinds = layer_types(config, layers, lambda i: WINDOW if (i + 1) % 6 else FULL)
+    return [*kinds[:-1], FULL]
+
+
+def _rope(config: Reader, kind: str) -> "Rope":
+    """Of the layers of one kind."""
+    from engine.model_config import Rope
+
+    ropes = config.inner("rope_parameters")
+    if kind == WINDOW:
+        own = ropes.inner(kind)
+        own.one_of("rope_type", ("default",), "default")
+        return Rope(own.number("rope_theta", 10000.0))
+    own = Reader({"rope_type": "proportional", "partial_rotary_factor": 0.25}, config.path)
+    if kind in ropes.values:
+        own = ropes.inner(kind)
+    theta = own.number("rope_theta", 1000000.0)
+    if own.one_of("rope_type", ("proportional", "default"), "default") == "default":
+        return Rope(theta)
+    part = own.number("partial_rotary_factor", 1.0)
+    return Rope(theta, "proportional", part=part, factor=own.number("factor", 1.0))
+
+
+def _full(config: Reader, kinds: Sequence[str]) -> Reader:
+    """What full layers have of their own: transformers 5 writes it layer by layer."""
+    each = config.inner("per_layer_config").values
+    found = each.get(str(kinds.index(FULL)), each.get(FULL))
+    if found is None:
+        heads = config.get("num_global_key_value_heads")
+        found = {"head_dim": config.size("global_head_dim", 512)}
+        if config.flag("attention_k_eq_v") and heads is not None:
+            found["num_key_value_heads"] = heads
+    return Reader(found, config.path)
+
+
+def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    kinds = _kinds(config, layers)
+    plain = replace(plain, scale=1.0, value_norm=True)
+    own = _full(config, kinds)
+    full = replace(
+        plain,
+        head_dim=own.size("head_dim", plain.head_dim),
+        num_kv_heads=own.size("num_key_value_heads", plain.num_kv_heads),
+        rope=_rope(config, FULL),
+        value_is_key=config.flag("attention_k_eq_v"),
+    )
+    local = replace(plain, window=config.size("sliding_window", 512))
+    found = [full if kind == FULL else local for kind in kinds]
+    first = layers - config.get("num_kv_shared_layers", 0)
+    for i in range(first, layers):
+        if kinds[i] not in kinds[:first]:
+            message = f"no layer before {first} is of {kinds[i]}, whose keys layer {i} would read"
+            raise config.error("num_kv_shared_layers", message)
+        source = first - 1 - kinds[:first][::-1].index(kinds[i])
+        found[i] = replace(found[i], keys_of=source, value_is_key=False, value_norm=False)
+    return found
+
+
+def _mlp_sizes(config: Reader) -> tuple[int, ...]:
+    """Twice as wide in layers without keys, where the file says so."""
+    size, layers = config.size("intermediate_size"), config.size("num_hidden_layers")
+    shared = config.get("num_kv_shared_layers", 0)
+    wide = 2 if config.flag("use_double_wide_mlp") else 1
+    return (size,) * (layers - shared) + (size * wide,) * shared
+
+
+def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
+    if not config.flag("enable_moe_block"):
+        return None
+    return read_experts(config, model, beside_mlp=True)
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "tie_word_embeddings": True,
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+}
+
+ARCHITECTURES = (
+    Architecture(
+        "Gemma4ForCausalLM",
+        _TENSORS,
+        models="Gemma 4 (E2B, E4B, 31B, 26B-A4B)",
+        model_type="gemma4_text",
+        switches={
+            "embedding_scale": lambda config: config.size("hidden_size") ** 0.5,
+            "qk_norm": always("head"),
+            "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
+            "rope": lambda config: _rope(config, WINDOW),
+            "mlp_sizes": _mlp_sizes,
+            "layer_input_size": lambda config: config.get("hidden_size_per_layer_input", 0),
+            "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
+        },
+        keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+        defaults=_DEFAULTS,
+        # "vision": of pictures alone.
+        only={"use_bidirectional_attention": (None, "vision")},
+        attention=_attention,
+        experts=_experts,
+    ),
+)
