@@ -184,6 +184,27 @@ class IRWriter:
         more = self.op(f"fcmp ogt {self.vector} {a}, {b}")
         return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
 
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """lanes() vectors, of which the i-th result has the i-th numbers."""
+        rows, size = list(rows), self.lanes
+        stride = 1
+        while stride < size:
+            for i in (i for i in range(size) if not i & stride):
+                a, b = rows[i], rows[i | stride]
+                for to, keep in ((i, 0), (i | stride, stride)):
+                    # Lane j comes from b where it has the stride's bit, from a elsewhere.
+                    lane = (
+                        (j & stride and size) + (j ^ (stride ^ keep if j & stride else keep))
+                        for j in range(size)
+                    )
+                    chosen = ", ".join(f"i32 {j}" for j in lane)
+                    rows[to] = self.op(
+                        f"shufflevector {self.vector} {a}, {self.vector} {b}, "
+                        f"<{size} x i32> <{chosen}>"
+                    )
+            stride *= 2
+        return rows
+
     def exp(self, x: Value) -> Value:
         """e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38."""
         kind, lanes = self.vector, self.lanes

@@ -1,12 +1,14 @@
-"""The CPU back end: the reference, with rotation and decode attention by generated kernels where
-the machine and the shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
+"""The CPU back end: the reference, with rotation and attention by generated kernels where machine
+and shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
+from kernels.cpu.prefill import prefill_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
 
@@ -39,14 +41,45 @@ class PlannedByFirstLayer(Kernels):
         """Nothing yet."""
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """Tokens [begin, end) of the step as `kernels.cpu.prefill` takes them."""
+
+    begin: int
+    end: int
+    table: Tensor
+    positions: Tensor
+    first: Tensor
+    length: int
+
+
 class _NativePlan(LayerKernels):
-    """What the layers of a step share: generated kernels, chunks, and the step as the reference
-    plans it, for what is not generated."""
+    """What the layers of a step share: generated kernels, chunks for them and for the reference,
+    and the step as the reference plans it, for what is not generated."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         super().__init__()
         self.reference = replace(meta, plan=None)
-        self.chunks: list[PrefillChunk] | None = None
+        self.gathered: list[PrefillChunk] | None = None
+        self._meta = meta
+        self._chunks: list[_Chunk] | None = None
+
+    @property
+    def chunks(self) -> list[_Chunk]:
+        """Of the entries that are not decodes."""
+        if self._chunks is None:
+            meta = self._meta
+            starts = meta.query_start_host or meta.query_start.tolist()
+            lengths = meta.kv_len_host or meta.kv_len.tolist()
+            self._chunks = []
+            for entry in range(meta.num_decodes, len(lengths)):
+                begin, end, length = starts[entry], starts[entry + 1], lengths[entry]
+                if begin < end:
+                    at = torch.arange(length - (end - begin), length, dtype=torch.int32)
+                    first = meta.first_key(at)
+                    table = meta.block_table[entry]
+                    self._chunks.append(_Chunk(begin, end, table, at, first, length))
+        return self._chunks
 
 
 class Native(PlannedByFirstLayer):
@@ -95,17 +128,32 @@ class Native(PlannedByFirstLayer):
                 softcap=softcap, sinks=sinks, slopes=slopes,
             )  # fmt: skip
         num_tokens, num_heads, head_dim = q.shape
-        num_kv_heads = k_cache.shape[1]
+        num_kv_heads, block_size = k_cache.shape[1:3]
         out = q.new_empty(num_tokens, num_heads * head_dim)
         if decodes:
             plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
-        if decodes < num_tokens:
-            if plan.chunks is None:
-                plan.chunks = plan_chunks(meta, k_cache)
-            grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
-            out[plan.chunks[-1].end if plan.chunks else decodes :].zero_()  # padding
+        if decodes == num_tokens:
+            return out
+        plain = not softcap and sinks is None and slopes is None
+        prefill = plain and prefill_for(
+            num_heads, num_kv_heads, head_dim, block_size, k_cache.dtype
+        )
+        if prefill:
+            end = decodes
             for chunk in plan.chunks:
-                attended = attend_chunk(grouped, k_cache, v_cache, how, chunk)
-                out[chunk.begin : chunk.end].view_as(attended).copy_(attended)
+                prefill(
+                    q[chunk.begin : chunk.end], k_cache, v_cache, scale, chunk.table,
+                    chunk.positions, chunk.first, chunk.length, out[chunk.begin : chunk.end],
+                )  # fmt: skip
+                end = chunk.end
+            out[end:].zero_()  # padding
+            return out
+        if plan.gathered is None:
+            plan.gathered = plan_chunks(meta, k_cache)
+        grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        how = Scores.of(num_kv_heads, scale, softcap, sinks, slopes)
+        out[plan.gathered[-1].end if plan.gathered else decodes :].zero_()  # padding
+        for part in plan.gathered:
+            attended = attend_chunk(grouped, k_cache, v_cache, how, part)
+            out[part.begin : part.end].view_as(attended).copy_(attended)
         return out

@@ -1,0 +1,328 @@
+"""Prefill attention over paged keys, generated for one shape of heads.
+
+Online softmax over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key head
+and a tile of queries: the keys and values of a tile are read where they lie and widened to float32
+once for all of the item's rows, keys transposed. Memory is linear in the tile, whatever the length.
+A row's sums do not depend on the other rows, nor, where it sees all keys before it, on how its
+prompt was cut into chunks: tiles of keys then begin at the prompt's.
+"""
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.ir import IRWriter, Value, module
+from kernels.cpu.scratch import scratch
+
+_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_KEYS_A_TILE = 64
+_ROWS_A_TILE = 96  # about: that many share a widened tile of keys
+_ROWS = 6  # of a block: their sums stay in registers
+_LEAST = -3e38  # a score that adds nothing
+
+# Words of args, after the two counters.
+_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST = range(2, 9)
+_TOKENS, _LENGTH, _SCALE, _SCRATCH, _WORDS = range(9, 14)
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # of the cache, LLVM's name
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return max(1, _ROWS_A_TILE // self.group)
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, filled up to blocks."""
+        return -(-self.queries * self.group // _ROWS) * _ROWS
+
+    def floats(self, size: int) -> int:
+        """float32 numbers of scratch that a thread needs."""
+        tiles = 2 * _KEYS_A_TILE * self.head_dim
+        return tiles + _ROWS * _KEYS_A_TILE + self.rows * (2 * self.head_dim + 2 * size)
+
+
+def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    dim, group, kind, tile = shape.head_dim, shape.group, w.vector, _KEYS_A_TILE
+    width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
+    names = (_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST)
+    q, keys, values, out, table, positions, firsts = (w.argument(name, "ptr") for name in names)
+    tokens, length = w.argument(_TOKENS), w.argument(_LENGTH)
+    scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
+    thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
+    own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, shape.floats(size)))
+    # float32: keys [dim, tile], values [tile, dim], weights [_ROWS, tile], queries [rows, dim],
+    # sums [rows, dim], the largest score [rows, lanes] and the weights' sums [rows, lanes]
+    columns = own
+    mixed = w.at(columns, dim * tile)
+    weights = w.at(mixed, tile * dim)
+    query = w.at(weights, _ROWS * tile)
+    sums = w.at(query, shape.rows * dim)
+    tops = w.at(sums, shape.rows * dim)
+    totals = w.at(tops, shape.rows * size)
+
+    def least(a: Value, b: Value | int) -> Value:
+        return w.call("i64", "llvm.smin.i64", [("i64", a), ("i64", str(b))])
+
+    def number(array: Value, index: Value) -> Value:
+        """Of an int32 array, as i64."""
+        narrow = w.op(f"load i32, ptr {w.at(array, index, 'i32')}")
+        return w.op(f"sext i32 {narrow} to i64")
+
+    def widen(begin: Value, head: Value) -> None:
+        """Keys [begin, begin + tile) of one head. Past the last key the last is read again."""
+
+        def some(at: Value) -> list[Value]:
+            places = []
+            for i in range(size):
+                key = least(w.add(begin, w.add(at, i)), w.sub(length, 1))
+                block = number(table, w.op(f"udiv i64 {key}, {shape.block_size}"))
+                inside = w.op(f"urem i64 {key}, {shape.block_size}")
+                row = w.add(w.mul(block, shape.num_kv_heads), head)
+                places.append(w.mul(w.add(w.mul(row, shape.block_size), inside), dim))
+
+            def part(d: Value) -> list[Value]:
+                square = []
+                for i, place in enumerate(places):
+                    from_ = w.add(place, d)
+                    square.append(w.load_as_float(w.at(keys, from_, shape.dtype), shape.dtype))
+                    value = w.load_as_float(w.at(values, from_, shape.dtype), shape.dtype)
+                    w.store(value, w.at(mixed, w.add(w.mul(w.add(at, i), dim), d)))
+                for i, column in enumerate(w.transpose(square)):
+                    w.store(column, w.at(columns, w.add(w.mul(w.add(d, i), tile), at)))
+                return []
+
+            w.loop(0, dim, [], part, step=size)
+            return []
+
+        w.loop(0, tile, [], some, step=size)
+
+    def products(
+        rows: list[Value],
+        row_step: int,
+        matrix: Value,
+        columns_: int,
+        inner: int,
+        begin: list[Value] | None,
+        at: Value,
+    ) -> list[Value]:
+        """Of each row (an address, its numbers row_step apart) with `width` vectors of the columns
+        of matrix [inner, columns_] from `at` on."""
+        vectors = min(width, columns_ // size)
+        start = begin or ["zeroinitializer"] * (len(rows) * vectors)
+
+        def one(k: Value, *held: Value) -> list[Value]:
+            line = w.at(matrix, w.add(w.mul(k, columns_), at))
+            parts = [w.load(w.at(line, v * size)) for v in range(vectors)]
+            result = []
+            for r, row in enumerate(rows):
+                factor = w.spread(w.load(w.at(row, w.mul(k, row_step)), "float"))
+                for v, part in enumerate(parts):
+                    result.append(w.fma(factor, part, held[r * vectors + v]))
+            return result
+
+        return w.loop(0, inner, [(kind, value) for value in start], one)
+
+    def block(begin: Value, row: Value, token: Value, count: Value, masked: bool) -> None:
+        """_ROWS rows from `row` on with a tile of keys that begins at `begin`."""
+        rows = [w.at(query, w.mul(w.add(row, r), dim)) for r in range(_ROWS)]
+        vectors = min(width, tile // size)
+
+        def scores(at: Value) -> list[Value]:
+            found = products(rows, 1, columns, tile, dim, None, at)
+            for r in range(_ROWS):
+                for v in range(vectors):
+                    place = w.at(weights, w.add(at, r * tile + v * size))
+                    w.store(found[r * vectors + v], place)
+            return []
+
+        w.loop(0, tile, [], scores, step=vectors * size)
+        scales = []
+        for r in range(_ROWS):
+            line = w.at(weights, r * tile)
+            parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
+            if masked:
+                index = w.op(f"udiv i64 {w.add(row, r)}, {group}")
+                index = w.add(token, least(index, w.sub(count, 1)))
+                last = w.sub(number(positions, index), begin)
+                first = w.sub(number(firsts, index), begin)
+                bounds = [
+                    w.spread(w.op(f"trunc i64 {bound} to i32"), "i32") for bound in (first, last)
+                ]
+                for v, part in enumerate(parts):
+                    lane = ", ".join(f"i32 {v * size + i}" for i in range(size))
+                    seen = w.op(f"icmp sle {w.integers} <{lane}>, {bounds[1]}")
+                    after = w.op(f"icmp sge {w.integers} <{lane}>, {bounds[0]}")
+                    seen = w.op(f"and <{size} x i1> {seen}, {after}")
+                    parts[v] = w.op(
+                        f"select <{size} x i1> {seen}, {kind} {part}, {kind} {w.all(_LEAST)}"
+                    )
+            best = parts[0]
+            for part in parts[1:]:
+                best = w.maximum(part, best)
+            held = w.at(tops, w.mul(w.add(row, r), size))
+            before = w.load(held)
+            top = w.maximum(w.spread(w.largest(best)), before)
+            w.store(top, held)
+            scale_ = w.exp(w.binary("fsub", before, top))
+            scales.append(scale_)
+            place = w.at(totals, w.mul(w.add(row, r), size))
+            total = w.binary("fmul", w.load(place), scale_)
+            for v, part in enumerate(parts):
+                weight = w.exp(w.binary("fsub", part, top))
+                w.store(weight, w.at(line, v * size))
+                total = w.binary("fadd", total, weight)
+            w.store(total, place)
+        lines = [w.at(weights, r * tile) for r in range(_ROWS)]
+        results = [w.at(sums, w.mul(w.add(row, r), dim)) for r in range(_ROWS)]
+        wide = min(width, dim // size)
+
+        def mix(at: Value) -> list[Value]:
+            start = [
+                w.binary("fmul", w.load(w.at(result, w.add(at, v * size))), scales[r])
+                for r, result in enumerate(results)
+                for v in range(wide)
+            ]
+            found = products(lines, 1, mixed, dim, tile, start, at)
+            for r, result in enumerate(results):
+                for v in range(wide):
+                    w.store(found[r * wide + v], w.at(result, w.add(at, v * size)))
+            return []
+
+        w.loop(0, dim, [], mix, step=wide * size)
+
+    def work(item: Value) -> None:
+        head = w.op(f"urem i64 {item}, {shape.num_kv_heads}")
+        at = w.op(f"udiv i64 {item}, {shape.num_kv_heads}")
+        # The last tile of queries sees most keys: it is the first that is taken.
+        token = w.mul(w.sub(w.sub(tiles, 1), at), shape.queries)
+        count = least(w.sub(tokens, token), shape.queries)
+        num_rows = w.mul(count, group)
+        offset = w.mul(w.add(w.mul(token, shape.num_kv_heads), head), group * dim)
+        apart = (shape.num_kv_heads - 1) * group * dim  # between two tokens' rows of one head
+
+        def place(row: Value) -> Value:
+            """Of a row in q and out."""
+            index = w.op(f"udiv i64 {row}, {group}")
+            return w.add(offset, w.add(w.mul(row, dim), w.mul(index, apart)))
+
+        def prepare(row: Value) -> list[Value]:
+            given = least(row, w.sub(num_rows, 1))
+            source, target = w.at(q, place(given)), w.at(query, w.mul(row, dim))
+            result = w.at(sums, w.mul(row, dim))
+            for d in range(0, dim, size):
+                w.store(w.binary("fmul", w.load(w.at(source, d)), scale), w.at(target, d))
+                w.store("zeroinitializer", w.at(result, d))
+            w.store(w.all(_LEAST), w.at(tops, w.mul(row, size)))
+            w.store("zeroinitializer", w.at(totals, w.mul(row, size)))
+            return []
+
+        filled = w.mul(w.op(f"udiv i64 {w.add(num_rows, _ROWS - 1)}, {_ROWS}"), _ROWS)
+        w.loop(0, filled, [], prepare)
+        first = number(firsts, token)
+        all_see_from = number(firsts, w.add(token, w.sub(count, 1)))
+        all_see_to = number(positions, token)
+        end = w.add(number(positions, w.add(token, w.sub(count, 1))), 1)
+
+        def over(begin: Value) -> list[Value]:
+            widen(begin, head)
+            early = w.op(f"icmp slt i64 {begin}, {all_see_from}")
+            late = w.op(f"icmp sgt i64 {w.add(begin, tile - 1)}, {all_see_to}")
+            some = w.op(f"or i1 {early}, {late}")
+
+            def blocks(masked: bool) -> None:
+                def rows(row: Value) -> list[Value]:
+                    block(begin, row, token, count, masked)
+                    return []
+
+                w.loop(0, filled, [], rows, step=_ROWS)
+
+            w.when(some, lambda: blocks(True))
+            w.when(w.op(f"xor i1 {some}, true"), lambda: blocks(False))
+            return []
+
+        w.loop(first, end, [], over, step=tile)
+
+        def finish(row: Value) -> list[Value]:
+            total = w.sum(w.load(w.at(totals, w.mul(row, size))))
+            inverse = w.spread(w.op(f"fdiv float 1.0, {total}"))
+            source, target = w.at(sums, w.mul(row, dim)), w.at(out, place(row))
+            for d in range(0, dim, size):
+                w.store(w.binary("fmul", w.load(w.at(source, d)), inverse), w.at(target, d))
+            return []
+
+        w.loop(0, num_rows, [], finish)
+
+    tiles = w.op(f"udiv i64 {w.add(tokens, shape.queries - 1)}, {shape.queries}")
+    w.claim("%args", "1", w.mul(tiles, shape.num_kv_heads), work)
+    return w, "void @prefill(ptr %args)"
+
+
+class CpuPrefill:
+    """The function for one shape of heads, and its arguments."""
+
+    def __init__(self, shape: PrefillShape, function: NativeFunction) -> None:
+        self._floats = shape.floats(lanes())
+        self._function = function
+        self._args = (ctypes.c_int64 * _WORDS)()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        table: Tensor,
+        positions: Tensor,
+        first: Tensor,
+        length: int,
+        out: Tensor,
+    ) -> None:
+        """One entry's queries, into out.
+
+        q [n, num_heads, head_dim] and out [n, num_heads * head_dim] float32. table: the entry's
+        blocks, int32; what stands before the block of the first key that is seen is not read.
+        positions [n]: of the queries, one after the other. first [n]: the first key that each sees,
+        nowhere less than before. Both int32. length: of the entry, the last query's position + 1.
+        """
+        args, threads = self._args, torch.get_num_threads()
+        args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
+        args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
+        args[_TABLE], args[_POSITIONS] = table.data_ptr(), positions.data_ptr()
+        args[_FIRST], args[_TOKENS], args[_LENGTH] = first.data_ptr(), len(q), length
+        args[_SCALE] = struct.unpack("<i", struct.pack("<f", scale))[0]
+        args[_SCRATCH] = scratch(threads * self._floats).data_ptr()
+        self._function(args, threads)
+
+
+@lru_cache(maxsize=16)
+def prefill_for(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> CpuPrefill | None:
+    """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
+    try:
+        size = lanes()
+        width = min(4 if size == 16 else 2, head_dim // size)
+        if dtype not in _NAMES or head_dim % size or head_dim // size % max(1, width):
+            return None
+        shape = PrefillShape(num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype])
+        return CpuPrefill(shape, compile_ir(module([_prefill(shape, size)]))["prefill"])
+    except CompilerUnavailable:
+        return None
