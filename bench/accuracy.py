@@ -108,7 +108,7 @@ def model_of(case: str, weights: Weights) -> Model:
     if case.startswith("gguf-"):
         kind = case.removeprefix("gguf-").upper()
         assert weights.config.quantized is not None
-        types = tuple((name, kind) for name, _ in weights.config.quantized.types)
+        types = dict.fromkeys(weights.config.quantized.types, kind)
         config = replace(plain, quantized=Quantized("gguf", types=types))
         matrices = dict(types)
 

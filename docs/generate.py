@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deployments.config.load import MantaConfig, PoolConfig
-from engine.architectures import ARCHITECTURES, WRAPPERS
+from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
@@ -144,8 +144,13 @@ MODELS_HEAD = """# Models
 What runs is told by `architectures` in a model's config.json. A name that is not here is refused
 with the nearest one that is; code of a model folder is never run. Weights are read from
 safetensors, where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is
-run), and of some families from GGUF files. [adding-a-model.md](adding-a-model.md) says how to add
-one.
+run), and from GGUF files, whose name of the architecture is in the last column.
+[adding-a-model.md](adding-a-model.md) says how to add one.
+
+GGUF files keep what llama.cpp computes, which is less in places: no windows of Mistral 7B 0.1,
+Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the splits
+that have a name in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the
+file's blocks, those of experts included; on a GPU they are expanded to 16 bits.
 
 This page is written by `python docs/generate.py` from `engine/architectures/`.
 """
@@ -158,9 +163,13 @@ text model is the one that `text_config` names, of the list above.
 
 def render_models() -> str:
     """The page's text."""
+    names: dict[str, list[str]] = {}
+    for gguf in GGUFS:
+        names.setdefault(gguf.record, []).append(f"`{gguf.name}`")
     rows = [
-        f"| {each.models} | `{each.name.split(',')[0]}` | {'yes' if each.gguf else ''} |"
+        f"| {each.models} | `{each.name.split(',')[0]}` | {', '.join(names.get(each.name, []))} |"
         for each in ARCHITECTURES.values()
+        if each.models
     ]
     around = [f"| {each.models} | `{each.name}` |" for each in WRAPPERS.values()]
     return "\n".join(

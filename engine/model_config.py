@@ -307,7 +307,7 @@ def _find(config: Reader) -> tuple[Architecture, str, Reader]:
     elif (record := _record_of(name)) is not None:
         found = record
     else:
-        known = [*ARCHITECTURES, *WRAPPERS]
+        known = [each.name for each in ARCHITECTURES.values() if each.models] + [*WRAPPERS]
         near = get_close_matches(name, known, 1, cutoff=0.0)[0]
         raise config.error(
             "architectures",

@@ -1,7 +1,8 @@
 """Quantized: what config.json says of weights that the checkpoint keeps in fewer bits. No torch
 here."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from engine.config_reader import Reader
@@ -23,7 +24,7 @@ class Quantized:
     bits, group, symmetric: of all matrices; group 0 is a whole row, and symmetric ones have no zero
         points. Not for "gguf".
     plain: patterns of matrices, without ".weight", that are kept as usual.
-    types: "gguf": (matrix, its type), of those in blocks.
+    types: "gguf": matrix -> its type, of those in blocks.
     zeros_less_one: "gptq": zero points are stored less one.
     """
 
@@ -32,20 +33,20 @@ class Quantized:
     group: int = 0
     symmetric: bool = True
     plain: tuple[str, ...] = ()
-    types: tuple[tuple[str, str], ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
     zeros_less_one: bool = False
 
     @property
     def name(self) -> str:
         """For messages and tables: "awq, 4 bits"; "gguf Q4_K, Q6_K"."""
         if self.method == "gguf":
-            return f"gguf {', '.join(sorted({kind for _, kind in self.types}))}"
+            return f"gguf {', '.join(sorted(set(self.types.values())))}"
         return f"{self.method}, {self.bits} bits"
 
     def keeps(self, name: str) -> bool:
         """Whether this matrix is kept as usual."""
         if self.method == "gguf":
-            return name not in dict(self.types)
+            return name not in self.types
         return any(fnmatchcase(name, pattern) for pattern in self.plain)
 
     def ignores(self, name: str) -> bool:
@@ -66,9 +67,7 @@ def read_quantized(config: Reader) -> Quantized | None:
         types = read.get("types", {})
         if not isinstance(types, dict):
             raise read.error("types", f"must be an object, got {types!r}")
-        return Quantized(
-            method, types=tuple((str(name), str(kind)) for name, kind in types.items())
-        )
+        return Quantized(method, types={str(name): str(kind) for name, kind in types.items()})
     if method == "compressed-tensors":
         return _compressed(read)
     bits, group = read.size("bits"), read.get("group_size", -1)

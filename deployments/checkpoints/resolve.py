@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.checkpoints.gguf import GGUFFile, Progress, convert
+from deployments.checkpoints.gguf import Progress, convert
+from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.environment import cache_dir
 from engine.errors import ConfigError
 from engine.model_config import weight_files
 
-_CONVERTER = 1  # part of every cache key: raise it when convert() writes something else
+_CONVERTER = 2  # part of every cache key: raise it when convert() writes something else
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code
 _HUB_PICKLED = ["pytorch_model*.bin"]  # where there are no safetensors

@@ -1,8 +1,8 @@
 """Architectures: all that is known of each, in one record. No torch here.
 
 `engine.model_config` reads switches from it, `engine.models.registry` the class, the layers where
-the checkpoint keeps what they need, checkpoints/gguf.py the names in GGUF files. Nothing
-else asks which architecture a model is of.
+the checkpoint keeps what they need. `gguf.py` has the names in GGUF files. Nothing else asks which
+architecture a model is of.
 """
 
 from engine.architectures import (
@@ -20,11 +20,10 @@ from engine.architectures import (
     phi,
     remote,
 )
-from engine.architectures.layout import half_pairs
+from engine.architectures.gguf import GGUFS, Gguf, Metadata
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
-    Gguf,
     Read,
     Rows,
     Wrapper,
@@ -34,16 +33,17 @@ from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
 
 __all__ = [
     "ARCHITECTURES",
+    "GGUFS",
     "TEXT_TYPES",
     "WRAPPERS",
     "Architecture",
     "Gguf",
+    "Metadata",
     "Read",
     "Rows",
     "CheckpointTensor",
     "Wrapper",
     "always",
-    "half_pairs",
 ]
 
 _MODULES = (
@@ -64,4 +64,8 @@ _MODULES = (
 
 ARCHITECTURES: dict[str, Architecture] = {
     each.name: each for module in _MODULES for each in module.ARCHITECTURES
+}
+# Folders made of GGUF files that have a matrix in another form than the checkpoint.
+ARCHITECTURES |= {
+    each.architecture: each.applied(ARCHITECTURES[each.record]) for each in GGUFS if each.pieces
 }

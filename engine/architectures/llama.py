@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, turning, unstretched, windowed
-from engine.architectures.layout import half_pairs, neighbours
-from engine.architectures.record import Architecture, CheckpointTensor, Gguf, Read, always
+from engine.architectures.layout import neighbours
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -29,24 +29,6 @@ LLAMA: Mapping[str, CheckpointTensor] = {
 QK_NORM: Mapping[str, CheckpointTensor] = {
     "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_norm",)),
     "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_norm",)),
-}
-GGUF: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": f"{LAYER}input_layernorm",
-    "attn_q": QKV[0],
-    "attn_k": QKV[1],
-    "attn_v": QKV[2],
-    "attn_output": f"{LAYER}self_attn.o_proj",
-    "ffn_norm": f"{LAYER}post_attention_layernorm",
-    "ffn_gate": f"{LAYER}mlp.gate_proj",
-    "ffn_up": f"{LAYER}mlp.up_proj",
-    "ffn_down": f"{LAYER}mlp.down_proj",
-}
-GGUF_QK_NORM: Mapping[str, str] = {
-    "attn_q_norm": f"{LAYER}self_attn.q_norm",
-    "attn_k_norm": f"{LAYER}self_attn.k_norm",
 }
 # Rows of q and k that turn as neighbours.
 NEIGHBOURS: Mapping[str, CheckpointTensor] = {"qkv": CheckpointTensor(QKV, neighbours)}
@@ -135,14 +117,6 @@ ARCHITECTURES = (
         LLAMA,
         models="Llama 1-3, Yi, DeepSeek-LLM, TinyLlama, SmolLM 1 and 2, Nemotron-Nano",
         model_type="llama",
-        gguf=Gguf(
-            "llama",
-            GGUF,
-            rows={
-                "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
-                "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
-            },
-        ),
     ),
     Architecture("LLaMAForCausalLM", LLAMA, models="Llama 1, as it was first converted"),
     Architecture("IQuestCoderForCausalLM", LLAMA, models="IQuest-Coder", model_type="iquestcoder"),
@@ -186,7 +160,6 @@ ARCHITECTURES = (
         model_type="qwen2",
         switches={"qkv_bias": always(True), "out_bias": always(False)},
         attention=_qwen2,
-        gguf=Gguf("qwen2", GGUF),
     ),
     Architecture(
         "MiMoForCausalLM",
@@ -204,7 +177,6 @@ ARCHITECTURES = (
         switches={"qk_norm": always("head")},
         defaults={"head_dim": 128},
         attention=_qwen2,
-        gguf=Gguf("qwen3", {**GGUF, **GGUF_QK_NORM}),
     ),
     Architecture(
         "SeedOssForCausalLM",

@@ -50,20 +50,6 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf:
-    """How GGUF files hold it.
-
-    name: general.architecture.
-    tensors: their names, less "blk.<layer>." and ".weight" -> the checkpoint's.
-    rows: those whose rows are ordered otherwise than the checkpoint's, as in CheckpointTensor.
-    """
-
-    name: str
-    tensors: Mapping[str, str]
-    rows: Mapping[str, Rows] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
     """One value of "architectures" in config.json, or a variant of one.
 
@@ -101,7 +87,6 @@ class Architecture:
     variant: Callable[[Reader], str] | None = None
     renames: Renames = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    gguf: Gguf | None = None
     network: str = "decoder"
     encoder: bool = False
     absent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

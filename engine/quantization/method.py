@@ -136,7 +136,7 @@ class LinearMethod(ABC):
         keep them."""
         raise ConfigError(
             f"{spec.name}: this kind of quantized weights has no products for mixtures of experts; "
-            "take a checkpoint in 16 bits",
+            "take a checkpoint in 16 bits, or set quantization: none for a .gguf file",
             param="quantization",
         )
 

@@ -122,7 +122,7 @@ class Stored(LinearMethod):
         if quantized.method == "gguf":
             if whole:
                 rows = Source("", shape, part.rows).num_rows
-                kind = dict(quantized.types)[part.name]
+                kind = quantized.types[part.name]
                 return GgufLayout(part.name, kind, shape, part.rows, rows, device)
         elif whole and isinstance(part.rows, tuple) and part.rows == (0, part.out_features):
             return IntegerLayout(part.name, quantized, shape, device)

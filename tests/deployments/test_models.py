@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 
 from deployments.checkpoints import resolve as models
 from deployments.checkpoints.gguf import convert
+from deployments.checkpoints.gguf_file import GGUFFile
+from deployments.checkpoints.gguf_tokenizer import tokenizer_of
 from deployments.checkpoints.resolve import check_model, resolve_model
+from engine.architectures import GGUFS
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 from engine.quantization.registry import check_quantization
@@ -154,8 +158,9 @@ def test_weights_equal_transformers(tmp_path: Path, arch: str, quant: str, untie
     for name, value in ours.state_dict().items():
         assert value.dtype == dtype
         assert torch.equal(value, expected[name]), name
-    for key in ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "eos_token_id"):
+    for key in ("rope_parameters", "tie_word_embeddings", "eos_token_id"):
         assert getattr(ours.config, key) == getattr(theirs.config, key), key
+    assert ours.config.rms_norm_eps == 1e-5  # theirs is the file's float32
 
 
 def test_tokenizer_equals_transformers(tmp_path: Path, default_model: Path) -> None:
@@ -185,7 +190,7 @@ def test_tokenizer_equals_transformers(tmp_path: Path, default_model: Path) -> N
     assert (ours.bos_token, ours.eos_token) == ("<|im_start|>", "<|im_end|>")
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
 def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
     """A split pattern that the tokenizers library rejects would only fail once a user has
     downloaded 5 GB.
@@ -201,11 +206,61 @@ def test_pre_tokenizers_load_and_round_trip(tmp_path: Path, pre: str) -> None:
         assert tokenizer.decode(ids[1:], skip_special_tokens=False) == nfc
 
 
+def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
+    """The neighbours that make the piece of the best score are joined, the first of them first."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joined = [a + b for a, b in pairwise(pieces)]
+        best = max((each for each in joined if each in scores), key=scores.__getitem__, default="")
+        if not best:
+            break
+        at = joined.index(best)
+        pieces[at : at + 2] = [best]
+    known = (
+        [each] if each in scores else [f"<0x{b:02X}>" for b in each.encode()] for each in pieces
+    )
+    return [piece for each in known for piece in each]
+
+
+def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    """Llama 2, Gemma and Phi 3 have no merges in their files: made in another order they cut other
+    words."""
+    import gguf
+    from tokenizers import Tokenizer
+
+    pieces = ["▁t", "he", "▁the", "in", "er", "▁a", "th", "▁th", "the", "re", "▁in", "her", "▁▁"]
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz,.!é"]
+    normal = {each: -float(i) for i, each in enumerate([*pieces, *letters])}
+    special = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|user|>": 3, "▁▁▁▁": 4}
+    codes = [f"<0x{byte:02X}>" for byte in range(256)]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*special, *codes, *normal])
+    writer.add_token_types([*special.values(), *[6] * 256, *[1] * len(normal)])
+    writer.add_token_scores([0.0] * (len(special) + 256) + list(normal.values()))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    special_ids, made = tokenizer_of(GGUFFile(tmp_path / "m.gguf"))
+    assert special_ids == {"bos_token_id": 1, "eos_token_id": 2}
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    for text in ["the other theory", "in her attic, therein", "é Größe 日本", "a  b", "there!"]:
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<s>", *sentencepiece(text, normal)], text
+        assert tokenizer.decode(encoded.ids[1:]) == text
+    ids = tokenizer.encode("the<|user|>her    in", add_special_tokens=False).tokens
+    assert ids == ["▁the", "<|user|>", "▁", "her", "    ", "▁in"]
+
+
 def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
     """Dropping rope_freqs.weight makes Llama 3.1 fall apart after a few thousand tokens, and only
     there.
     """
-    from deployments.checkpoints import gguf as module
+    from deployments.checkpoints.gguf_config import rope_of
 
     head_dim, base, factor = 128, 500000.0, 8.0
     wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
@@ -213,27 +268,33 @@ def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
     divisors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
     class File:
-        path = tmp_path / "m.gguf"
+        layout = GGUFS[0]
 
-        def __init__(self) -> None:
-            self.tensors = {"rope_freqs.weight": type("Tensor", (), {"data": divisors})}
+        def has(self, name: str) -> bool:
+            return name == "rope_freqs.weight"
 
-        def get(self, key: str, default: Any = None) -> Any:
+        def data(self, name: str) -> Any:
+            return divisors
+
+        def own(self, key: str, default: Any = None) -> Any:
             return base if key.endswith("freq_base") else default
 
-    rope = module._rope(File(), head_dim)  # type: ignore[arg-type]
+        def error(self, message: str) -> ConfigError:
+            return ConfigError(message)
+
+    rope = rope_of(File(), head_dim)  # type: ignore[arg-type]
     assert rope["rope_type"] == "llama3"
     assert rope["factor"] == pytest.approx(8.0)
     divisors[5] += 0.5
     with pytest.raises(ConfigError, match="rope_freqs"):
-        module._rope(File(), head_dim)  # type: ignore[arg-type]
+        rope_of(File(), head_dim)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"written_arch": "mamba"}, "architecture 'mamba' is not supported"),
-        ({"pre": "tekken"}, "tokenizer gpt2/tekken is not supported"),
+        ({"written_arch": "gemma3n"}, "'gemma3n' is not supported; the nearest that is: gemma3"),
+        ({"pre": "made-up"}, "tokenizer gpt2/made-up is not supported"),
         ({"incomplete": True}, r"tensor 'blk\.1\.ffn_down\.weight' is missing"),
         ({"extra": ["blk.0.ssm_a.weight"]}, r"unknown tensor 'blk\.0\.ssm_a\.weight'"),
     ],

@@ -1,0 +1,110 @@
+"""Metadata of a GGUF file -> config.json as the architecture's record reads it."""
+
+from typing import Any
+
+import numpy as np
+
+from deployments.checkpoints.gguf_file import GGUFFile
+from engine.architectures.gguf import KEYS
+from engine.quantized import KEY
+
+
+def config_of(
+    file: GGUFFile, dtype: str, special: dict[str, Any], types: dict[str, str]
+) -> dict[str, Any]:
+    """special: token ids. types: {matrix of the folder: type} of those that stay in blocks."""
+    layout = file.layout
+    hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
+    head_dim = int(file.own("attention.key_length") or hidden // max(1, heads))
+    config: dict[str, Any] = {
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "rotary_dim": int(file.own("rope.dimension_count", head_dim)),
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "tie_word_embeddings": not file.has("output.weight"),
+        "rope_parameters": rope_of(file, head_dim),
+        "attention_bias": _attention_bias(file),
+        "attention_out_bias": file.has("blk.0.attn_output.bias"),
+        "mlp_bias": file.has("blk.0.ffn_up.bias"),
+        layout.eps: file.own("attention.layer_norm_rms_epsilon")
+        or file.own("attention.layer_norm_epsilon"),
+    }
+    for key, theirs in {**KEYS, **layout.keys}.items():
+        if (value := file.own(theirs)) is not None:
+            config[key] = value
+    config |= layout.says
+    config |= {key: make(file) for key, make in layout.made.items()}
+    names = file.record.keys
+    config = {names.get(key, key): value for key, value in config.items() if value is not None}
+    if types:
+        config[KEY] = {"quant_method": "gguf", "types": types}
+    return {
+        "architectures": [layout.architecture],
+        "model_type": file.record.model_type or file.architecture,
+        **config,
+        "dtype": dtype,
+        **special,
+    }
+
+
+def _attention_bias(file: GGUFFile) -> bool:
+    """Of queries, keys and values; where the record has another way to say that, of what is behind
+    attention alone."""
+    if "qkv_bias" in file.record.switches:
+        return file.has("blk.0.attn_output.bias")
+    return file.has("blk.0.attn_q.bias") or file.has("blk.0.attn_qkv.bias")
+
+
+def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
+    """rope_parameters. Raises ConfigError for a scaling that is not known."""
+    read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
+    kind = file.own("rope.scaling.type", "none")
+    original = file.own("rope.scaling.original_context_length")
+    if file.has("rope_freqs.weight"):
+        read |= _llama3(file, read["rope_theta"], head_dim)
+    elif file.has("rope_factors_long.weight"):
+        read |= {
+            "rope_type": "longrope",
+            "long_factor": file.data("rope_factors_long.weight").tolist(),
+            "short_factor": file.data("rope_factors_short.weight").tolist(),
+            "original_max_position_embeddings": original,
+            "attention_factor": file.own("rope.scaling.attn_factor"),
+        }
+    elif kind == "linear":
+        read |= {"rope_type": kind, "factor": file.need("rope.scaling.factor")}
+    elif kind == "yarn":
+        read |= {
+            "rope_type": kind,
+            "factor": file.need("rope.scaling.factor"),
+            "original_max_position_embeddings": original,
+            "attention_factor": file.own("rope.scaling.yarn_attn_factor"),
+            "beta_fast": file.own("rope.scaling.yarn_beta_fast"),
+            "beta_slow": file.own("rope.scaling.yarn_beta_slow"),
+        }
+    elif kind in ("none", "longrope"):  # a longrope without factors is of a text that needs none
+        read["rope_type"] = "default"
+    else:
+        raise file.error(f"rope scaling {kind!r} is not supported")
+    for key, value in file.layout.rope.items():
+        read[key] = value(file) if callable(value) else value
+    return {key: value for key, value in read.items() if value is not None}
+
+
+def _llama3(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3.1's scaling is stored as one divisor per frequency. Its two band limits are the same
+    in all of Meta's models, so the largest divisor tells the factor; the check makes sure."""
+    divisors = np.asarray(file.data("rope_freqs.weight"), dtype=np.float32).ravel()
+    factor = float(divisors.max())
+    low, high, original = 1.0, 4.0, 8192
+    wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if expected.shape != divisors.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise file.error("unknown rope_freqs scaling")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,291 @@
+"""The tokenizer in a GGUF file -> tokenizer.json, as the `tokenizers` library reads it.
+
+Two kinds are known: byte-level BPE, whose split before the merges has a name in the file, and
+SentencePiece's BPE, whose merges follow from the scores of its pieces.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.checkpoints.gguf_file import GGUFFile
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
+_SPACE = "▁"  # SentencePiece's
+
+# Patterns as the models' own tokenizer.json have them.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(ending: str, digits: str) -> str:
+    """Words that end where an upper letter begins the next."""
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{ending}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{ending}|{digits}|{_REST}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What is done to text before the merges.
+
+    pattern: words; None is GPT-2's, which the byte-level step has itself. digits: each is one word
+    beside that. nfc: text is normalised. whole: a word that is a token needs no merges. bos: it is
+    put in front where the file says nothing.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+_DIGITS = _Split(digits=True)
+_LLAMA = _Split(_LLAMA3, whole=True, bos=True)
+_PLAIN_LLAMA = _Split(_LLAMA3)
+_QWEN = _Split(_QWEN2, nfc=True)
+_SPLITS = {  # tokenizer.ggml.pre
+    "gpt-2": _Split(),
+    "phi-2": _Split(),
+    "mpt": _Split(nfc=True),
+    "olmo": _Split(nfc=True),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _Split(digits=True, nfc=True),
+    "exaone": _DIGITS,
+    "llama-bpe": _LLAMA,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "dbrx": _PLAIN_LLAMA,
+    "smaug-bpe": _PLAIN_LLAMA,
+    "glm4": _PLAIN_LLAMA,
+    "chatglm-bpe": _PLAIN_LLAMA,
+    "qwen2": _QWEN,
+    "stablelm2": _Split(_QWEN2),
+    "deepseek-r1-qwen": _QWEN,
+    "gpt-4o": _Split(_cased(_ENDINGS, r"\p{N}{1,3}")),
+    "tekken": _Split(_cased("", r"\p{N}"), whole=True),
+}
+
+
+def tokenizer_of(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({bos_token_id, eos_token_id, ...} as config.json and generation_config.json name them,
+    tokenizer.json). Raises ConfigError for a tokenizer that is not known."""
+    kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
+    if kind == "llama":
+        return _special_ids(file), _sentencepiece(file)
+    if kind != "gpt2" or pre not in _SPLITS:
+        raise file.error(
+            f"tokenizer {kind}/{pre} is not supported (supported: llama, gpt2/"
+            f"{', '.join(_SPLITS)}); use the model's original safetensors folder"
+        )
+    return _special_ids(file), _byte_level(file, _SPLITS[pre])
+
+
+def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
+    """Tokens and their types. Raises ConfigError for what the embedding has no rows for."""
+    tokens = [str(token) for token in file.get("tokenizer.ggml.tokens") or []]
+    kinds = [int(kind) for kind in file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)]
+    if not tokens or len(kinds) != len(tokens):
+        raise file.error(f"{len(tokens)} tokens, and types of {len(kinds)}; download it again")
+    if file.has("token_embd.weight") and len(tokens) > (rows := file.shape("token_embd.weight")[0]):
+        raise file.error(f"{len(tokens)} tokens, and token_embd.weight has {rows} rows")
+    return tokens, kinds
+
+
+def _json(
+    tokens: list[str],
+    kinds: list[int],
+    parts: dict[str, Any],
+    model: dict[str, Any],
+) -> dict[str, Any]:
+    added = [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kinds[index] == _CONTROL,
+        }
+        for index, token in enumerate(tokens)
+        if kinds[index] in (_CONTROL, _USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **parts,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            **model,
+        },
+    }
+
+
+def _byte_level(file: GGUFFile, split: _Split) -> dict[str, Any]:
+    tokens, kinds = _tokens(file)
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": split.pattern is None,
+    }
+    first: dict[str, Any] | None = None
+    if split.digits:
+        first = {"type": "Digits", "individual_digits": True}
+    elif split.pattern is not None:
+        pattern = {"Regex": split.pattern}
+        first = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    pre_tokenizer: dict[str, Any] = byte_level
+    if first is not None:
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [first, byte_level]}
+    return _json(
+        tokens,
+        kinds,
+        {
+            "normalizer": {"type": "NFC"} if split.nfc else None,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": _post_processor(file, tokens, split.bos),
+            "decoder": {**byte_level, "add_prefix_space": True, "use_regex": True},
+        },
+        {
+            "ignore_merges": split.whole,
+            "merges": [
+                str(merge).split(" ", 1) for merge in file.get("tokenizer.ggml.merges") or []
+            ],
+        },
+    )
+
+
+def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
+    """A character that is no piece becomes the pieces of its bytes."""
+    tokens, kinds = _tokens(file)
+    scores = [float(score) for score in file.get("tokenizer.ggml.scores") or []]
+    if len(scores) != len(tokens):
+        raise file.error(f"{len(tokens)} tokens, and scores of {len(scores)}; download it again")
+    tokens = [  # added tokens are looked for in the text as it comes
+        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    normalizers = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _json(
+        tokens,
+        kinds,
+        {
+            "normalizer": {"type": "Sequence", "normalizers": [*normalizers, spaces]},
+            "pre_tokenizer": None,
+            "post_processor": _post_processor(file, tokens, True),
+            "decoder": {"type": "Sequence", "decoders": decoders},
+        },
+        {
+            "unk_token": None if unknown is None else tokens[int(unknown)],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "merges": list(_merges(tokens, kinds, scores)),
+        },
+    )
+
+
+def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterator[list[str]]:
+    """SentencePiece joins the neighbours that make the piece of the best score: merges into better
+    pieces come first, and of one piece those of earlier halves."""
+    index = {
+        token: at
+        for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind == _NORMAL
+    }
+    found = []
+    for token, at in index.items():
+        for cut in range(1, len(token)):
+            left, right = index.get(token[:cut]), index.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[at], at, left, right))
+    found.sort()
+    for _, _, left, right in found:
+        yield [tokens[left], tokens[right]]
+
+
+def _post_processor(file: GGUFFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
+    """What puts the beginning-of-sequence token in front, where the model wants it."""
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    if not file.get("tokenizer.ggml.add_bos_token", default) or bos is None:
+        return None
+    token = tokens[int(bos)]
+
+    def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken": {"id": token, "type_id": type_id}},
+            {"Sequence": {"id": name, "type_id": type_id}},
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": sequence("A", 0) + sequence("B", 1),
+        "special_tokens": {token: {"id": token, "ids": [int(bos)], "tokens": [token]}},
+    }
+
+
+def _special_ids(file: GGUFFile) -> dict[str, Any]:
+    """Raises ConfigError for an id that is none of a token."""
+    count = len(file.get("tokenizer.ggml.tokens") or [])
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    ids: dict[str, Any] = {}
+    for ours, theirs in {**names, "eot": "eot", "eom": "eom"}.items():
+        value = file.get(f"tokenizer.ggml.{theirs}_token_id")
+        if value is not None:
+            if int(value) >= count:
+                raise file.error(f"tokenizer.ggml.{theirs}_token_id is {value} of {count} tokens")
+            ids[ours] = int(value)
+    ends = [ids.pop(name) for name in ("eot", "eom") if name in ids]
+    if ends:  # of a turn, and of a message that calls a tool
+        first = [ids["eos_token_id"]] if "eos_token_id" in ids else []
+        ends = list(dict.fromkeys([*first, *ends]))
+        ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    return ids
+
+
+def tokenizer_config_of(file: GGUFFile) -> dict[str, Any]:
+    tokens = file.get("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": int(file.need("context_length")),
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(file.get("tokenizer.ggml.add_bos_token", False)),
+    }
+    kinds = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    for ours, theirs in kinds.items():
+        index = file.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is not None and int(index) < len(tokens):
+            config[f"{ours}_token"] = str(tokens[int(index)])
+    return config

@@ -1,0 +1,475 @@
+"""How GGUF files hold the architectures: one entry each. No torch here.
+
+llama.cpp names tensors after what they do, so names follow from the record's own (`STEMS`), and an
+entry says only what its family has otherwise. `deployments.checkpoints.gguf` makes a folder of a
+file: the checkpoint's names and order of rows, so that adapters fit.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from engine.architectures.layout import half_pairs, neighbours
+from engine.architectures.llama import LAYER, QKV
+from engine.architectures.mixtures import experts_at
+from engine.architectures.record import Architecture, CheckpointTensor, Rows
+
+
+class Metadata(Protocol):
+    """What an entry may ask of a file."""
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """The value of a key below the architecture's name."""
+        ...
+
+    def has(self, tensor: str) -> bool: ...
+
+
+Make = Callable[[Metadata], Any]
+
+# Our name -> what its pieces are called, less "blk.<layer>." and ".weight".
+STEMS: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("token_embd",),
+    "positions": ("position_embd",),
+    "embedding_norm": ("token_embd_norm",),
+    "norm": ("output_norm",),
+    "head": ("output",),
+    "attention_norm": ("attn_norm",),
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "q_norm": ("attn_q_norm",),
+    "k_norm": ("attn_k_norm",),
+    "sinks": ("attn_sinks",),
+    "out": ("attn_output",),
+    "attention_out_norm": ("post_attention_norm",),
+    "mlp_norm": ("ffn_norm",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "up": ("ffn_up",),
+    "down": ("ffn_down",),
+    "mlp_out_norm": ("post_ffw_norm",),
+    "router": ("ffn_gate_inp",),
+    "experts_gate_up": ("ffn_gate_exps", "ffn_up_exps"),
+    "experts_down": ("ffn_down_exps",),
+    "shared_gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared_down": ("ffn_down_shexp",),
+    "shared_gate": ("ffn_gate_inp_shexp",),
+}
+# Where the record has one tensor for all pieces.
+_FUSED = {"qkv": "attn_qkv", "gate_up": "ffn_up"}
+# Whose names in the record are whole -> how the file's end.
+_WHOLE = {
+    "sinks": "weight",
+    "experts_gate_up": "weight",
+    "experts_down": "weight",
+    "experts_gate_up_bias": "bias",
+    "experts_down_bias": "bias",
+    "router_correction": "bias",
+}
+_STEMS_OF_WHOLE = {
+    **STEMS,
+    "experts_gate_up_bias": STEMS["experts_gate_up"],
+    "experts_down_bias": STEMS["experts_down"],
+    "router_correction": ("exp_probs_b",),
+}
+# Key of config.json, as the records read it -> that of the file.
+KEYS: Mapping[str, str] = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "clip_qkv": "attention.clamp_kqv",
+    "use_parallel_residual": "use_parallel_residual",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """How GGUF files hold an architecture.
+
+    record: its name; name: general.architecture.
+    stems: our name -> the file's, where not as in STEMS.
+    pieces: our name -> where the folder made of a file keeps it, where the file has it in another
+        form than the checkpoint: apart, transposed, its rows in order.
+    rows: stem -> how its rows are ordered, where not as the folder's.
+    plus_one: weights of norms have one added.
+    keys: as KEYS, more of them.
+    says: what config.json says whatever the file does.
+    made: key of config.json -> what makes it; None leaves it out.
+    rope: the same, of its rope_parameters.
+    eps: the key of config.json that the epsilon of norms has.
+    when: which files of this name it is for, the first of several entries that fits.
+    """
+
+    record: str
+    name: str
+    stems: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    pieces: Mapping[str, CheckpointTensor] = field(default_factory=dict)
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    plus_one: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    says: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Make] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    eps: str = "rms_norm_eps"
+    when: Make = lambda file: True
+
+    @property
+    def architecture(self) -> str:
+        """What config.json of the folder says."""
+        return f"{self.record}, {self.name} in GGUF" if self.pieces else self.record
+
+    def applied(self, record: Architecture) -> Architecture:
+        """The record of the folder."""
+        tensors = {**record.tensors, **self.pieces}
+        return replace(
+            record, name=self.architecture, tensors=tensors, models="", model_type="", variant=None
+        )
+
+    def targets(self, record: Architecture) -> dict[str, str]:
+        """{the file's name, less "blk.<layer>.": the folder's}; "{i}" is the layer, and "{e}" or
+        "{h}" an expert or a head, of which the file has all in one tensor. record: as applied."""
+        found = {}
+        for ours, stored in record.tensors.items():
+            stems = self.stems.get(ours) or _STEMS_OF_WHOLE.get(ours, ())
+            if len(stems) > len(stored.names) == 1:
+                stems = (_FUSED[ours],)
+            for stem, name in zip(stems, stored.names, strict=bool(stored.names)):
+                if ours in _WHOLE:
+                    found[f"{stem}.{_WHOLE[ours]}"] = name
+                else:
+                    found[f"{stem}.weight"] = f"{name}.weight"
+                    found[f"{stem}.bias"] = f"{name}.bias"
+        return found
+
+
+_PERMUTED: Mapping[str, Rows] = {
+    "attn_q": lambda model: half_pairs(model.num_heads, model.head_dim),
+    "attn_k": lambda model: half_pairs(model.num_kv_heads, model.head_dim),
+}
+# The second norm of a layer, which some files name after what is before it.
+_BEHIND = {"mlp_norm": ("post_attention_norm",)}
+_EXPERT = f"{LAYER}mlp.experts.{{e}}."
+_APART = experts_at(
+    "mlp.router",
+    f"{_EXPERT}gate_proj",
+    f"{_EXPERT}up_proj",
+    f"{_EXPERT}down_proj",
+)
+_GRANITE_EXPERT = f"{LAYER}block_sparse_moe.experts.{{e}}."
+_GRANITE_APART = {
+    "experts_gate_up": CheckpointTensor(
+        (f"{_GRANITE_EXPERT}gate.weight", f"{_GRANITE_EXPERT}up.weight")
+    ),
+    "experts_down": CheckpointTensor((f"{_GRANITE_EXPERT}down.weight",)),
+}
+_GRANITE_SHARED = {
+    "shared_gate_up": CheckpointTensor((f"{LAYER}shared_mlp.gate", f"{LAYER}shared_mlp.up"))
+}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _layers(file: Metadata) -> range:
+    return range(int(file.own("block_count")))
+
+
+def _layer_types(file: Metadata) -> list[str] | None:
+    """Of a list with true for each layer that has the window, or a period whose last has not."""
+    pattern = file.own("attention.sliding_window_pattern")
+    if pattern is None:
+        return None
+    if isinstance(pattern, int):
+        pattern = [(i + 1) % pattern != 0 for i in _layers(file)]
+    return ["sliding_attention" if local else "full_attention" for local in pattern]
+
+
+def _window(file: Metadata) -> int | None:
+    """0 is none."""
+    return int(file.own("attention.sliding_window", 0)) or None
+
+
+def _dense(file: Metadata) -> list[int]:
+    return [i for i in _layers(file) if not file.has(f"blk.{i}.ffn_gate_inp.weight")]
+
+
+def _head_dim(file: Metadata) -> int:
+    heads = int(file.own("attention.head_count"))
+    return int(file.own("attention.key_length") or file.own("embedding_length") // heads)
+
+
+def _gemma_scale(layers: int) -> Make:
+    """The file does not have it: all scale scores by the size of heads, but for the one with so
+    many layers, the 27B, by hidden size over heads."""
+
+    def scalar(file: Metadata) -> int:
+        if len(_layers(file)) == layers:
+            return int(file.own("embedding_length")) // int(file.own("attention.head_count"))
+        return _head_dim(file)
+
+    return scalar
+
+
+def _with(stem: str) -> Make:
+    """Whether the first layer has it."""
+    return lambda file: file.has(f"blk.0.{stem}.weight")
+
+
+def _own(key: str) -> Make:
+    return lambda file: file.own(key)
+
+
+_WINDOWS: Mapping[str, Make] = {"layer_types": _layer_types}
+_QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
+_Q_K_V = CheckpointTensor(QKV)
+_H = "transformer.h.{i}."
+
+GGUFS: tuple[Gguf, ...] = (
+    # The one name of Llama's relatives: the MoE among them is Mixtral.
+    Gguf(
+        "MixtralForCausalLM", "llama", rows=_PERMUTED, when=lambda file: file.own("expert_count", 0)
+    ),
+    Gguf("LlamaForCausalLM", "llama", rows=_PERMUTED),
+    Gguf(
+        "Ministral3ForCausalLM",
+        "mistral3",
+        rows=_PERMUTED,
+        made={"sliding_window": lambda file: None},
+        rope={
+            "llama_4_scaling_beta": _own("attention.temperature_scale"),
+            "mscale": _own("rope.scaling.yarn_log_multiplier"),
+            "mscale_all_dim": _own("rope.scaling.yarn_log_multiplier"),
+        },
+    ),
+    Gguf("Qwen2ForCausalLM", "qwen2"),
+    Gguf("Qwen2ForCausalLM", "qwen2vl"),
+    Gguf("Qwen3ForCausalLM", "qwen3"),
+    Gguf("Qwen3ForCausalLM", "qwen3vl"),
+    Gguf(
+        "Qwen2MoeForCausalLM",
+        "qwen2moe",
+        keys={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        says={"norm_topk_prob": False},
+        made=_QWEN_MOE,
+    ),
+    Gguf("Qwen3MoeForCausalLM", "qwen3moe", says={"norm_topk_prob": True}, made=_QWEN_MOE),
+    Gguf("QWenLMHeadModel", "qwen", says={"no_bias": True}),
+    Gguf("SeedOssForCausalLM", "seed_oss", stems=_BEHIND),
+    Gguf("Ernie4_5ForCausalLM", "ernie4_5"),
+    Gguf(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5-moe",
+        keys={
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+            "moe_num_shared_experts": "expert_shared_count",
+        },
+    ),
+    Gguf("HunYuanDenseV1ForCausalLM", "hunyuan-dense"),
+    Gguf(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan-moe",
+        keys={"num_shared_expert": "expert_shared_count"},
+        says={"use_mixed_mlp_moe": True},
+    ),
+    Gguf("GraniteForCausalLM", "granite", rows=_PERMUTED, keys=_GRANITE),
+    Gguf(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoe",
+        rows=_PERMUTED,
+        pieces={**_GRANITE_APART, **_GRANITE_SHARED},
+        keys={**_GRANITE, "shared_intermediate_size": "expert_shared_feed_forward_length"},
+        when=lambda file: file.own("expert_shared_feed_forward_length", 0),
+    ),
+    Gguf(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        rows=_PERMUTED,
+        pieces=_GRANITE_APART,
+        keys=_GRANITE,
+    ),
+    Gguf("SmolLM3ForCausalLM", "smollm3", rows=_PERMUTED),
+    Gguf("ArceeForCausalLM", "arcee", rows=_PERMUTED),
+    Gguf("NemotronForCausalLM", "nemotron", plus_one=True, eps="norm_eps"),
+    Gguf("Jais2ForCausalLM", "jais2", eps="layer_norm_eps"),
+    Gguf("GemmaForCausalLM", "gemma", plus_one=True),
+    Gguf(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        plus_one=True,
+        made={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(46)},
+    ),
+    Gguf(
+        "Gemma3ForCausalLM",
+        "gemma3",
+        plus_one=True,
+        made={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(62)},
+    ),
+    Gguf("PhiForCausalLM", "phi2", eps="layer_norm_eps"),
+    Gguf("Phi3ForCausalLM", "phi3", made={"sliding_window": _window}),
+    Gguf(
+        "PhiMoEForCausalLM",
+        "phimoe",
+        made={
+            "sliding_window": _window,
+            "lm_head_bias": lambda file: file.has("output.bias"),
+        },
+    ),
+    Gguf(
+        "StableLmForCausalLM",
+        "stablelm",
+        made={
+            "use_qkv_bias": lambda file: file.has("blk.0.attn_q.bias"),
+            "qk_layernorm": _with("attn_q_norm"),
+        },
+        eps="layer_norm_eps",
+    ),
+    Gguf("Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon"),
+    # The newer of the names that one GLM-4 has had; older files have q, k and v in one tensor.
+    Gguf(
+        "GlmForCausalLM",
+        "chatglm",
+        pieces={"qkv": CheckpointTensor((f"{LAYER}self_attn.qkv_proj",), neighbours)},
+        when=_with("attn_qkv"),
+    ),
+    Gguf("GlmForCausalLM", "chatglm"),
+    Gguf("Glm4ForCausalLM", "glm4"),
+    Gguf(
+        "Glm4MoeForCausalLM",
+        "glm4moe",
+        stems=_BEHIND,
+        keys={"n_shared_experts": "expert_shared_count"},
+        made={
+            "num_hidden_layers": lambda file: (
+                len(_layers(file)) - int(file.own("nextn_predict_layers", 0))
+            ),
+            "use_qk_norm": _with("attn_q_norm"),
+        },
+    ),
+    Gguf("Dots1ForCausalLM", "dots1", keys={"n_shared_experts": "expert_shared_count"}),
+    Gguf("MiniMaxM2ForCausalLM", "minimax-m2"),
+    Gguf("OlmoForCausalLM", "olmo", rows=_PERMUTED),
+    Gguf(
+        "Olmo3ForCausalLM",
+        "olmo2",
+        made=_WINDOWS,
+        when=lambda file: file.own("attention.sliding_window"),
+    ),
+    Gguf("Olmo2ForCausalLM", "olmo2"),
+    Gguf("OlmoeForCausalLM", "olmoe", says={"norm_topk_prob": False}),
+    Gguf(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        made={**_WINDOWS, "sliding_window": _window},
+    ),
+    Gguf(
+        "CohereForCausalLM",
+        "command-r",
+        keys={"logit_scale": "logit_scale"},
+        made={"use_qk_norm": _with("attn_q_norm")},
+        eps="layer_norm_eps",
+    ),
+    Gguf(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        keys={"logit_scale": "logit_scale"},
+        made=_WINDOWS,
+        eps="layer_norm_eps",
+    ),
+    Gguf(
+        "GptOssForCausalLM",
+        "gpt-oss",
+        stems=_BEHIND,
+        pieces={
+            **_APART,
+            "experts_gate_up_bias": CheckpointTensor(
+                (f"{_EXPERT}gate_proj.bias", f"{_EXPERT}up_proj.bias")
+            ),
+            "experts_down_bias": CheckpointTensor((f"{_EXPERT}down_proj.bias",)),
+        },
+        rope={"truncate": False},
+        made=_WINDOWS,
+    ),
+    Gguf(
+        "InternLM2ForCausalLM",
+        "internlm2",
+        rows=_PERMUTED,
+        pieces={"qkv": CheckpointTensor(tuple(f"{LAYER}attention.w{name}" for name in "qkv"))},
+    ),
+    Gguf(
+        "MiniCPMForCausalLM",
+        "minicpm",
+        rows=_PERMUTED,
+        keys={"scale_emb": "embedding_scale"},
+        made={
+            "scale_depth": lambda file: file.own("residual_scale") * len(_layers(file)) ** 0.5,
+            "dim_model_base": lambda file: file.own("embedding_length") / file.own("logit_scale"),
+        },
+    ),
+    Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
+    Gguf(
+        "GPT2LMHeadModel",
+        "gpt2",
+        pieces={
+            "qkv": CheckpointTensor((f"{_H}attn.c_attn",)),
+            "out": CheckpointTensor((f"{_H}attn.c_proj",)),
+            "up": CheckpointTensor((f"{_H}mlp.c_fc",)),
+            "down": CheckpointTensor((f"{_H}mlp.c_proj",)),
+        },
+        eps="layer_norm_epsilon",
+    ),
+    Gguf(
+        "GPTBigCodeForCausalLM",
+        "starcoder",
+        says={"multi_query": True},
+        eps="layer_norm_epsilon",
+    ),
+    Gguf(
+        "GPTNeoXForCausalLM",
+        "gptneox",
+        pieces={"qkv": CheckpointTensor(("gpt_neox.layers.{i}.attention.query_key_value",))},
+        eps="layer_norm_eps",
+    ),
+    # The norm that attention reads is the second, where each block has its own.
+    Gguf(
+        "FalconForCausalLM, two norms",
+        "falcon",
+        stems={"attention_norm": ("attn_norm_2",), "mlp_norm": ("attn_norm",)},
+        pieces={"qkv": CheckpointTensor((f"{_H}self_attention.query_key_value",))},
+        keys={"num_kv_heads": "attention.head_count_kv"},
+        says={"new_decoder_architecture": True},
+        eps="layer_norm_epsilon",
+        when=_with("attn_norm_2"),
+    ),
+    Gguf(
+        "FalconForCausalLM",
+        "falcon",
+        pieces={"qkv": CheckpointTensor((f"{_H}self_attention.query_key_value",))},
+        keys={"num_kv_heads": "attention.head_count_kv"},
+        says={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+        eps="layer_norm_epsilon",
+    ),
+    Gguf(
+        "BloomForCausalLM",
+        "bloom",
+        pieces={"qkv": CheckpointTensor((f"{_H}self_attention.query_key_value",))},
+        eps="layer_norm_epsilon",
+    ),
+)

@@ -1,0 +1,292 @@
+"""Writes the tiny checkpoints of `cases` as llama.cpp's converter does: its names, by the `gguf`
+package's own table, its keys, and what it does to each family's matrices."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+# Families whose queries and keys turn as neighbours in llama.cpp, and not in transformers.
+_PERMUTED = (
+    *("llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee", "olmo", "internlm2"),
+    *("minicpm", "xverse"),
+)
+_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+_SIZES = {
+    "context_length": ("max_position_embeddings", "n_positions", "seq_length"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "block_count": ("num_hidden_layers", "n_layer", "num_layers"),
+    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
+    "attention.key_length": ("head_dim", "kv_channels"),
+    "attention.sliding_window": ("sliding_window",),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ),
+    "expert_shared_count": ("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+}
+_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layernorm_epsilon"),
+    "attention.layer_norm_epsilon": (
+        *("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    ),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier", "scale_emb"),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "expert_weights_scale": ("routed_scaling_factor",),
+}
+_FLAGS = {
+    "use_parallel_residual": ("use_parallel_residual",),
+    "expert_weights_norm": ("norm_topk_prob",),
+}
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "attention_factor": "yarn_attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale_all_dim": "yarn_log_multiplier",
+}
+
+
+@dataclass
+class Written:
+    """arch: general.architecture. changes: of the case's configuration, where the format cannot say
+    what the case does. drop: keys that this family's converter does not write. more: keys of its
+    own. experts_apart: as files were before experts were stacked."""
+
+    arch: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+    experts_apart: bool = False
+
+
+def write(
+    folder: Path,
+    path: Path,
+    written: Written,
+    quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> None:
+    """The checkpoint of a folder -> one file. quant: of matrices whose rows it divides."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, written.arch)
+    values = {**_metadata(config, written), **written.more}
+    for key, value in values.items():
+        if key in written.drop:
+            continue
+        name = f"{written.arch}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            writer.add_string(name, value)
+    _vocabulary(writer)
+    for name, tensor in _tensors(load_file(folder / "model.safetensors"), config, written):
+        array = np.ascontiguousarray(tensor.float().numpy())
+        block = gguf.GGML_QUANT_SIZES[quant][0]
+        plain = array.ndim == 1 or "norm" in name or array.shape[-1] % block
+        if plain or quant == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, quant), raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, table in ((int, _SIZES), (float, _NUMBERS), (bool, _FLAGS)):
+        for theirs, keys in table.items():
+            values = [config[key] for key in keys if config.get(key) is not None]
+            if values:
+                first = values[0][0] if isinstance(values[0], list) else values[0]
+                found[theirs] = kind(first)
+    found.setdefault("feed_forward_length", 4 * found["embedding_length"])
+    head_dim = found.get(
+        "attention.key_length", found["embedding_length"] // found["attention.head_count"]
+    )
+    rope = config.get("rope_parameters") or {}
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    part = rope.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+    found["rope.dimension_count"] = int(head_dim * part)
+    found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
+    if "rope_ratio" in config:
+        found["rope.freq_base"] *= config["rope_ratio"]
+        found["rope.dimension_count"] = head_dim // 2
+    if "scale_depth" in config:
+        found["residual_scale"] = config["scale_depth"] / found["block_count"] ** 0.5
+        found["logit_scale"] = found["embedding_length"] / config["dim_model_base"]
+    if rope.get("rope_type") in ("yarn", "linear"):
+        found["rope.scaling.type"] = rope["rope_type"]
+        for key, theirs in _YARN.items():
+            if rope.get(key) is not None:
+                value = rope[key]
+                found[f"rope.scaling.{theirs}"] = value if "original" in key else float(value)
+    if rope.get("llama_4_scaling_beta"):
+        found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+    if rope.get("rope_type") == "longrope":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if config.get("layer_types") and "attention.sliding_window" in found:
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        found["attention.sliding_window_pattern"] = kinds
+    return found
+
+
+def _vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Three control tokens and 93 letters of bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())[:93]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["<|0|>", "<|1|>", "<|2|>", *letters])
+    writer.add_token_types([3] * 3 + [1] * 93)
+    writer.add_token_merges([])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _tensors(
+    tensors: dict[str, Tensor], config: dict[str, Any], written: Written
+) -> Iterator[tuple[str, Tensor]]:
+    layers = next(config[key] for key in _SIZES["block_count"] if key in config)
+    (arch,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
+    table = gguf.get_tensor_name_map(arch, layers)
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in _stacked(dict(_transformed(tensors, config, written)), written).items():
+        if name.endswith("rotary_pos_emb.inv_freq"):
+            continue
+        stem, _, number = name.partition(" ")  # of an expert that is not stacked
+        if stem.endswith(("sinks", "e_score_correction_bias")):
+            kind = "bias" if stem.endswith("bias") else "weight"
+            stem = stem.replace("e_score_correction_bias", "e_score_correction") + f".{kind}"
+        theirs = table.get_name(stem, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        if number:
+            theirs = theirs.replace("_exps.", f".{number}.")
+        yield theirs, tensor
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+
+
+def _transformed(
+    tensors: dict[str, Tensor], config: dict[str, Any], written: Written
+) -> Iterator[tuple[str, Tensor]]:
+    """What the family's converter changes, under names that the table knows."""
+    sizes = {key: _first(config, *keys) for key, keys in _SIZES.items()}
+    heads = sizes["attention.head_count"]
+    kv_heads = written.more.get("attention.head_count_kv", sizes["attention.head_count_kv"])
+    kv_heads = kv_heads or heads
+    arch = written.arch
+    for name, tensor in tensors.items():
+        if arch in _PLUS_ONE and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if arch in _PERMUTED and "q_proj" in name:
+            tensor = _permuted(tensor, heads)
+        if arch in _PERMUTED and "k_proj" in name:
+            tensor = _permuted(tensor, kv_heads)
+        if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            tensor = tensor.t()
+        if arch == "bloom":
+            name = name.removeprefix("transformer.")
+        if arch == "chatglm":
+            name = name.removeprefix("transformer.")
+        if arch in ("falcon", "gptneox", "bloom") and "query_key_value" in name:
+            tensor = torch.cat(_ungrouped(tensor, heads, kv_heads))
+        if arch == "internlm2" and "wqkv" in name:
+            q, k, v = _ungrouped(tensor, heads, kv_heads)
+            layer = name.removesuffix("wqkv.weight")
+            yield f"{layer}wq.weight", _permuted(q, heads)
+            yield f"{layer}wk.weight", _permuted(k, kv_heads)
+            yield f"{layer}wv.weight", v
+        elif arch == "granitemoe" and "input_linear" in name:
+            gate, up = tensor.chunk(2, dim=-2)
+            layer = name.split("block_sparse_moe")[0].split("shared_mlp")[0]
+            if "shared_mlp" in name:
+                yield f"{layer}mlp.shared_expert.gate_proj.weight", gate
+                yield f"{layer}mlp.shared_expert.up_proj.weight", up
+            else:
+                yield f"{layer}mlp.experts.gate_proj.weight", gate
+                yield f"{layer}mlp.experts.up_proj.weight", up
+        elif arch == "gpt-oss" and "experts" in name:
+            kind = "bias" if name.endswith("bias") else "weight"
+            layer = name.split("experts.")[0]
+            tensor = tensor if kind == "bias" else tensor.transpose(1, 2)
+            if "down" in name:
+                yield f"{layer}experts.down_proj.{kind}", tensor
+            else:
+                yield f"{layer}experts.gate_proj.{kind}", tensor[:, ::2]
+                yield f"{layer}experts.up_proj.{kind}", tensor[:, 1::2]
+        else:
+            yield name, tensor
+
+
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _permuted(tensor: Tensor, heads: int) -> Tensor:
+    halves = tensor.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
+    """Queries, keys and values of what has them by key head."""
+    grouped = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
+    parts = grouped.split((heads // kv_heads, 1, 1), dim=1)
+    return [part.flatten(0, 2) for part in parts]
+
+
+def _stacked(tensors: dict[str, Tensor], written: Written) -> dict[str, Tensor]:
+    """Experts, and norms of heads, in one tensor each."""
+    found: dict[str, Tensor] = {}
+    several: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        for before in (".experts.", "layernorm.norms."):
+            head, found_it, tail = name.partition(before)
+            number, _, rest = tail.partition(".")
+            if found_it and number.isdigit():
+                whole = f"{head}{before}{rest}".replace(".norms.", ".")
+                if written.experts_apart:
+                    found[f"{whole} {number}"] = tensor
+                else:
+                    several.setdefault(whole, {})[int(number)] = tensor
+                break
+        else:
+            found[name] = tensor
+    for name, parts in several.items():
+        found[name] = torch.stack([parts[number] for number in sorted(parts)])
+    return found
