@@ -159,6 +159,16 @@ class KVGroups:
     def bytes_per_block(self, size: int, element_bytes: int) -> int:
         return 2 * self.slots * self.elements * size * element_bytes
 
+    def token_bytes(self, element_bytes: int) -> dict[KVKind, tuple[int, int]]:
+        """Of each kind: layers that keep keys and values so, and bytes that a token takes there."""
+        found: dict[KVKind, tuple[int, int]] = {}
+        for group in self.groups:
+            layers, taken = found.get(group.kind, (0, 0))
+            count = len(group.layers)
+            more = 2 * count * group.elements * element_bytes
+            found[group.kind] = (layers + count, taken + more)
+        return found
+
     def blocks(self, tokens: int, size: int) -> int:
         """The most that a request of so many tokens needs at once."""
         return blocks_for(self.kinds, tokens, size)

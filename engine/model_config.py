@@ -195,10 +195,15 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises ConfigError naming file and key."""
-        folder = Path(folder)
+        return cls.from_file(Path(folder) / "config.json")
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ModelConfig":
+        """The same of a config.json of any name, and what lies beside it."""
+        folder = path.parent
         generation = folder / "generation_config.json"
         model = cls.from_dicts(
-            Reader.from_file(folder / "config.json"),
+            Reader.from_file(path),
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
         )
         if model.tie_embeddings or not (folder / MODULES).is_file():

@@ -16,14 +16,17 @@ from pathlib import Path
 from rich.markup import escape
 
 from deployments.cli.console import out
+from deployments.cli.plan import device_of, keys_and_values, parameters, plans
 from deployments.cli.ports import holder, listeners
 from deployments.cli.serving.processes import leftovers
-from deployments.cli.target import read_target
+from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir
 from deployments.haproxy.launch import find_haproxy
-from deployments.plan.memory import GIB
+from deployments.plan.memory import GIB, Hardware
 from engine.config import BFLOAT16, NO_BFLOAT16
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
@@ -44,9 +47,9 @@ class DoctorCheck:
 def run(spec: str | None = None) -> int:
     """Print every check as it is made. Returns 1 if something needed is missing. spec: what is to
     be served, if that is known. Raises ConfigError."""
-    config = named_config() if spec is None else read_target(spec)
+    config, file = (named_config(), None) if spec is None else read_planned(spec)
     missing = 0
-    for check in checks(config):
+    for check in (*checks(config), *model_checks(config, file)):
         missing += check.state == "MISSING"
         style = _STYLES[check.state]
         label = f"[{style}]{check.state:<8}[/{style}]"
@@ -76,6 +79,30 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     if config is not None and config.http.exposed:
         way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
         yield DoctorCheck("API keys", "note", config.http.exposed, way_out)
+
+
+def model_checks(
+    config: MantaConfig | None, file: Path | None, device: Hardware | None = None
+) -> Iterator[DoctorCheck]:
+    """Whether this machine, or the device, holds it, by `manta plan`'s sum. file: its config.json;
+    a model that is not here yet is not fetched."""
+    if config is None:
+        return
+    if file is None:
+        file = Path(config.model).expanduser() / "config.json"
+    if not file.is_file():
+        return
+    try:
+        model = ModelConfig.from_file(file)
+        device = device or device_of(None, None, quiet=True)
+        for pool, result in plans(config, model, device):
+            text = f"{model.architecture}, {parameters(result)}; {pool}: "
+            text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
+            text += f"{result.used / GIB:.2f} GiB in all"
+            yield DoctorCheck("model", "ok", text)
+    except ConfigError as error:
+        way_out = f"manta plan {file.parent} --gpu h200 plans for another device"
+        yield DoctorCheck("model", "MISSING", error.message, way_out)
 
 
 def _python() -> DoctorCheck:

@@ -10,9 +10,17 @@ from msgspec.structs import asdict
 
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import model_progress
-from deployments.cli.target import read_target
+from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
-from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, check_quantization, plan
+from deployments.plan.memory import (
+    ALL_KEPT,
+    GIB,
+    GPUS,
+    EnginePlan,
+    Hardware,
+    check_quantization,
+    plan,
+)
 from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config import BFLOAT16, EngineConfig
 from engine.errors import ConfigError
@@ -25,17 +33,22 @@ def run(
     spec: str, gpu: str | None, gpus: int, memory: float | None, prices: Path | None = None
 ) -> int:
     """Print the tables. Raises ConfigError when something does not fit."""
-    config = read_target(spec)
+    config, file = read_planned(spec)
     priced = Prices.load(prices)
-    with model_progress() as progress:
-        # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
-        folder = resolve_model(config.model, config.revision, progress, weights=False, blocks=True)
-    model = ModelConfig.from_folder(folder)
-    device = _device(gpu, memory)
-    for number, (name, engine) in enumerate(_engines(config, device)):
-        result = plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
+    if file is None:
+        with model_progress() as progress:
+            # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
+            folder = resolve_model(
+                config.model, config.revision, progress, weights=False, blocks=True
+            )
+        file = folder / "config.json"
+    model = ModelConfig.from_file(file)
+    device = device_of(gpu, memory)
+    for number, (name, result) in enumerate(plans(config, model, device, gpus)):
         if not number:
-            print(f"Model    {config.name()} ({_parameters(result)})")
+            print(f"Model    {config.name()} ({parameters(result)})")
+            for line in keys_and_values(result):
+                print(f"         {line}")
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
@@ -44,7 +57,26 @@ def run(
     return 0
 
 
-def _parameters(result: EnginePlan) -> str:
+def plans(
+    config: MantaConfig, model: ModelConfig, device: Hardware, gpus: int = 1
+) -> Iterator[tuple[str, EnginePlan]]:
+    """Of each pool that would run on the device. Raises ConfigError when something does not fit."""
+    for name, engine in _engines(config, device):
+        yield name, plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
+
+
+def keys_and_values(result: EnginePlan) -> Iterator[str]:
+    """What a token takes in the KV cache, and for how long."""
+    if not result.kv_per_token:
+        return
+    taken = sum(size for _, _, size in result.kv_per_token)
+    yield f"{taken / 1024:,.1f} KiB of keys and values a token"
+    if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != ALL_KEPT:
+        for kept, layers, size in result.kv_per_token:
+            yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {kept}"
+
+
+def parameters(result: EnginePlan) -> str:
     found = f"{result.parameters / 1e6:,.0f} M parameters"
     if result.active_parameters == result.parameters:
         return found
@@ -166,12 +198,13 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     yield "replicas per node", f"{result.replicas_per_node:,}"
 
 
-def _device(gpu: str | None, memory: float | None) -> Hardware:
+def device_of(gpu: str | None, memory: float | None, *, quiet: bool = False) -> Hardware:
+    """What is planned for. quiet: no word where this machine has no GPU."""
     if gpu is None:
-        return _this_machine(memory)
+        return _this_machine(memory, quiet=quiet)
     name = gpu.lower()
     if name == "cpu":
-        return _this_machine(memory, cpu=True)
+        return _this_machine(memory, cpu=True, quiet=True)
     if name in GPUS:
         return Hardware.gpu(name)
     try:
@@ -185,7 +218,7 @@ def _device(gpu: str | None, memory: float | None) -> Hardware:
     return Hardware(f"GPU with {gib:g} GiB", "cuda", int(gib * GIB))
 
 
-def _this_machine(memory: float | None, *, cpu: bool = False) -> Hardware:
+def _this_machine(memory: float | None, *, cpu: bool = False, quiet: bool = False) -> Hardware:
     import torch
 
     if torch.cuda.is_available() and not cpu:
@@ -196,7 +229,7 @@ def _this_machine(memory: float | None, *, cpu: bool = False) -> Hardware:
 
     if memory is not None:
         return Hardware("CPU", "cpu", int(memory * GIB))
-    if not cpu:
+    if not quiet:
         print(
             "no GPU here: planning for this machine's CPU; --gpu h200 plans for one",
             file=sys.stderr,

@@ -26,6 +26,16 @@ def read_target(spec: str) -> MantaConfig:
     return parse_config({"model": spec})
 
 
+def read_planned(spec: str) -> tuple[MantaConfig, Path | None]:
+    """As read_target; a folder may be without weights and tokenizer, and its config.json may be
+    given alone. The path is that config.json's; None where the model has to be resolved."""
+    path = Path(spec).expanduser()
+    file = path if path.suffix == ".json" else path / "config.json"
+    if file.is_file():
+        return parse_config({"model": str(file.parent)}, check_model=False), file
+    return read_target(spec), None
+
+
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
     """Of an engine in this process, its device decided: as a pool of that kind has it, if the
     configuration has one.

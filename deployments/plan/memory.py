@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv_groups import Chunked, KVKind, Window, kv_groups
 from engine.model_config import ModelConfig
 
 if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
     from engine.runner.memory import MemoryPlan
 
 GIB = 1 << 30
+ALL_KEPT = "all tokens"
 
 # Bytes that the driver reports as total, not the ones on the box.
 GPUS = {
@@ -57,7 +59,8 @@ class Hardware:
 class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
     weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
-    less than all in a mixture of experts."""
+    less than all in a mixture of experts. kv_per_token: (what is kept, layers, bytes) of each kind
+    of layers; a token that has left a window takes nothing there."""
 
     device: Hardware
     dtype: str
@@ -65,6 +68,7 @@ class EnginePlan:
     parameters: int
     active_parameters: int
     memory: "MemoryPlan"
+    kv_per_token: tuple[tuple[str, int, int], ...]
     max_model_len: int
     max_num_seqs: int
     devices_per_node: int
@@ -149,10 +153,23 @@ def plan(
         parameters=parts.num_parameters,
         active_parameters=parts.num_active_parameters,
         memory=memory,
+        kv_per_token=tuple(
+            (_kept(kind), layers, taken)
+            for kind, (layers, taken) in kv_groups(resolved.model)
+            .token_bytes(resolved.dtype.itemsize)
+            .items()
+            if not resolved.model.whole_texts
+        ),
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         devices_per_node=devices_per_node,
     )
+
+
+def _kept(kind: KVKind) -> str:
+    if isinstance(kind, Window):
+        return f"the last {kind.window:,} tokens"
+    return f"a piece of {kind.chunk:,} tokens" if isinstance(kind, Chunked) else ALL_KEPT
 
 
 @lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration

@@ -21,7 +21,9 @@ import pytest
 
 from deployments.cli import chat, doctor, ports, serve
 from deployments.cli.main import cli
+from deployments.cli.plan import run as run_plan
 from deployments.cli.serving.processes import descendants
+from deployments.cli.target import read_planned
 from deployments.config.load import load_config
 from deployments.environment import make_auth_token
 from deployments.plan.memory import GIB, GPUS, Hardware, plan
@@ -380,6 +382,38 @@ def test_plan_command(default_model: Path) -> None:
     assert "0.31 GiB  bfloat16" in done.stdout
     assert "of 8,192 tokens" in done.stdout
     assert "replicas per node" in done.stdout
+
+
+def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of 60 GB are fetched to learn that they do not fit; or layers with windows are taken
+    to keep all that they see."""
+    text = {
+        "model_type": "gemma4_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+        "dtype": "bfloat16",
+    }
+    path = tmp_path / "config.json"
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    path.write_text(json.dumps(config))
+    for spec in (path, tmp_path):
+        assert run_plan(str(spec), "h200", 1, None) == 0
+        said = capsys.readouterr().out
+        assert "30,697 M parameters" in said
+        assert "80.0 KiB in 10 layers that keep all tokens" in said
+        assert "800.0 KiB in 50 layers that keep the last 1,024 tokens" in said
+    planned = read_planned(str(tmp_path))
+    (check,) = doctor.model_checks(*planned, Hardware("L4", "cuda", GPUS["l4"]))
+    assert check.state == "MISSING" and "weights need" in check.text
+    (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"]))
+    assert check.state == "ok" and "880.0 KiB of keys and values a token" in check.text
 
 
 # -- doctor

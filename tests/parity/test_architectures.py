@@ -7,6 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deployments.plan.memory import GIB, Hardware, plan
+from engine.config import EngineConfig
+from engine.kv_groups import kv_groups
+from engine.model_config import ModelConfig
+from engine.runner.kv_cache import KVCache
 from tests.engine.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, Case, relative, save
 
@@ -69,3 +74,20 @@ def test_logits(name: str, tmp_path: Path) -> None:
     found = differences(ALL[name], tmp_path)
     found["adapter"] = with_adapter(tmp_path)
     assert max(found.values()) < BOUND, found
+    planned_as_loaded(tmp_path)
+
+
+def planned_as_loaded(folder: Path) -> None:
+    """Bug: `manta plan` counts what the loaded model does not have, or leaves out what it has."""
+    model = load_model(folder)
+    config = EngineConfig(model="", dtype="float32")
+    planned = plan(ModelConfig.from_folder(folder), config, Hardware("CPU", "cpu", 8 * GIB))
+    assert planned.parameters == model.num_parameters
+    assert planned.active_parameters == model.num_active_parameters
+    assert planned.weights == model.num_bytes
+    kept = sum(size for _, _, size in planned.kv_per_token)
+    assert kept == model.config.kv_bytes_per_token(4)
+    kv = KVCache.allocate(
+        kv_groups(model.config), 3, config.block_size, torch.float32, model.device
+    )
+    assert planned.block_bytes == kv.storage.nbytes // 3
