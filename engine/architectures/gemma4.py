@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.architectures.by_layer import FULL, WINDOW, layer_types
+from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
 from engine.architectures.experts import Experts, read_experts
 from engine.architectures.gemma import SANDWICH
 from engine.architectures.llama import LAYER, QK_NORM, QKV
-from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -45,23 +45,25 @@ def _kinds(config: Reader, layers: int) -> list[str]:
     return [*kinds[:-1], FULL]
 
 
-def _rope(config: Reader, kind: str) -> "Rope":
-    """Of the layers of one kind."""
-    from engine.model_config import Rope
+_PROPORTIONAL: Mapping[str, Any] = {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1000000.0,
+}
 
-    ropes = config.inner("rope_parameters")
-    if kind == WINDOW:
-        own = ropes.inner(kind)
-        own.one_of("rope_type", ("default",), "default")
-        return Rope(own.number("rope_theta", 10000.0))
-    own = Reader({"rope_type": "proportional", "partial_rotary_factor": 0.25}, config.path)
-    if kind in ropes.values:
-        own = ropes.inner(kind)
-    theta = own.number("rope_theta", 1000000.0)
+
+def _ropes(kind: str, default: Mapping[str, Any]) -> Read:
+    """What the file says of the rope of one kind of layers."""
+    return lambda config: {**(config.inner("rope_parameters").get(kind) or default)}
+
+
+def _full_rope(config: Reader, plain: "LayerAttention") -> "Rope":
+    own = config.inner("full_rope_parameters")
+    rope = unstretched(plain, own.number("rope_theta", 1000000.0))
     if own.one_of("rope_type", ("proportional", "default"), "default") == "default":
-        return Rope(theta)
-    part = own.number("partial_rotary_factor", 1.0)
-    return Rope(theta, "proportional", part=part, factor=own.number("factor", 1.0))
+        return rope
+    part, factor = own.number("partial_rotary_factor", 1.0), own.number("factor", 1.0)
+    return replace(rope, type="proportional", part=part, factor=factor)
 
 
 def _full(config: Reader, kinds: Sequence[str]) -> Reader:
@@ -84,7 +86,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
         plain,
         head_dim=own.size("head_dim", plain.head_dim),
         num_kv_heads=own.size("num_key_value_heads", plain.num_kv_heads),
-        rope=_rope(config, FULL),
+        rope=_full_rope(config, plain),
         value_is_key=config.flag("attention_k_eq_v"),
     )
     local = replace(plain, window=config.size("sliding_window", 512))
@@ -138,13 +140,16 @@ ARCHITECTURES = (
             "embedding_scale": lambda config: config.size("hidden_size") ** 0.5,
             "qk_norm": always("head"),
             "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
-            "rope": lambda config: _rope(config, WINDOW),
             "mlp_sizes": _mlp_sizes,
             "layer_input_size": lambda config: config.get("hidden_size_per_layer_input", 0),
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
         defaults=_DEFAULTS,
+        made={  # in this order
+            "full_rope_parameters": _ropes(FULL, _PROPORTIONAL),
+            "rope_parameters": _ropes(WINDOW, {"rope_theta": 10000.0}),
+        },
         # "vision": of pictures alone.
         only={"use_bidirectional_attention": (None, "vision")},
         attention=_attention,
