@@ -36,6 +36,7 @@ from deployments.replica.deployment import EngineReplica, ReplicaSettings
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.deployment import Router, RouterSettings, digest
 from deployments.router.dispatcher import DispatchLimits
+from deployments.router.rpc.settings import GrpcSettings
 from deployments.scaling import policy as autoscaling
 from deployments.transport.channel import ChannelLimits
 from engine.config import EngineConfig
@@ -181,9 +182,18 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,
             seed=config.engine.get("seed"),
+            grpc=_grpc(config),
         ),
         *engines,
     )
+
+
+def _grpc(config: MantaConfig) -> GrpcSettings | None:
+    http = config.http
+    if config.grpc.port is None:
+        return None
+    certificate, key = http.tls.certificate or "", http.tls.key or ""
+    return GrpcSettings(http.host, config.grpc.port, certificate, key, http.max_stream_seconds)
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:

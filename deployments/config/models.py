@@ -386,6 +386,18 @@ class HttpConfig(_Section):
         return value
 
 
+class GrpcConfig(_Section):
+    """The service over gRPC, with the host, keys and certificate of `http`. See docs/grpc.md."""
+
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port on each node that has a router; its routers share it. Another "
+        "application on the same machine needs another. Default none: it is not served.",
+    )
+
+
 class LogConfig(_Section):
     """What goes into Serve's log files. See docs/observability.md."""
 
@@ -532,6 +544,7 @@ class MantaConfig(_Section):
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ray import serve
@@ -28,12 +28,16 @@ from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.ray_exporter import ServeExport
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import discovery, handle_call
 from deployments.router.serve.peers import PeerRouters
 from deployments.store import event_secret, first_served
 from engine.model_config import ModelConfig
 from engine.pooling import Pooling
 from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from deployments.router.rpc.server import GrpcServer
 
 logger = logging.getLogger("manta.router")
 
@@ -48,7 +52,7 @@ class RouterSettings:
     """model_name: the name that requests use. find_model: gives the local folder, and fetches the
     model if need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities:
     of such a digest, the least priority that its requests may have, if that is not 0. seed: the
-    engines'."""
+    engines'. grpc: None if it is not served."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -67,6 +71,7 @@ class RouterSettings:
     store_bytes: int = 0
     log_level: str = "info"
     seed: int | None = None
+    grpc: GrpcSettings | None = None
 
 
 class Router:
@@ -79,6 +84,7 @@ class Router:
         self._replicas: dict[str, discovery.Replicas] = {}
         self._unsubscribe: list[Callable[[], None]] = []
         self._peer_calls = asyncio.Semaphore(_ASKERS)
+        self._grpc: GrpcServer | None = None
 
     async def __serve_build_asgi_app__(self) -> handle_call.AsgiApp:
         """Serve's hook: runs once on the loop that will carry the requests."""
@@ -151,6 +157,13 @@ class Router:
         )
         # Serve itself puts the request's id, or a new one, into request and answer.
         self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
+        if settings.grpc is not None:
+            # Only now: few ask for it, and the library is large.
+            from deployments.router.rpc.server import GrpcServer
+
+            model = settings.model_name
+            self._grpc = GrpcServer(self._http, dispatcher.ready, model, settings.grpc)
+            await self._grpc.start()
         # A garbage collection over all imported modules would hold every stream up for 70 ms.
         gc.collect()
         gc.freeze()
@@ -264,6 +277,8 @@ class Router:
     async def __del__(self) -> None:
         for unsubscribe in self._unsubscribe:
             unsubscribe()
+        if self._grpc is not None:  # Serve waits for requests over HTTP alone
+            await self._grpc.stop()
         if hasattr(self, "_dispatcher"):
             self._export.stop()
             self._dispatcher.close()

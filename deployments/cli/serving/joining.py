@@ -100,7 +100,7 @@ def _connect(address: str, host: str, port: int) -> None:
 
 def _ask(address: str) -> None:
     """A question to the GCS by way of the token that Ray's client would send."""
-    import grpc  # type: ignore[import-untyped]
+    import grpc
     from ray._private.gcs_utils import create_gcs_channel
     from ray.core.generated import gcs_service_pb2_grpc
     from ray.core.generated.gcs_service_pb2 import (  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def path_for(body: dict[str, Any]) -> str:
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
     """The answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside it."""
-    exchange = _AsgiCall(app, {**body, "stream": False})
+    exchange = AsgiCall(app, path_for(body), {**body, "stream": False})
     try:
         await exchange.started.wait()
         parts = [part async for part in exchange.parts()]
@@ -51,40 +51,38 @@ async def stream(
         headers.append((WANTED, b"1"))
         if last_event_id:
             headers.append((LAST, last_event_id.encode("ascii", "replace")))
-    exchange = _AsgiCall(app, {**body, "stream": True}, headers)
+    exchange = AsgiCall(app, path_for(body), {**body, "stream": True}, headers)
     try:
         await exchange.started.wait()
         if exchange.status != 200:
             yield exchange.answer(b"".join([part async for part in exchange.parts()]))
             return
-        tail = b""
-        async for part in exchange.parts():
-            *events, tail = (tail + part).split(b"\n\n")
-            for event in events:
-                fields = dict(line.partition(b": ")[::2] for line in event.split(b"\n"))
-                data = fields.get(b"data")
-                if data == b"[DONE]":
-                    if last_event_id is not None:
-                        yield {"done": True}
-                elif data is not None:
-                    chunk = json.loads(data)
-                    if b"id" in fields:
-                        chunk["event_id"] = fields[b"id"].decode()
-                    yield chunk
+        async for event in exchange.events():
+            if event is not None:
+                yield event
+            elif last_event_id is not None:
+                yield {"done": True}
     finally:
         await exchange.end()
 
 
-class _AsgiCall:
-    """One request in a task of its own, its body parts in a queue."""
+class AsgiCall:
+    """One request in a task of its own, its body parts in a queue. body: None for a GET.
+
+    status, headers: of the answer, once it has started.
+    """
 
     def __init__(
-        self, app: AsgiApp, body: dict[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        app: AsgiApp,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        payload = json.dumps(body).encode()
+        payload = b"" if body is None else json.dumps(body).encode()
         self.status = 0
         self.started = asyncio.Event()
-        self._headers: dict[bytes, bytes] = {}
+        self.headers: dict[bytes, bytes] = {}
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         # The app waits for a caller that does not read, as on a socket.
         self._room = asyncio.Semaphore(_MAX_PARTS)
@@ -96,10 +94,10 @@ class _AsgiCall:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": "GET" if body is None else "POST",
             "scheme": "http",
-            "path": path_for(body),
-            "raw_path": path_for(body).encode(),
+            "path": path,
+            "raw_path": path.encode(),
             "root_path": "",
             "query_string": b"",
             "headers": [
@@ -129,7 +127,7 @@ class _AsgiCall:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self._headers = dict(message.get("headers", ()))
+            self.headers = dict(message.get("headers", ()))
             self.started.set()
         elif message["type"] == "http.response.body" and message.get("body"):
             if not self._gone.is_set():
@@ -141,12 +139,28 @@ class _AsgiCall:
             self._room.release()
             yield part
 
+    async def events(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Of a stream; with ids, each as `event_id`. None: [DONE]."""
+        tail = b""
+        async for part in self.parts():
+            *events, tail = (tail + part).split(b"\n\n")
+            for event in events:
+                fields = dict(line.partition(b": ")[::2] for line in event.split(b"\n"))
+                data = fields.get(b"data")
+                if data == b"[DONE]":
+                    yield None
+                elif data is not None:
+                    chunk = json.loads(data)
+                    if b"id" in fields:
+                        chunk["event_id"] = fields[b"id"].decode()
+                    yield chunk
+
     def answer(self, body: bytes) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(body) if body else {}
         if self.status != 200:
             answer["status"] = self.status
-            if b"retry-after" in self._headers:
-                answer["retry_after"] = float(self._headers[b"retry-after"])
+            if b"retry-after" in self.headers:
+                answer["retry_after"] = float(self.headers[b"retry-after"])
         return answer
 
     async def end(self) -> None:

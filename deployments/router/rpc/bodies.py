@@ -1,0 +1,155 @@
+"""Requests in protobuf as bodies of the HTTP API, and its answers as protobuf."""
+
+import json
+from typing import Any
+
+from deployments.api.errors import invalid, wrong_type
+from deployments.router.rpc.schema import message
+
+Answer, ModelList = message("Answer"), message("ModelList")
+
+
+def body_of(request: Any, default_model: str) -> dict[str, Any]:
+    """Of a ChatRequest or a GenerateRequest. Raises ApiError 400 naming the field."""
+    body = _options(request.options)
+    chat = request.DESCRIPTOR.name == "ChatRequest"
+    own: dict[str, Any] = {"model": request.model or default_model}
+    if chat:
+        own["messages"] = [_message(one) for one in request.messages]
+        if request.tools:
+            own["tools"] = [_tool(one, i) for i, one in enumerate(request.tools)]
+        if request.tool_choice:
+            own["tool_choice"] = _choice(request.tool_choice)
+    elif request.WhichOneof("prompt") == "token_ids":
+        own["prompt"] = list(request.token_ids.ids)
+    elif request.WhichOneof("prompt") == "text":
+        own["prompt"] = request.text
+    own |= _sampling(request.sampling, chat)
+    for name in own.keys() & body.keys():
+        raise invalid(f"{name} is in options, and a field of its own", name, "conflicting_fields")
+    return body | own
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        raise invalid("options must be a JSON object in text", "options", "invalid_json") from None
+    if not isinstance(found, dict):
+        raise wrong_type("options", "a JSON object in text")
+    if "stream" in found:
+        raise invalid("the method decides whether answers are streamed", "options.stream")
+    return found
+
+
+def _message(one: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": one.role}
+    for name in ("content", "reasoning_content", "tool_call_id", "name"):
+        if one.HasField(name):
+            made[name] = getattr(one, name)
+    if one.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in one.tool_calls
+        ]
+    return made
+
+
+def _tool(one: Any, index: int) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": one.name}
+    if one.description:
+        function["description"] = one.description
+    if one.strict:
+        function["strict"] = True
+    if one.parameters:
+        where = f"tools[{index}].parameters"
+        try:
+            function["parameters"] = json.loads(one.parameters)
+        except (ValueError, RecursionError):
+            raise invalid(f"{where} must be JSON in text", where, "invalid_json") from None
+    return {"type": "function", "function": function}
+
+
+def _choice(text: str) -> Any:
+    if text in ("auto", "none", "required"):
+        return text
+    return {"type": "function", "function": {"name": text}}
+
+
+def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for field, value in sampling.ListFields():
+        # Lists come as protobuf's own.
+        made[field.name] = value if isinstance(value, int | float | str) else list(value)
+    if chat and "logprobs" in made:
+        made |= {"logprobs": True, "top_logprobs": made["logprobs"]}
+    return made
+
+
+def answer_of(event: dict[str, Any]) -> Any:
+    """Of a whole answer, or of an event of a stream."""
+    made = Answer(id=event["id"], model=event["model"], created=event["created"])
+    made.event_id = event.get("event_id", "")
+    for choice in event["choices"]:
+        said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+        added = made.choices.add(
+            index=choice["index"],
+            text=said.get("content") or "",
+            reasoning=said.get("reasoning_content") or "",
+            token_ids=choice.get("token_ids") or (),
+            finish_reason=choice["finish_reason"] or "",
+        )
+        if choice.get("stop_reason") is not None:
+            added.stop_reason = str(choice["stop_reason"])
+        for i, call in enumerate(said.get("tool_calls") or ()):
+            function = call.get("function") or call.get("custom") or {}
+            added.tool_calls.add(
+                index=call.get("index", i),
+                id=call.get("id", ""),
+                name=function.get("name", ""),
+                arguments=function.get("arguments", function.get("input", "")),
+            )
+        _add_logprobs(added, choice.get("logprobs"))
+    usage = event.get("usage")
+    if usage is not None:
+        made.usage.prompt_tokens = usage["prompt_tokens"]
+        made.usage.completion_tokens = usage["completion_tokens"]
+        made.usage.total_tokens = usage["total_tokens"]
+        made.usage.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        details = usage.get("completion_tokens_details") or {}
+        made.usage.reasoning_tokens = details.get("reasoning_tokens", 0)
+    return made
+
+
+def _add_logprobs(choice: Any, told: dict[str, Any] | None) -> None:
+    if told is None:
+        return
+    for one in told.get("content") or ():
+        added = choice.logprobs.add(token=one["token"], logprob=one["logprob"])
+        for other in one["top_logprobs"]:
+            added.top.add(token=other["token"], logprob=other["logprob"])
+    for token, logprob, top in zip(
+        told.get("tokens") or (),
+        told.get("token_logprobs") or (),
+        told.get("top_logprobs") or (),
+        strict=True,
+    ):
+        added = choice.logprobs.add(token=token, logprob=logprob or 0.0)
+        for other, value in (top or {}).items():
+            added.top.add(token=other, logprob=value)
+
+
+def models_of(listed: dict[str, Any]) -> Any:
+    made = ModelList()
+    for one in listed["data"]:
+        made.models.add(
+            id=one["id"],
+            created=one["created"],
+            parent=one["parent"] or "",
+            max_model_len=one["max_model_len"],
+        )
+    return made

@@ -1,0 +1,15 @@
+"""GrpcSettings: where gRPC is served."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSettings:
+    """certificate, key: files in PEM; "" for none. stop_seconds: for streams that run when the
+    server stops."""
+
+    host: str
+    port: int
+    certificate: str = ""
+    key: str = ""
+    stop_seconds: float = 3600.0

@@ -1,0 +1,271 @@
+"""gRPC over the API and a backend without engines: answers, errors and keys as over HTTP."""
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from deployments.router.rpc.proto_file import read_proto
+from deployments.router.rpc.schema import HEALTH, INFERENCE, PROTO, message, methods
+from deployments.router.rpc.server import GrpcServer
+from deployments.router.rpc.settings import GrpcSettings
+from engine.errors import Overloaded
+from tests.deployments.api.asgi import Client
+from tests.deployments.api.test_tools import CITY, PARIS, TEMPLATES, backend_with, written
+from tests.deployments.fake_backend import MODEL, FakeBackend
+
+Chat, Generate, Sampling = map(message, ("ChatRequest", "GenerateRequest", "Sampling"))
+SECRET = b"s" * 32
+
+
+class Caller:
+    """The methods of a channel, without generated code."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def __call__(self, method: str, request: Any, service: str = INFERENCE, **more: Any) -> Any:
+        _, answer, streamed = methods(service)[method]
+        kind = self._channel.unary_stream if streamed else self._channel.unary_unary
+        made = kind(
+            f"/{service}/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        return made(request, **more)
+
+
+@asynccontextmanager
+async def served(backend: FakeBackend, **options: Any) -> AsyncIterator[tuple[Caller, Any]]:
+    api = build_asgi(backend, ApiOptions(event_secret=SECRET, tell_request_id=False, **options))
+    settings = GrpcSettings("127.0.0.1", 0, stop_seconds=0.2)
+    server = GrpcServer(api, lambda: backend.is_ready, MODEL, settings)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield Caller(channel), channel
+    await server.stop()
+
+
+def chat(text: str = "hello", **sampling: Any) -> Any:
+    request = Chat(sampling=Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling}))
+    request.messages.add(role="user", content=text)
+    return request
+
+
+def http_chat(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hello"}]
+    return {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+
+
+async def test_the_same_as_over_http() -> None:
+    """A field that gets lost on the way, a 0 that is taken for nothing, pieces that do not add up,
+    or another meaning of logprobs."""
+    backend = FakeBackend()
+    client = Client(build_asgi(backend))
+    right = (await client.post("/v1/chat/completions", http_chat(n=2, seed=3))).json()
+    more = http_chat(logprobs=True, top_logprobs=2)
+    scored = (await client.post("/v1/chat/completions", more)).json()["choices"][0]
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 9, "seed": 1, "logprobs": 1}
+    plain = (await client.post("/v1/completions", body)).json()["choices"][0]
+    async with served(backend) as (ask, _):
+        whole = await ask("Chat", chat(n=2, seed=3))
+        texts = [choice["message"]["content"] for choice in right["choices"]]
+        assert [choice.text for choice in whole.choices] == texts and all(texts)
+        assert whole.usage.completion_tokens == right["usage"]["completion_tokens"]
+        pieces = [one async for one in ask("ChatStream", chat(n=2, seed=3))]
+        joined = ["", ""]
+        for piece in pieces:
+            for choice in piece.choices:
+                joined[choice.index] += choice.text
+        assert joined == texts and pieces[-1].usage == whole.usage
+        assert len(pieces) > 10 and len({piece.id for piece in pieces}) == 1
+        (told,) = (await ask("Chat", chat(logprobs=2))).choices
+        found = [(one.token, one.logprob, len(one.top)) for one in told.logprobs]
+        wanted = scored["logprobs"]["content"]
+        assert found == [(w["token"], pytest.approx(w["logprob"]), 2) for w in wanted]
+        request = Generate(sampling=Sampling(max_tokens=9, seed=1, logprobs=1))
+        request.token_ids.ids.extend([5, 6, 7])
+        (told,) = (await ask("Generate", request)).choices
+        assert told.text == plain["text"] and told.finish_reason == plain["finish_reason"]
+        assert [one.token for one in told.logprobs] == plain["logprobs"]["tokens"]
+        listed = await ask("Models", message("ModelsRequest")())
+        assert [one.id for one in listed.models] == [MODEL]
+
+
+async def test_tools() -> None:
+    """Calls that are lost between two dialects, in answers or in the history."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = "<think>hm</think>" + written(("weather", PARIS))
+    request = chat(max_tokens=2000)
+    request.tools.add(name="weather", parameters=json.dumps(CITY), strict=True)
+    request.tool_choice = "weather"
+    async with served(backend) as (ask, _):
+        (told,) = (await ask("Chat", request)).choices
+        (call,) = told.tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("weather", PARIS)
+        assert (told.reasoning, told.text, told.finish_reason) == ("hm", "", "stop")
+        name, arguments, ids = "", "", set()
+        async for piece in ask("ChatStream", request):
+            for choice in piece.choices:
+                for one in choice.tool_calls:
+                    name, arguments = name + one.name, arguments + one.arguments
+                    ids |= {one.id} - {""}
+        assert (name, json.loads(arguments), len(ids)) == ("weather", PARIS, 1)
+        request.messages.add(role="assistant", tool_calls=[call])
+        request.messages.add(role="tool", content="sunny", tool_call_id=call.id)
+        await ask("Chat", request)
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    assert written(("weather", PARIS)) in prompt and "sunny" in prompt
+
+
+async def failed(call: Any) -> tuple[grpc.StatusCode, dict[str, str]]:
+    """How a call failed, and what is told of it."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    return caught.value.code(), dict(caught.value.trailing_metadata() or ())
+
+
+async def test_errors() -> None:
+    """A failure that is told as another one, or as an answer."""
+    backend = FakeBackend()
+    code = grpc.StatusCode
+    async with served(backend) as (ask, _):
+        for method in ("Chat", "ChatStream"):
+            found, told = await failed(ask(method, chat(temperature=9.0)))
+            assert found == code.INVALID_ARGUMENT and told["manta-param"] == "temperature"
+            unknown = chat()
+            unknown.model = "other"
+            assert (await failed(ask(method, unknown)))[0] == code.NOT_FOUND
+            for options in ("{", "[]", '{"max_tokens": 3}', '{"stream": true}'):
+                wrong = chat()
+                wrong.options = options
+                assert (await failed(ask(method, wrong)))[0] == code.INVALID_ARGUMENT
+            backend.refuse = Overloaded("full", retry_after=3)
+            found, told = await failed(ask(method, chat()))
+            assert found == code.UNAVAILABLE and told["retry-after"] == "3"
+            backend.refuse = None
+        backend.errors = {3: Overloaded("full")}
+        assert (await failed(ask("ChatStream", chat())))[0] == code.UNAVAILABLE
+        backend.errors = {}
+        ignored = chat()
+        ignored.options = '{"made_up": 1, "user": "me"}'
+        call = ask("Chat", ignored)
+        await call
+        assert "made_up" in dict(await call.initial_metadata())["x-ignored-fields"]
+        call = ask("Chat", chat(), metadata=(("x-request-id", "mine"),))
+        await call
+        assert dict(await call.initial_metadata())["x-request-id"] == "mine"
+        assert backend.requests[-1].request_id == "mine"
+
+
+async def test_keys() -> None:
+    """A method that somebody without a key may call; health, which a balancer asks without one."""
+    options = {"api_keys": frozenset({hashlib.sha256(b"right").digest()})}
+    async with served(FakeBackend(), **options) as (ask, channel):
+        for key in (None, "Bearer wrong", "right"):
+            metadata = () if key is None else (("authorization", key),)
+            for method in ("Chat", "ChatStream"):
+                found, told = await failed(ask(method, chat(), metadata=metadata))
+                assert found == grpc.StatusCode.UNAUTHENTICATED
+                assert told["manta-code"] == "invalid_api_key"
+        assert (await ask("Chat", chat(), metadata=(("authorization", "Bearer right"),))).choices
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        assert (await failed(listing))[0] == grpc.StatusCode.UNAUTHENTICATED
+        health = await ask("Check", message(f"{HEALTH}CheckRequest")(), HEALTH)
+        assert health.status == 1
+
+
+async def test_health_and_reflection() -> None:
+    """A balancer that sends requests to a router without a replica; a tool that finds nothing."""
+    backend = FakeBackend()
+    asked = message(f"{HEALTH}CheckRequest")
+    async with served(backend) as (ask, channel):
+        watching = ask("Watch", asked(service=INFERENCE), HEALTH)
+        assert (await watching.read()).status == 1
+        backend.is_ready = False
+        assert (await ask("Check", asked(), HEALTH)).status == 2
+        assert (await watching.read()).status == 2
+        watching.cancel()
+        found, _ = await failed(ask("Check", asked(service="other"), HEALTH))
+        assert found == grpc.StatusCode.NOT_FOUND
+        wanted = reflection_pb2.ServerReflectionRequest(file_containing_symbol=INFERENCE)
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = [one async for one in stub.ServerReflectionInfo(iter([wanted]))]
+        (file,) = answer.file_descriptor_response.file_descriptor_proto
+        assert FileDescriptorProto.FromString(file) == read_proto(PROTO)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_cut_stream_goes_on(kept: bool) -> None:
+    """Cut after each event in turn: a piece that is missing or comes twice."""
+    backend = FakeBackend()
+    async with served(backend) as (ask, _):
+
+        async def read(*metadata: tuple[str, str]) -> list[Any]:
+            return [one async for one in ask("ChatStream", chat(seed=1), metadata=metadata)]
+
+        whole = await read(("x-event-ids", "1"))
+        past = dict(backend.kept)
+        assert len(whole) > 10 and all(one.event_id for one in whole)
+        for place, one in enumerate(whole[:-1]):
+            backend.kept = dict(past) if kept else {}
+            rest = await read(("last-event-id", one.event_id))
+            assert [(r.id, r.choices, r.usage) for r in rest] == [
+                (w.id, w.choices, w.usage) for w in whole[place + 1 :]
+            ]
+
+
+async def test_a_caller_that_leaves() -> None:
+    """An engine that goes on for nobody; a deadline that the request does not get."""
+    backend = FakeBackend()
+    backend.pause = 0.02
+    async with served(backend) as (ask, _):
+        call = ask("ChatStream", chat(max_tokens=200), timeout=30)
+        await call.read()
+        call.cancel()
+        deadline = asyncio.get_running_loop().time() + 5
+        while not backend.aborts:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+        assert not backend.live and backend.requests[-1].deadline is not None
+
+
+def test_the_file_is_what_protoc_reads(tmp_path: Path) -> None:
+    """A .proto file that our reader takes for something else."""
+    pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
+    for name in ("manta.proto", "health.proto"):
+        out = tmp_path / name
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}", name]
+        subprocess.run([*command, f"--descriptor_set_out={out}"], check=True)
+        (right,) = FileDescriptorSet.FromString(out.read_bytes()).file
+        for kind in right.message_type:
+            for field in kind.field:
+                field.ClearField("json_name")
+        assert read_proto(PROTO.with_name(name)) == right
+
+
+def test_what_the_reader_does_not_know(tmp_path: Path) -> None:
+    """A line that is passed over in silence."""
+    path = tmp_path / "a.proto"
+    path.write_text('syntax = "proto3";\npackage a;\nmessage A {\n  map<string, int32> b = 1;\n}\n')
+    with pytest.raises(ValueError, match=r"a\.proto:4"):
+        read_proto(path)

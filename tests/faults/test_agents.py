@@ -1,0 +1,81 @@
+"""Documents, calls, thoughts, Responses and Messages in the middle of which a process is killed. In
+full: `python -m tests.faults.agents`."""
+
+import asyncio
+from collections.abc import Iterator
+
+import grpc.aio
+import pytest
+
+from deployments.router.rpc.schema import INFERENCE, message, methods
+from tests.deployments.serve_cluster import Cluster, free_port
+from tests.faults.agents import SEEN, SETTINGS, USER, Run, agent_model, kill_once, learn
+from tests.faults.cluster import NAME, Broken, deployed
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+GRPC_PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+    model = agent_model(tmp_path_factory.mktemp("models") / "agent")
+    settings = {**SETTINGS, "grpc": {"port": GRPC_PORT}}
+    with deployed(shared_cluster, model, None, replicas=2, **settings) as found:
+        yield found
+
+
+def test_the_same_answers(broken: Broken) -> None:
+    """Bug: a grammar, a parser or a count of thoughts that begins anew at the replica that takes
+    over; events that come twice, or never, for a client that goes on at another router."""
+
+    async def case() -> Run:
+        await broken.settled(120)
+        right, run = await learn(broken), Run()
+        for target in ("engine", "router"):
+            await kill_once(broken, right, target, run, each=2)
+            await broken.settled(120)
+        return run
+
+    run = asyncio.run(case())
+    print(run)
+    assert not run.wrong and run.right == run.asked
+    assert sum(run.hit.values()) >= 3 and sum(run.cut.values()) >= 3
+
+
+def test_over_grpc(broken: Broken) -> None:
+    """Bug: a stream over gRPC that ends with its engine; two routers that cannot share a port."""
+    request = message("ChatRequest")(model=NAME)
+    request.messages.add(**USER[0])
+    request.sampling.temperature, request.sampling.seed, request.sampling.max_tokens = 1.0, 3, 250
+    _, answer, _ = methods(INFERENCE)["ChatStream"]
+
+    async def read(channel: grpc.aio.Channel, kill: bool) -> tuple[str, str, int]:
+        stream = channel.unary_stream(
+            f"/{INFERENCE}/ChatStream",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )(request)
+        seen, text, finish, tokens = 0, "", "", 0
+        async for one in stream:
+            for choice in one.choices:
+                text, finish = text + choice.reasoning + choice.text, choice.finish_reason
+            tokens = one.usage.completion_tokens or tokens
+            seen += 1
+            if kill and seen == SEEN:
+                for victim in (broken.find("engine"))[:2]:
+                    if await broken.streams_on(victim):
+                        broken.kill("engine", broken.find("engine").index(victim))
+                        kill = False
+                        break
+        assert seen > 3 * SEEN and not kill, "nothing was killed"
+        return text, finish, tokens
+
+    async def case() -> None:
+        await broken.settled(120)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+            right = await read(channel, kill=False)
+            assert await read(channel, kill=True) == right
+
+    asyncio.run(case())
