@@ -145,7 +145,7 @@ class _Builder:
             + (f"json {message} ({content})" if content else f"{message} ANY"),
         ]
         before = "thoughts?" if once else "thoughts*"
-        if not content:
+        if not (content or required):
             before = "thoughts? comment*" if once else "(thoughts | comment)*"
         body = ["call"] if functions else []
         body += [] if required else ["final"]

@@ -18,7 +18,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.server import serve
-from tests.deployments.api.test_tools import HARD, NAMED, PARIS, TOOLS, USER, tool
+from tests.deployments.api.test_tools import HARD, NAMED, PARIS, TOOLS, USER
 from tests.deployments.api.tool_templates import HARMONY, HARMONY_MARKS
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.engine.small_tokenizers import byte_level
@@ -240,42 +240,28 @@ BOUNDED: Any = {
     "required": ["city"],
     "additionalProperties": False,
 }
-CALL = {
-    "tools": [tool("weather", BOUNDED, strict=True), tool("now")],
-    "tool_choice": "required",
-}
 DOCUMENT = {"json_schema": {"name": "a", "schema": BOUNDED, "strict": True}, "type": "json_schema"}
 
 
-@pytest.mark.parametrize("fields", [CALL, {"response_format": DOCUMENT}], ids=["calls", "document"])
-def test_a_random_model(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """Headers, calls or documents that its own parser does not read; thoughts without an end."""
+def test_a_document_of_a_random_model(tmp_path: Path) -> None:
+    """A header that its own parser does not read; thoughts without an end. Calls: test_seeds.py."""
     backend = backend_of_channels()
     client = Client(build_asgi(backend))
-    fields = {**fields, "thinking_token_budget": 6}
+    fields = {"response_format": DOCUMENT, "thinking_token_budget": 6}
     assert asyncio.run(client.chat(**fields)).status == 200
     params = backend.requests[-1].params
     tokenizer = backend._tokenizer
     core = make_core(save_model(tmp_path, tokenizer), max_num_seqs=32, num_blocks=2048)
     more = {"max_tokens": 300, "thinking": params.thinking}
-    outputs = run(core, *(request(i, params.structured, **more) for i in range(1, 9)))
+    outputs = run(core, *(request(i, params.structured, **more) for i in range(1, 7)))
     thought = 0
     for output in outputs.values():
-        if output.finish == "length":  # what is said before a call has no bound
-            continue
+        assert output.finish == "stop"
         backend.script = output.deltas
         answer = asyncio.run(client.chat(**fields, max_tokens=2000)).json()
         message = answer["choices"][0]["message"]
         told = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
         thought += told > 0
         assert told <= 10  # the end mark is counted where it is read, a character is finished
-        if "tools" not in fields:
-            jsonschema.validate(json.loads(message["content"]), BOUNDED)
-            continue
-        (called,) = message["tool_calls"]
-        if called["function"]["name"] == "weather":
-            jsonschema.validate(json.loads(called["function"]["arguments"]), BOUNDED)
-        else:
-            assert called["function"]["arguments"] == "{}"
-    done = sum(output.finish == "stop" for output in outputs.values())
-    assert done >= 3 and thought
+        jsonschema.validate(json.loads(message["content"]), BOUNDED)
+    assert thought

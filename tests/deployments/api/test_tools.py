@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 
@@ -424,50 +423,6 @@ def test_history(name: str) -> None:
     bad = asyncio.run(client.chat(tools=TOOLS, messages=[*USER, turn('{"a"'), result]))
     assert bad.status == 200
     assert bad.header("x-ignored-fields") == "messages[1].tool_calls[0].function.arguments"
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
-    """A call that is invalid: the engine, under the grammar that a request makes, at temperature
-    1.3, and its tokens through the API again."""
-    backend = backend_with(TEMPLATES[name])
-    client = Client(build_asgi(backend))
-    # Bounded, so that a random model comes to an end.
-    place = {"x": {"type": "boolean"}}
-    schema = {
-        **CITY,
-        "properties": {
-            **CITY["properties"],
-            "where": {"type": "object", "properties": place, "additionalProperties": False},
-        },
-    }
-    tools = [tool("weather", schema, strict=True), tool("now")]
-    fields = {
-        "tools": tools,
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "reasoning_effort": "none",  # thoughts that a random model does not end
-    }
-    assert asyncio.run(client.chat(**fields)).status == 200
-    grammar = backend.requests[-1].params.structured
-    core = make_core(save_model(tmp_path, backend._tokenizer), max_num_seqs=32, num_blocks=2048)
-    seeds = 34
-    outputs = run(core, *(request(i, grammar, max_tokens=400) for i in range(1, seeds + 1)))
-    called = 0
-    for output in outputs.values():
-        assert output.finish == "stop"
-        ids = [i for i in output.tokens if i != 2]
-        backend.script = backend._tokenizer.decode(ids, skip_special_tokens=False)
-        answer = asyncio.run(client.chat(**fields, max_tokens=2000)).json()["choices"][0]
-        (call,) = answer["message"]["tool_calls"]
-        assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
-        arguments = json.loads(call["function"]["arguments"])
-        if call["function"]["name"] == "weather":
-            jsonschema.validate(arguments, schema)
-        else:
-            assert arguments == {}
-        called += 1
-    assert called == seeds
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -1,0 +1,19 @@
+"""A random model that has to call tools; 200 seeds: `python -m tests.deployments.api.tool_seeds`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.api.tool_seeds import FORMATS, wrong_calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
+    """A call that is invalid, or that is cut, or not read as one."""
+    assert not wrong_calls(name, tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_two_hundred_calls(tmp_path: Path) -> None:
+    """The same where only one seed of many shows it."""
+    assert not wrong_calls("hermes", tmp_path, 200)
