@@ -1,4 +1,4 @@
-"""A random model that has to call tools; 200 seeds: `python -m tests.deployments.api.tool_seeds`."""
+"""A random model that has to call tools. 200 seeds: `python -m tests.deployments.api.tool_seeds`"""
 
 from pathlib import Path
 
