@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from deployments.api.errors import invalid, wrong_type
+from deployments.api.http.errors import invalid, wrong_type
 from deployments.router.rpc.schema import message
 
 Answer, ModelList = message("Answer"), message("ModelList")

@@ -18,7 +18,9 @@ from grpc_reflection.v1alpha import reflection
 
 from deployments.api.app import Api
 from deployments.api.auth import authenticate
-from deployments.api.errors import (
+from deployments.api.generation.event_ids import LAST
+from deployments.api.generation.tenancy import MAX_DEADLINE
+from deployments.api.http.errors import (
     AUTHENTICATION,
     INVALID,
     NOT_FOUND,
@@ -28,9 +30,7 @@ from deployments.api.errors import (
     TIMEOUT,
     ApiError,
 )
-from deployments.api.generation.event_ids import LAST
-from deployments.api.generation.tenancy import MAX_DEADLINE
-from deployments.api.http_exchange import HttpExchange, request_id
+from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.router.rpc.bodies import answer_of, body_of, models_of
 from deployments.router.rpc.schema import HEALTH, INFERENCE, POOL, message, methods
 from deployments.router.rpc.settings import GrpcSettings
