@@ -51,7 +51,7 @@ def _walk(
     SLOPES: tl.constexpr,
 ):
     """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
-    # Of a tile's first keys nobody may see any, and their block may be another request's.
+    # Of a tile's first keys no query may see any, and their block may be another request's.
     PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, DIMS)

@@ -78,7 +78,7 @@ def recording(calls: list[tuple[int, list[int]]], kept: list[Tensor]) -> Iterato
 
 
 def keep(memory: Tensor) -> None:
-    """Whoever records the calls that are made keeps this, too."""
+    """A recording of the calls that are made keeps this, too."""
     if _recording.kept is not None:
         _recording.kept.append(memory)
 

@@ -62,7 +62,7 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
 
 
 def give_back(tensor: Tensor) -> None:
-    """The memory of a contiguous tensor on the CPU that nobody reads any more, whoever still holds
+    """The memory of a contiguous tensor on the CPU that is not read any more, whatever still holds
     it: whole pages become zeros that take no memory. Does nothing where the system is not Linux."""
     begin = -(-tensor.data_ptr() // SMALL) * SMALL
     length = (tensor.data_ptr() + tensor.nbytes - begin) // SMALL * SMALL
