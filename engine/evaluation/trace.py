@@ -2,7 +2,8 @@
 
     embedding            what goes into the first layer
     layers.3.attention   what attention of layer 3 makes, before it is normed or added
-    layers.3.mlp         the same of its MLP or experts
+    layers.3.mlp         the same of its MLP or experts; layers.3.mlp_and_experts where it has both,
+                         of which transformers has no such sum
     layers.3             what comes out of layer 3
 
 Each [n, hidden_size], of n tokens. A trace also has the tokens ("ids") and the logits.
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from engine.layers.experts import ExpertsBeside
 from engine.models.decoder import KV, Block, Decoder, DecoderLayer
 from engine.models.registry import Model
 from kernels.metadata import AttentionMeta
@@ -44,6 +46,8 @@ def traced(model: Model) -> Iterator[Trace]:
     try:
         for layer in layers:
             for name, sublayer in zip(BLOCKS, layer.sublayers, strict=True):
+                if isinstance(sublayer.block, ExpertsBeside):
+                    name = "mlp_and_experts"
                 tap = _BlockTap(sublayer, f"layers.{layer.number}.{name}", trace)
                 sublayer.block = cast(Block, tap)
                 taps.append(tap)

@@ -13,7 +13,7 @@ from engine.evaluation import verify as module
 from engine.evaluation.prompts import Prompt
 from engine.evaluation.verify import Options, Report, verify
 from engine.models.registry import Model
-from tests.parity.cases import ALIBI, CASES, WINDOWS, save
+from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
 
 ALL = {**CASES, **WINDOWS, **ALIBI}
 PROMPTS = [
@@ -44,6 +44,15 @@ def test_it_agrees(name: str, tmp_path: Path) -> None:
     assert report.text is not None and report.text.same == len(PROMPTS)
     assert set(report.own) == {"batch", "chunks", "decode", "prefix"}
     json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_a_sum_that_transformers_has_not(tmp_path: Path) -> None:
+    """An MLP with experts beside it is laid beside the MLP alone, and every layer looks wrong."""
+    save(EXPERTS["gemma 4 26b"], tmp_path)
+    report = checked(tmp_path)
+    assert report.verdict == "agrees" and max(report.layers.values()) < 1e-5, report
+    assert len(report.layers) == 1 + 4 * 2
 
 
 def test_where_a_difference_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
