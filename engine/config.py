@@ -58,6 +58,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
         positions.
+    rope_scaling: stretches rotary positions beyond those of the model, as config.json's
+        rope_parameters do: {rope_type: yarn, factor: 4.0}; "yarn", "linear" and "llama3". What it
+        leaves out is the model's own. Texts of any length are computed with it.
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
         saturates the device while a step stays short), 512 on the CPU (about half a second of
         prefill on two cores).
@@ -105,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Quantization = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
+    rope_scaling: dict[str, str | float | bool] | None = None
     max_num_batched_tokens: int = 0
     max_num_seqs: int = 0
     block_size: int = 16

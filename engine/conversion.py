@@ -31,7 +31,7 @@ def convert(
     Raises ConfigError, also for a target that exists.
     """
     folder = Path(config.model)
-    model_config = ModelConfig.from_folder(folder)
+    model_config = ModelConfig.from_folder(folder, config.rope_scaling)
     if config.quantization not in ("auto", "none", "gguf"):
         raise ConfigError(
             f"quantization {config.quantization!r} rounds weights when the engine starts, and is "

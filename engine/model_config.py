@@ -193,18 +193,23 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Read config.json and generation_config.json. Raises ConfigError naming file and key."""
-        return cls.from_file(Path(folder) / "config.json")
+    def from_folder(
+        cls, folder: str | Path, rope_scaling: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
+        """Read config.json and generation_config.json. Raises ConfigError naming file and key.
+
+        rope_scaling: see `engine.config.EngineConfig`."""
+        return cls.from_file(Path(folder) / "config.json", rope_scaling)
 
     @classmethod
-    def from_file(cls, path: Path) -> "ModelConfig":
+    def from_file(cls, path: Path, rope_scaling: Mapping[str, Any] | None = None) -> "ModelConfig":
         """The same of a config.json of any name, and what lies beside it."""
         folder = path.parent
         generation = folder / "generation_config.json"
         model = cls.from_dicts(
             Reader.from_file(path),
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
+            rope_scaling,
         )
         if model.tie_embeddings or not (folder / MODULES).is_file():
             return model
@@ -212,13 +217,18 @@ class ModelConfig:
         return replace(model, tie_embeddings=True, generates=False)
 
     @classmethod
-    def from_dicts(cls, config: Reader, generation: Reader) -> "ModelConfig":
+    def from_dicts(
+        cls, config: Reader, generation: Reader, rope_scaling: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
         architecture, wrapper, config = _find(config)
         config = config.renamed(architecture.keys, architecture.defaults)
         _refuse_others(config, architecture)
         for key, made in architecture.made.items():
             config.values[key] = made(config)
         read = {**_SWITCHES, **architecture.switches}
+        if rope_scaling:
+            stretched_to = _stretch(config, read["max_positions"](config), rope_scaling)
+            read["max_positions"] = lambda config: stretched_to
         values = {name: switch(config) for name, switch in read.items()}
         _check_heads(config, values)
         model = cls(
@@ -232,6 +242,11 @@ class ModelConfig:
             **values,
         )
         layers = architecture.attention(config, model.plain_attention, model.num_layers)
+        if rope_scaling and not any(layer.rope for layer in layers):
+            raise ConfigError(
+                f"rope_scaling: no layer of {architecture.name} rotates positions; leave it out",
+                param="rope_scaling",
+            )
         experts = None
         if architecture.experts is not None:
             experts = architecture.experts(config, model)
@@ -435,6 +450,35 @@ def _rope(config: Reader) -> Rope:
         attention_factor=_yarn_attention_factor(read, rope.factor),
         truncate=bool(read.get("truncate", True)),
     )
+
+
+def _stretch(config: Reader, positions: int, scaling: Mapping[str, Any]) -> int:
+    """Put the setting in the place of config.json's own scaling; how many positions there are
+    then. positions: without it."""
+    given = Reader(dict(scaling), "rope_scaling")
+    kind = given.get("rope_type")
+    if kind not in _STRETCHES:
+        raise ConfigError(
+            f"rope_scaling: rope_type: must be one of {', '.join(_STRETCHES)}, got {kind!r}; "
+            "others change the keys of earlier tokens with a text's length, or need tables",
+            param="rope_scaling",
+        )
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    parameters = config.get(key) or {}
+    full = parameters.get("full_attention")
+    own = full if isinstance(full, dict) else parameters
+    original = own.get("original_max_position_embeddings", positions)
+    made = {**_LLAMA3, "original_max_position_embeddings": original, **scaling}
+    made |= {name: own[name] for name in _NOT_OF_SCALING if name in own and name not in scaling}
+    config.values[key] = made if own is parameters else {**parameters, "full_attention": made}
+    made_read = Reader(made, "rope_scaling")
+    original = made_read.size("original_max_position_embeddings")
+    return max(positions, int(original * made_read.number("factor")))
+
+
+_STRETCHES = ("yarn", "linear", "llama3")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
 
 
 def _longrope(config: Reader, read: Reader, rope: Rope) -> Rope:

@@ -36,7 +36,7 @@ def resolve(config: EngineConfig) -> Resolved:
     folder = Path(config.model)
     if not folder.is_dir():
         raise no_folder(folder)
-    model = ModelConfig.from_folder(folder)
+    model = ModelConfig.from_folder(folder, config.rope_scaling)
     device = _device(config)
     if device.type == "cpu":
         return decide(config, model, device)
@@ -59,7 +59,8 @@ def decide(
         if config.max_model_len > model.max_positions:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} exceeds the model's "
-                f"{model.max_positions} positions",
+                f"{model.max_positions} positions; lower it, or stretch them: rope_scaling: "
+                f"{{rope_type: yarn, factor: {-(-config.max_model_len // model.max_positions)}}}",
                 param="max_model_len",
             )
         max_model_len = config.max_model_len

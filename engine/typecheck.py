@@ -45,4 +45,4 @@ def words(kind: Any) -> str:
         return f"{', '.join(others)} or {last}" if others else last
     if origin in _LISTS:
         return f"a list of {_MANY[inner[0]]}"
-    return f"a mapping from {_MANY[inner[0]]} to {_MANY[inner[1]]}"
+    return f"a mapping from {_MANY[inner[0]]} to {_MANY.get(inner[1], 'values')}"

@@ -28,6 +28,8 @@ class GGUFFile:
             self._reader = GGUFReader(path)
             self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
             name = self.get("general.architecture")
+        except ConfigError:
+            raise
         except Exception as error:  # the reader raises whatever a damaged file makes it
             raise ConfigError(
                 f"{path} is damaged or cut short ({error}); download it again", param="model"
@@ -57,7 +59,10 @@ class GGUFFile:
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of a key."""
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, IndexError, OverflowError) as error:
+            raise self.error(f"{key} is damaged ({error}); download it again") from None
 
     def own(self, key: str, default: Any = None) -> Any:
         """Of the keys below the architecture's name. A number that a list repeats for each layer is
@@ -93,7 +98,9 @@ class GGUFFile:
         return str(self._tensors[tensor].tensor_type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """In elements, rows first."""
+        """In elements, rows first. Raises ConfigError if it is not there."""
+        if tensor not in self._tensors:
+            raise self.error(f"tensor {tensor!r} is missing")
         return tuple(int(size) for size in reversed(self._tensors[tensor].shape))
 
     def data(self, tensor: str) -> NDArray[Any]:

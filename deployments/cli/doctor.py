@@ -95,7 +95,7 @@ def model_checks(
     try:
         model = ModelConfig.from_file(file)
         device = device or device_of(None, None, quiet=True)
-        for pool, result in plans(config, model, device):
+        for pool, result in plans(config, file, device):
             text = f"{model.architecture}, {parameters(result)}; {pool}: "
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"

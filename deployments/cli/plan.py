@@ -44,7 +44,7 @@ def run(
         file = folder / "config.json"
     model = ModelConfig.from_file(file)
     device = device_of(gpu, memory)
-    for number, (name, result) in enumerate(plans(config, model, device, gpus)):
+    for number, (name, result) in enumerate(plans(config, file, device, gpus)):
         if not number:
             print(f"Model    {config.name()} ({parameters(result)})")
             for line in keys_and_values(result):
@@ -58,10 +58,12 @@ def run(
 
 
 def plans(
-    config: MantaConfig, model: ModelConfig, device: Hardware, gpus: int = 1
+    config: MantaConfig, file: Path, device: Hardware, gpus: int = 1
 ) -> Iterator[tuple[str, EnginePlan]]:
-    """Of each pool that would run on the device. Raises ConfigError when something does not fit."""
+    """Of each pool that would run on the device. file: the model's config.json. Raises ConfigError
+    when something does not fit."""
     for name, engine in _engines(config, device):
+        model = ModelConfig.from_file(file, engine.rope_scaling)
         yield name, plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
 
 

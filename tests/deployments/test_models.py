@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import struct
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -254,6 +255,54 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(encoded.ids[1:]) == text
     ids = tokenizer.encode("the<|user|>her    in", add_special_tokens=False).tokens
     assert ids == ["▁the", "<|user|>", "▁", "her", "    ", "▁in"]
+
+
+LIES: dict[str, tuple[bytes, bytes, str]] = {
+    "a wider embedding": (b"llama.embedding_length", struct.pack("<II", 4, 128), "header implies"),
+    "more heads": (
+        b"llama.attention.head_count_kv",
+        struct.pack("<II", 4, 4),
+        r"attn_k.weight' has shape \[32, 64\].*implies \[64, 64\]",
+    ),
+    "more layers": (b"llama.block_count", struct.pack("<II", 4, 3), r"'blk\.2\..*' is missing"),
+    "no heads": (b"llama.attention.head_count", struct.pack("<II", 4, 0), "num_attention_heads"),
+    "a number for text": (b"general.architecture", struct.pack("<II", 4, 7), "damaged or cut|'7'"),
+    "an end that is no token": (
+        b"tokenizer.ggml.eos_token_id",
+        struct.pack("<II", 4, 9999),
+        "eos_token_id is 9999 of 263 tokens",
+    ),
+    "bytes that are no text": (
+        b"tokenizer.ggml.model",
+        b"\x08\0\0\0\x04\0\0\0\0\0\0\0\xff",
+        "damaged",
+    ),
+    "fewer elements than bytes": (b"blk.0.ffn_down.weight", struct.pack("<IQ", 2, 64), "ffn_down"),
+}
+
+
+@pytest.mark.parametrize("case", list(LIES))
+def test_headers_that_lie(case: str, tmp_path: Path) -> None:
+    """A header that says another model than its tensors are is a crash in the middle of a load, or
+    another model."""
+    name, value, message = LIES[case]
+    data = tiny(tmp_path / "m.gguf").read_bytes()
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (tmp_path / "m.gguf").write_bytes(data[:at] + value + data[at + len(value) :])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match=message) as caught:
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    assert "m.gguf" in caught.value.message
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.9])
+def test_files_cut_short(part: float, tmp_path: Path) -> None:
+    """A download that broke off."""
+    source = tiny(tmp_path / "m.gguf")
+    source.write_bytes(source.read_bytes()[: int(part * source.stat().st_size)])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match=r"m\.gguf is damaged or cut short"):
+        convert(source, tmp_path / "out")
 
 
 def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
