@@ -32,6 +32,13 @@ BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 
+class _Hashable(dict[str, str | float | bool]):
+    """Of a frozen struct, which is a key of caches."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one engine.
 
@@ -141,6 +148,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"{name} must be {words(kind)}, got {repr(value)[:64]}", param=name
                 )
         msgspec.structs.force_setattr(self, "graph_sizes", tuple(self.graph_sizes))
+        if self.rope_scaling is not None:
+            msgspec.structs.force_setattr(self, "rope_scaling", _Hashable(self.rope_scaling))
         if self.block_size < 1 or self.block_size > 256:
             raise ConfigError(
                 f"block_size must be 1..256, got {self.block_size}", param="block_size"

@@ -33,7 +33,7 @@ class Quantized:
     group: int = 0
     symmetric: bool = True
     plain: tuple[str, ...] = ()
-    types: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
     zeros_less_one: bool = False
 
     @property

@@ -73,7 +73,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"exceeds .* 16 positions.*{rope_type: yarn, factor: 4}"):
         asked("llama", max_model_len=64)
-    assert asked("llama", max_model_len=64, rope_scaling=_YARN).max_model_len == 64
+    resolved = asked("llama", max_model_len=64, rope_scaling=_YARN)
+    assert resolved.max_model_len == 64 and hash(resolved)  # a key of the plan's cache
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(resolved.config), type=EngineConfig)
     with pytest.raises(ConfigError, match=r"rope_type: must be one of yarn.*'dynamic'"):
         asked("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(ConfigError, match="factor: is missing"):
