@@ -142,6 +142,7 @@ def test_experts_in_blocks(name: str, tmp_path: Path) -> None:
         convert(tmp_path / "m.gguf", made, blocks=blocks)
         model = load_model(made)
         assert isinstance(model, Decoder)
+        assert hash(model.config)  # a key of the plan's cache
         stack = model._stacks()[1]
         found.append(stack.method.apply_experts(stack.state, x.clone(), weights, ids, None))
         assert model.config.quantized is None or type(stack.state.down[0]) is StoredState
