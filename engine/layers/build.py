@@ -37,6 +37,10 @@ class Builder:
     def at(self, layer: int) -> "Builder":
         return replace(self, layer=layer)
 
+    def undivided(self) -> "Builder":
+        """Of parts that every rank holds whole."""
+        return replace(self, group=TensorParallelGroup())
+
     def has(self, ours: str) -> bool:
         record = self.config.record
         return ours in record.tensors and self.layer not in record.absent.get(ours, ())

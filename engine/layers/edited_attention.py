@@ -69,7 +69,8 @@ class EditedAttention(Attention):
         self.clip = config.qkv_clip
         self.value_is_key = layer.value_is_key
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
-        self.heads = (heads, kv_heads)
+        begin, end = build.group.part_or_copy(kv_heads, "num_key_value_heads")
+        self.heads = (self.num_heads, end - begin)  # this rank's
         self.turning: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
         if config.qk_norm in ("heads", "flat"):

@@ -182,7 +182,9 @@ class Entrance:
         self.factor = factor / config.residual_scale
         self.project: Linear | None = None
         if config.embedding_size != config.hidden_size:
-            self.project = build.column("project_in", (config.hidden_size,), config.embedding_size)
+            self.project = build.undivided().column(
+                "project_in", (config.hidden_size,), config.embedding_size
+            )
         self.positions: Parameter | None = None
         if build.has("positions"):
             first = config.position_offset
@@ -271,7 +273,9 @@ class Decoder:
         self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:
-            self.project_out = build.column("project_out", (hidden,), config.hidden_size)
+            self.project_out = build.undivided().column(
+                "project_out", (hidden,), config.hidden_size
+            )
         self._tied = tied
         self._tied_head: Any = DenseState(self.embedding, None, "head")
         self.head: Linear | None = None
