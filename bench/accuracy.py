@@ -6,7 +6,8 @@ against float32 weights and activations.
 The reference has the file's own weights in float32. A row says, over all tokens: the mean KL
 divergence from the reference (nats), how often the most likely token is the same, and perplexity
 relative to the reference's. gguf-file is the model's file as it is; other gguf rows are its
-weights quantised once more by `gguf.quants`, so they count the error of both.
+weights quantised once more by `gguf.quants`, so they count the error of both. kv rows are
+bfloat16 with keys and values in 8 or 4 bits.
 """
 
 import argparse
@@ -26,9 +27,11 @@ from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.layouts import GgufLayout
 from engine.quantized import Quantized
+from engine.resolve import kv_form
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index
 from kernels.dispatch import kernels_for
+from kernels.kv_format import KVFormat
 from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +42,8 @@ BLOCK = 16
 FILE = "gguf-file"
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 ON_THE_FLY = ("int8", "uint8-64", "uint8-512", "uint4-32", "uint4-64", "uint4-128")
-CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY)
+KV = ("kv-int8", "kv-fp8", "kv-int4")
+CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *KV)
 
 
 class Weights:
@@ -124,10 +128,10 @@ def model_of(case: str, weights: Weights) -> Model:
     return filled(model, weights.values)
 
 
-def logprobs(model: Model, ids: Tensor) -> Tensor:
+def logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
     """[n, vocab] float32, after each of the tokens."""
     blocks = range(-(-len(ids) // BLOCK))
-    (logits,) = Paged(model, len(blocks), BLOCK).run((ids, blocks, 0))
+    (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1)
 
 
@@ -155,12 +159,15 @@ def measure(folder: Path, cases: tuple[str, ...] = CASES) -> Iterator[dict[str, 
     weights, tokenizer = Weights(folder), Tokenizer.load(str(folder))
     entries = list(texts(tokenizer))
     model = model_of("float32", weights)
-    exact = [logprobs(model, ids) for ids in entries]
+    plain = KVFormat()
+    exact = [logprobs(model, ids, plain) for ids in entries]
     for case in cases:
         model = model_of(case, weights)
+        kind = case.removeprefix("kv-")
+        form = kv_form(model.config, kind) if case in KV else plain
         sums = Divergence()
         for ids, want in zip(entries, exact, strict=True):
-            sums.add(ids, want, logprobs(model, ids))
+            sums.add(ids, want, logprobs(model, ids, form))
         del model
         yield row_of(sums, case)
 

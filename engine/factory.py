@@ -223,6 +223,7 @@ def _model_key(resolved: Resolved) -> str:
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     state.update(config.quantization.encode())
+    state.update(f"\0{resolved.kv.name}{resolved.kv.bits}\0".encode())
     if config.load_format == "dummy":
         state.update(f"\0dummy\0{config.seed or 0}".encode())
     else:
@@ -285,7 +286,9 @@ def _build_runner(
         sampler = Sampler(max_num_seqs + 1, vocab_size, device, never)
 
     def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
-        kv = KVCache.allocate(groups, num_blocks, config.block_size, resolved.dtype, device)
+        kv = KVCache.allocate(
+            groups, num_blocks, config.block_size, resolved.dtype, device, resolved.kv
+        )
         return ModelRunner(
             model,
             kernels,

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Protocol
 
 from engine.model_config import LayerAttention, ModelConfig
+from kernels.kv_format import KVFormat
 
 TYPICAL = 4096  # tokens of the request that room is told in
 MOST_GROUPS = 8  # tables a request may have; more layers a block rather than more
@@ -110,6 +111,10 @@ class KVGroup:
         heads, dim = self.attention.kept
         return heads * dim
 
+    def token_bytes(self, form: KVFormat) -> int:
+        """The same in bytes."""
+        return form.token_bytes(*self.attention.kept)
+
 
 @dataclass(frozen=True, slots=True)
 class KVView:
@@ -156,16 +161,20 @@ class KVGroups:
         """Of one token's keys, or values, in one place."""
         return max(group.elements for group in self.groups)
 
-    def bytes_per_block(self, size: int, element_bytes: int) -> int:
-        return 2 * self.slots * self.elements * size * element_bytes
+    def place_bytes(self, form: KVFormat) -> int:
+        """The same in bytes."""
+        return max(group.token_bytes(form) for group in self.groups)
 
-    def token_bytes(self, element_bytes: int) -> dict[KVKind, tuple[int, int]]:
+    def bytes_per_block(self, size: int, form: KVFormat) -> int:
+        return 2 * self.slots * self.place_bytes(form) * size
+
+    def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
         """Of each kind: layers that keep keys and values so, and bytes that a token takes there."""
         found: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
             layers, taken = found.get(group.kind, (0, 0))
             count = len(group.layers)
-            more = 2 * count * group.elements * element_bytes
+            more = 2 * count * group.token_bytes(form)
             found[group.kind] = (layers + count, taken + more)
         return found
 

@@ -1,14 +1,17 @@
 """resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 
 import torch
 
-from engine.config import BFLOAT16, NO_BFLOAT16, EngineConfig
+from engine.config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
 from engine.errors import ConfigError
+from engine.kv_groups import kv_groups
 from engine.model_config import ModelConfig, no_folder
+from kernels.kv_format import FORMATS, KVFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,6 +27,7 @@ class Resolved:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    kv: KVFormat
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -40,8 +44,9 @@ def resolve(config: EngineConfig) -> Resolved:
     device = _device(config)
     if device.type == "cpu":
         return decide(config, model, device)
-    modern = torch.cuda.get_device_capability(device) >= BFLOAT16
-    return decide(config, model, device, torch.cuda.get_device_name(device), bfloat16=modern)
+    able = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return decide(config, model, device, name, bfloat16=able >= BFLOAT16, float8=able >= FLOAT8)
 
 
 def decide(
@@ -51,6 +56,7 @@ def decide(
     name: str = "",
     *,
     bfloat16: bool = True,
+    float8: bool = True,
 ) -> Resolved:
     """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
@@ -74,13 +80,15 @@ def decide(
     budget = config.max_num_batched_tokens or (8192 if cuda else 512)
     if model.whole_texts:
         budget = max(budget, max_model_len)
+    dtype = _dtype(config, model, cuda, None if bfloat16 else name)
     return Resolved(
         config=config,
         folder=Path(config.model),
         # Tables of positions, and whether they are stretched, are for the texts that there may be.
         model=model.within(max_model_len),
         device=device,
-        dtype=_dtype(config, model, cuda, None if bfloat16 else name),
+        dtype=dtype,
+        kv=_kv_format(config, model, dtype, cuda, None if float8 else name),
         max_model_len=max_model_len,
         # Each running request gets its token every step.
         max_num_batched_tokens=max(budget, max_num_seqs),
@@ -114,3 +122,69 @@ def _dtype(
     if dtype is torch.bfloat16 and without_bfloat16 is not None:
         raise ConfigError(f"{without_bfloat16} {NO_BFLOAT16}", param="dtype")
     return dtype
+
+
+def _kv_format(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    cuda: bool,
+    without_float8: str | None,
+) -> KVFormat:
+    name = config.kv_dtype
+    if name == "bf16" and dtype is not torch.bfloat16:
+        raise ConfigError(
+            f"kv_dtype: bf16 is the type of keys and values where dtype is bfloat16, which is "
+            f"{str(dtype).removeprefix('torch.')} here; leave kv_dtype out, or set dtype",
+            param="kv_dtype",
+        )
+    if name not in FORMATS:
+        return KVFormat(bits=8 * dtype.itemsize)
+    if model.whole_texts:
+        raise ConfigError(
+            f"kv_dtype: {name} is of cached keys and values, and {model.architecture} keeps none; "
+            "leave it out",
+            param="kv_dtype",
+        )
+    if name == "fp8" and without_float8 is not None:
+        raise ConfigError(
+            f"kv_dtype: {without_float8} has no 8-bit floats, which begin at compute capability "
+            "8.9; int8 keeps as many tokens",
+            param="kv_dtype",
+        )
+    if cuda:
+        raise ConfigError(
+            f"kv_dtype: {name} is not supported on CUDA; leave it out, or use device: cpu",
+            param="kv_dtype",
+        )
+    if len({layer.kept for layer in model.attention}) > 1 or kv_groups(model).borrowed:
+        raise ConfigError(
+            f"kv_dtype: {name} is not supported where layers have other heads than others, or read "
+            f"the keys of others, as {model.architecture}'s do; leave it out",
+            param="kv_dtype",
+        )
+    for layer in model.attention:
+        if layer.kept[1] % 4:
+            raise ConfigError(
+                f"kv_dtype: {name} needs heads of a multiple of 4 elements, and "
+                f"{model.architecture} has {layer.kept[1]}; leave it out",
+                param="kv_dtype",
+            )
+    return kv_form(model, name)
+
+
+def kv_form(model: ModelConfig, name: str) -> KVFormat:
+    """One of FORMATS as this model's layers have it."""
+    form = FORMATS[name]
+    return replace(form, turn=_turn(model)) if name == "int4" else form
+
+
+def _turn(model: ModelConfig) -> int:
+    """The largest power of two that divides what kernels have in hand: the halves of a head that
+    are rotated with each other, and the rest."""
+    pieces = 0
+    for layer in model.attention:
+        dim = layer.kept[1]
+        rotary = (layer.rope.dim if layer.rope is not None else 0) or dim
+        pieces = gcd(pieces, rotary // 2, dim - rotary)
+    return pieces & -pieces

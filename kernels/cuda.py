@@ -21,6 +21,7 @@ from kernels.gemm.packed_gemv import packed_gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
+from kernels.quantized_kv import Cache
 from kernels.reference import Kernels
 
 PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
@@ -132,7 +133,7 @@ class Cuda(Kernels):
                 return cublaslt.linear_add_(x, dense, residual)
         return y if gate is None else self.GATES[gate](y)
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
         """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
         _count(meta)
         if meta.num_decodes:
@@ -150,8 +151,8 @@ class Cuda(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
@@ -162,8 +163,8 @@ class Cuda(Kernels):
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         scale: float,
         meta: AttentionMeta,
         *,

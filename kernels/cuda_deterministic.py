@@ -19,6 +19,7 @@ from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed_dot import expand
 from kernels.metadata import AttentionMeta
 from kernels.packed import PackedWeight
+from kernels.quantized_kv import Cache
 from kernels.reference import Kernels
 
 
@@ -67,14 +68,14 @@ class CudaDeterministic(Cuda):
     ) -> Tensor:
         return grouped(x, weights, ids, stack, residual, FIXED)
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
         _count(meta)
 
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         scale: float,
         meta: AttentionMeta,
         *,

@@ -30,12 +30,14 @@ from kernels.attention.reference import (
     attend_decodes,
     make_plan,
     plan_of,
+    write_cache,
 )
 from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
+from kernels.quantized_kv import Cache, QuantizedKV, turned
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -61,7 +63,7 @@ class Kernels:
             "relu": self.relu_mul,
         }
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
         """Once a step and group of layers, before the layers: fill meta.plan with what they share.
 
         It may do nothing. k_cache is any of these layers'; it gives block size, KV heads and head
@@ -188,8 +190,8 @@ class Kernels:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
-        v_cache: Tensor,
+        k_cache: Cache,  # [num_blocks, num_kv_heads, block_size, head_dim], written at meta.slots
+        v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
@@ -210,20 +212,21 @@ class Kernels:
         if rotation is None:
             rotation = _rotation(cos_sin, meta.positions)
             plan.rotations[cos_sin.data_ptr()] = rotation
-        turned = _rotate(turning.float(), *rotation)
-        keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+        rotated = _rotate(turning.float(), *rotation)
+        if isinstance(k_cache, QuantizedKV):
+            rotated = turned(k_cache.form, rotated)
+        keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
         for cache, new in ((k_cache, keys), (v_cache, values)):
             if plan.written is not None:
                 new = new[plan.written]
-            new = new.to(cache.dtype).reshape(-1, head_dim)
-            cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new)
-        return turned[:, :num_heads].to(qkv.dtype)
+            write_cache(cache, plan.write_rows, new.reshape(-1, head_dim))
+        return rotated[:, :num_heads].to(qkv.dtype)
 
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         scale: float,
         meta: AttentionMeta,
         *,

@@ -34,6 +34,7 @@ GPUS = {
     "t4": int(14.6 * GIB),
 }
 _WITHOUT_BFLOAT16 = ("t4",)
+_WITHOUT_FLOAT8 = ("a100", "a100-40g", "a10g", "t4")
 
 _CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # and libraries' workspaces
 _CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
@@ -48,11 +49,18 @@ class Hardware:
     memory: int  # bytes
     cores: int = 0  # of a CPU machine; 0 = unknown
     bfloat16: bool = True
+    float8: bool = True
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
         """One of GPUS."""
-        return cls(name.upper(), "cuda", GPUS[name], bfloat16=name not in _WITHOUT_BFLOAT16)
+        return cls(
+            name.upper(),
+            "cuda",
+            GPUS[name],
+            bfloat16=name not in _WITHOUT_BFLOAT16,
+            float8=name not in _WITHOUT_FLOAT8,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,12 @@ def plan(
     cuda = device.kind == "cuda"
     check_quantization(model, config, device.kind)
     resolved = decide(
-        config, model, torch.device(device.kind), device.name, bfloat16=device.bfloat16
+        config,
+        model,
+        torch.device(device.kind),
+        device.name,
+        bfloat16=device.bfloat16,
+        float8=device.float8,
     )
     parts = _outline(resolved)
     try:
@@ -155,9 +168,7 @@ def plan(
         memory=memory,
         kv_per_token=tuple(
             (_kept(kind), layers, taken)
-            for kind, (layers, taken) in kv_groups(resolved.model)
-            .token_bytes(resolved.dtype.itemsize)
-            .items()
+            for kind, (layers, taken) in kv_groups(resolved.model).token_bytes(resolved.kv).items()
             if not resolved.model.whole_texts
         ),
         max_model_len=resolved.max_model_len,

@@ -11,6 +11,7 @@ from engine.resolve import Resolved
 from engine.runner.kv_cache import KVCache, in_views
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
+from kernels.kv_format import KVFormat
 from kernels.metadata import AttentionMeta, LoraStep
 
 # Of one request: (all token ids, its block ids, where the step begins).
@@ -71,7 +72,13 @@ def load_model(resolved: Resolved) -> Model:
 class Paged:
     """num_blocks: that steps may name, 0 to num_blocks - 1."""
 
-    def __init__(self, model: Model, num_blocks: int = 32, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        form: KVFormat = KVFormat(),  # noqa: B008, it is frozen
+    ) -> None:
         self.model = model
         self.device = model.device
         self.kernels = kernels_for(self.device.type)
@@ -79,7 +86,7 @@ class Paged:
         groups = kv_groups(model.config)
         # Each group has blocks of its own, since all share one pool.
         count = num_blocks * len(groups.groups)
-        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device)
+        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device, form)
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:

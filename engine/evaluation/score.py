@@ -22,6 +22,7 @@ from engine.models.registry import Model
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
+from kernels.kv_format import KVFormat
 
 BLOCK = 16
 PIECE = 512  # tokens of a text that are seen together
@@ -60,12 +61,13 @@ def score(
     the same tokens. Raises ConfigError where that one has other tokens."""
     tokenizer = Tokenizer.load(config.model)
     found = Score(config.model)
-    model = load_model(resolve(config))
+    resolved = resolve(config)
+    model, form = load_model(resolved), resolved.kv
     pieces = _pieces(tokenizer, text, model.config.max_positions) if text else []
     sums, other = Divergence(), Divergence()
     for number, ids in enumerate(pieces):
         progress(f"text, {number + 1} of {len(pieces)}")
-        logprobs = _logprobs(model, ids)
+        logprobs = _logprobs(model, ids, form)
         sums.add(ids, logprobs, logprobs)
         if keep is not None:
             save_file({"ids": ids, "logprobs": logprobs}, _file(keep, number))
@@ -76,7 +78,7 @@ def score(
     for task in tasks:
         if not task.generates:
             progress(task.name)
-            found.tasks[task.name] = _choose(model, tokenizer, task)
+            found.tasks[task.name] = _choose(model, tokenizer, task, form)
     del model
     gc.collect()
     if generated := [task for task in tasks if task.generates]:
@@ -123,14 +125,14 @@ def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _logprobs(model: Model, ids: Tensor) -> Tensor:
+def _logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
     """ids [n] -> [n, vocab_size] float32 on the CPU."""
     blocks = range(-(-len(ids) // BLOCK))
-    (logits,) = Paged(model, len(blocks), BLOCK).run((ids, blocks, 0))
+    (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1).cpu()
 
 
-def _choose(model: Model, tokenizer: Tokenizer, task: Task) -> dict[str, float]:
+def _choose(model: Model, tokenizer: Tokenizer, task: Task, form: KVFormat) -> dict[str, float]:
     right = normed = 0
     for question in task.questions:
         sums = []
@@ -140,7 +142,7 @@ def _choose(model: Model, tokenizer: Tokenizer, task: Task) -> dict[str, float]:
             whole = question.context + choice
             ids = torch.tensor(tokenizer.encode(whole, add_special_tokens=True))
             first = min(max(1, len(before)), len(ids) - 1)
-            rows = _logprobs(model, ids)[first - 1 : -1]
+            rows = _logprobs(model, ids, form)[first - 1 : -1]
             sums.append(float(rows.gather(1, ids[first:, None]).sum()))
         lengths = [max(1, len(choice.encode())) for choice in question.choices]
         each = [value / length for value, length in zip(sums, lengths, strict=True)]

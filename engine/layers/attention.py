@@ -10,6 +10,7 @@ from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 class Attention:
@@ -58,7 +59,7 @@ class Attention:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

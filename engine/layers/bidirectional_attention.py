@@ -8,6 +8,7 @@ from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
 from kernels.attention.bidirectional import bidirectional_attention
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 class BidirectionalAttention(Attention):
@@ -20,7 +21,7 @@ class BidirectionalAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

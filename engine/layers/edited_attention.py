@@ -14,6 +14,7 @@ from engine.layers.rotary import Tables, turn
 from engine.model_config import LayerAttention, ModelConfig
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 def attention_block(build: Builder, tables: Tables) -> Attention:
@@ -95,7 +96,7 @@ class EditedAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

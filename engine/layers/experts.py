@@ -14,6 +14,7 @@ from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 class Stack:
@@ -79,7 +80,7 @@ class Experts:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
@@ -115,7 +116,7 @@ class Experts:
     def _shared(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         residual: Tensor | None,
     ) -> Tensor | None:

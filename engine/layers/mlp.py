@@ -9,6 +9,7 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 class Xielu:
@@ -56,7 +57,7 @@ class Mlp:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -6,7 +6,7 @@ compute. Either way virtual token i is the request's token i: it has a position 
 block, and what was said of chunks, prefix cache and preemption holds for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +29,8 @@ from engine.lora.peft_config import (
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.uploader import AdapterUploader
 from engine.model_config import ModelConfig
+
+PutKV = Callable[[Tensor, Tensor, Tensor], None]  # blocks, places in them, values
 
 TENSOR = "prompt_embeddings"  # the only one of its file; PEFT has run the encoder, if there is one
 
@@ -167,18 +169,14 @@ class VirtualTokensDevice:
         first = self._vocab_size + new.virtual_slot * self._max_tokens
         new.token_ids[: new.num_virtual] = range(first, first + new.num_virtual)
 
-    def copy(self, prefixes: Sequence[PrefixCopy], kv: Tensor) -> None:
-        """Keys and values of prefixes into blocks, before the step that reads them.
-
-        kv: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
-        """
-        layers = kv.flatten(0, 1)
-        size = kv.shape[4]
+    def copy(self, prefixes: Sequence[PrefixCopy], size: int, put: PutKV) -> None:
+        """Keys and values of prefixes into blocks of `size` tokens, before the step that reads
+        them. put: `KVCache.put`."""
         for prefix in prefixes:
             source = self._prefixes[prefix.slot][prefix.start : prefix.stop]
             tokens = torch.arange(prefix.stop - prefix.start)
             blocks = torch.tensor(prefix.blocks)[tokens // size]
             places = torch.stack((blocks, tokens % size))
             if self._cuda:  # torch keeps the pinned memory until the copy is done
-                places = places.pin_memory().to(kv.device, non_blocking=True)
-            layers[:, places[0], :, places[1]] = source
+                places = places.pin_memory().to(source.device, non_blocking=True)
+            put(places[0], places[1], source)

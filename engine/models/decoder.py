@@ -24,8 +24,9 @@ from engine.layers.rotary import Tables
 from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
-KV = tuple[Tensor, Tensor]
+KV = tuple[Cache, Cache]
 
 
 class Block(Protocol):

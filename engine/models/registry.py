@@ -17,6 +17,7 @@ from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
 
 
 class Model(Protocol):
@@ -35,7 +36,7 @@ class Model(Protocol):
         self,
         token_ids: Tensor,
         metas: Sequence[AttentionMeta],
-        kv: Sequence[tuple[Tensor, Tensor]],
+        kv: Sequence[tuple[Cache, Cache]],
     ) -> Tensor:
         """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
         final norm.

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.kv_groups import KVGroups
+from kernels.kv_format import KVFormat
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache, QuantizedKV, turned
 
 
 @dataclass(slots=True)
@@ -19,15 +21,17 @@ class KVCache:
     that reads another's has that one's. blocks: num_blocks, or `KVView.parts` times as many.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
-    several groups lie in the same memory, of which a block belongs to one group at a time.
+    several groups lie in the same memory, of which a block belongs to one group at a time. Keys and
+    values in fewer bits are `QuantizedKV`s over the same storage, of bytes then.
     """
 
     groups: KVGroups
-    layers: list[tuple[Tensor, Tensor]]
-    # All of them: [slots, 2, num_blocks, block_size * elements of a token]
+    layers: list[tuple[Cache, Cache]]
+    # All of them: [slots, 2, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
     num_blocks: int
     block_size: int
+    form: KVFormat
 
     @classmethod
     def allocate(
@@ -37,7 +41,9 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        form: KVFormat = KVFormat(),  # noqa: B008, it is frozen
     ) -> "KVCache":
+        """dtype: of a plain form. A form of fewer bits is of layers that keep equally much."""
         for group in groups.groups:
             if groups.elements % group.elements:
                 raise ConfigError(
@@ -46,29 +52,49 @@ class KVCache:
                     "one model only where the smaller size divides the larger one",
                     param="model",
                 )
-        shape = (groups.slots, 2, num_blocks, block_size * groups.elements)
-        storage = _allocate(shape, dtype, device)
-        kv = cls(groups, [], storage, num_blocks, block_size)
+        form = form if form.name else KVFormat(bits=8 * dtype.itemsize)
+        dtype = torch.uint8 if form.name else dtype
+        width = block_size * groups.place_bytes(form) // dtype.itemsize
+        storage = _allocate((groups.slots, 2, num_blocks, width), dtype, device)
+        kv = cls(groups, [], storage, num_blocks, block_size, form)
         kv.layers += kv._views()
         return kv
 
-    def _views(self) -> list[tuple[Tensor, Tensor]]:
-        found = {}
+    def _views(self) -> list[tuple[Cache, Cache]]:
+        found: dict[int, tuple[Cache, Cache]] = {}
         for group in self.groups.groups:
             heads, dim = group.attention.kept
             parts = self.groups.elements // group.elements
             shape = (self.num_blocks * parts, heads, self.block_size, dim)
             for index, layer in enumerate(group.layers):
                 keys, values = self.storage[index // parts]
-                found[layer] = (keys.view(shape), values.view(shape))
+                if self.form.name:
+                    found[layer] = (
+                        QuantizedKV.over(self.form, keys, *shape[1:]),
+                        QuantizedKV.over(self.form, values, *shape[1:]),
+                    )
+                else:
+                    found[layer] = (keys.view(shape), values.view(shape))
         for layer, source in self.groups.borrowed:
             found[layer] = found[source]
         return [found[layer] for layer in sorted(found)]
 
-    def whole(self) -> Tensor:
-        """Of a model of one group: [num_layers, 2, num_blocks, num_kv_heads, block_size,
-        head_dim]."""
-        return self.storage.view(*self.storage.shape[:2], *self.layers[0][0].shape)
+    def put(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
+        """Keys and values that no layer computed, of a model of one group: values [n, 2 *
+        num_layers, num_kv_heads, head_dim], the first layer's keys, its values, the second's ...,
+        to the places int64 [n] in the blocks int64 [n]."""
+        if not self.form.name:
+            whole = self.storage.view(*self.storage.shape[:2], *self.layers[0][0].shape)
+            whole.flatten(0, 1)[:, blocks, :, places] = values
+            return
+        count, _, heads, dim = values.shape
+        head = torch.arange(heads, device=blocks.device).repeat(count)
+        at = (blocks.repeat_interleave(heads), head, places.repeat_interleave(heads))
+        for number, (keys, own) in enumerate(self.layers):
+            assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
+            key = turned(self.form, values[:, 2 * number].float())  # as the layer turns its own
+            keys.write(*at, key.reshape(-1, dim))
+            own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
 
     def shrink(self, num_blocks: int) -> None:
         """So few blocks, all empty; the memory of the others is free before that of these is

@@ -106,7 +106,7 @@ def plan_memory(
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
     plan.groups, plan.block_size = groups, block_size
-    plan.block_bytes = groups.bytes_per_block(block_size, resolved.dtype.itemsize)
+    plan.block_bytes = groups.bytes_per_block(block_size, resolved.kv)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
     if config.num_blocks:

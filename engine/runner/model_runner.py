@@ -217,7 +217,7 @@ class ModelRunner:
                 self._prompts.name(new)
         if batch.prefixes:
             assert self._prompts is not None
-            self._prompts.copy(batch.prefixes, self.kv.whole())
+            self._prompts.copy(batch.prefixes, self.kv.block_size, self.kv.put)
 
         count = len(batch.rows)
         decodes_only = batch.num_decodes == count

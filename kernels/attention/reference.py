@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache, QuantizedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Scores:
 
 
 def attend_chunk(
-    grouped: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, chunk: "PrefillChunk"
+    grouped: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, chunk: "PrefillChunk"
 ) -> Tensor:
     """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
     # Products over many queries are faster in float32 than in 16 bits without AMX.
@@ -104,17 +105,22 @@ class _Gather:
     The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
     """
 
-    def __init__(self, rows: Tensor, cache: Tensor, shape: tuple[int, ...]) -> None:
+    def __init__(self, rows: Tensor, cache: Cache, shape: tuple[int, ...]) -> None:
         """rows [n] int64. shape: of the keys as SDPA takes them, -1 for their number."""
-        buffer = cache.new_empty(2, rows.shape[0], cache.shape[2] * cache.shape[3])
+        size = (2, rows.shape[0], cache.shape[2] * cache.shape[3])
+        buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         self.rows = rows
         self.into = (buffer[0], buffer[1])
         self.key, self.value = (half.view(shape) for half in self.into)
         self.flat = buffer.view(-1, cache.shape[3])  # [2 * n * block_size, head_dim]
 
-    def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, k_cache: Cache, v_cache: Cache) -> tuple[Tensor, Tensor]:
         for cache, half in zip((k_cache, v_cache), self.into, strict=True):
-            torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
+            if isinstance(cache, QuantizedKV):
+                heads = cache.shape[1]
+                half.copy_(cache.read(self.rows // heads, self.rows % heads).flatten(1))
+            else:
+                torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
         return self.key, self.value
 
 
@@ -154,13 +160,23 @@ class ReferencePlan:
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def plan_of(meta: AttentionMeta, cache: Tensor) -> ReferencePlan:
+def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
     if not isinstance(meta.plan, ReferencePlan):
         meta.plan = make_plan(meta, cache)
     return meta.plan
 
 
-def make_plan(meta: AttentionMeta, cache: Tensor) -> ReferencePlan:
+def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
+    """values [n, head_dim] to rows int64 of a cache seen as [-1, head_dim]."""
+    _, heads, size, head_dim = cache.shape
+    if isinstance(cache, QuantizedKV):
+        block = rows // (heads * size)
+        cache.write(block, rows // size % heads, rows % size, values)
+    else:
+        cache.view(-1, head_dim).index_copy_(0, rows, values.to(cache.dtype))
+
+
+def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -183,7 +199,7 @@ def make_plan(meta: AttentionMeta, cache: Tensor) -> ReferencePlan:
 
 
 def _plan_decodes(
-    meta: AttentionMeta, cache: Tensor, entries: list[int], seen: list[int]
+    meta: AttentionMeta, cache: Cache, entries: list[int], seen: list[int]
 ) -> _DecodeBatch:
     """seen: of each entry, its keys from the first block on that its query sees."""
     _, num_kv_heads, block_size, head_dim = cache.shape
@@ -208,7 +224,7 @@ def _plan_decodes(
     return _DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
 
 
-def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
+def plan_chunks(meta: AttentionMeta, cache: Cache) -> list[PrefillChunk]:
     """Of the entries that are not decodes."""
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
@@ -219,7 +235,7 @@ def plan_chunks(meta: AttentionMeta, cache: Tensor) -> list[PrefillChunk]:
 
 
 def _plan_chunk(
-    meta: AttentionMeta, cache: Tensor, entry: int, begin: int, end: int, kv_len: int
+    meta: AttentionMeta, cache: Cache, entry: int, begin: int, end: int, kv_len: int
 ) -> PrefillChunk:
     length, size = end - begin, cache.shape[2]
     first = meta.first_key(kv_len - length) // size
@@ -264,7 +280,7 @@ def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def attend_decodes(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, how: Scores, part: _DecodeBatch
+    q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: _DecodeBatch
 ) -> Tensor:
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     key, value = part.gather.read(k_cache, v_cache)

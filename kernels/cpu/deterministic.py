@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+from kernels.quantized_kv import Cache
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 
@@ -108,8 +109,8 @@ class Deterministic(PlannedByFirstLayer):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
@@ -128,8 +129,8 @@ class Deterministic(PlannedByFirstLayer):
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         scale: float,
         meta: AttentionMeta,
         *,

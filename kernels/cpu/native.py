@@ -10,6 +10,7 @@ from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.cpu.prefill import prefill_for
 from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache, QuantizedKV
 from kernels.reference import Kernels
 
 
@@ -21,13 +22,15 @@ class LayerKernels:
         self._turn: tuple[int, bool] | None = None
 
     def choose(
-        self, num_heads: int, k_cache: Tensor, cos_sin: Tensor, q_norm: Tensor | None
+        self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
         """The kernels of a layer that turns and norms its heads so; None: the reference."""
         turn = (cos_sin.shape[1], q_norm is not None)
         if turn != self._turn:
             self._turn = turn
             _, num_kv_heads, block_size, head_dim = k_cache.shape
+            if isinstance(k_cache, QuantizedKV):
+                return None
             self.kernels = attention_for(
                 num_heads, num_kv_heads, head_dim, block_size, *turn, k_cache.dtype
             )
@@ -37,7 +40,7 @@ class LayerKernels:
 class PlannedByFirstLayer(Kernels):
     """A step is planned when its first layer runs: only layers know how they turn their heads."""
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Tensor) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
         """Nothing yet."""
 
 
@@ -90,8 +93,8 @@ class Native(PlannedByFirstLayer):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
@@ -108,8 +111,8 @@ class Native(PlannedByFirstLayer):
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         scale: float,
         meta: AttentionMeta,
         *,

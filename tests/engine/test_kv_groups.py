@@ -13,6 +13,7 @@ from engine.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache, in_views
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
+from kernels.kv_format import KVFormat
 from kernels.metadata import AttentionMeta
 from tests.engine.driver import random_run
 from tests.engine.test_runner import CONFIG
@@ -160,7 +161,7 @@ def test_layers_become_groups_of_about_one_size() -> None:
     small = replace(model.attention[1], num_kv_heads=1)
     mixed = kv_groups(replace(model, attention=(model.attention[0], small, small)))
     assert mixed.slots == 1 and [g.layers for g in mixed.groups] == [(0,), (1, 2)]
-    assert mixed.bytes_per_block(16, 2) == 2 * 16 * model.num_kv_heads * model.head_dim * 2
+    assert mixed.bytes_per_block(16, KVFormat()) == 2 * 16 * model.num_kv_heads * model.head_dim * 2
 
 
 def test_layers_of_several_groups_share_memory_but_no_block() -> None:

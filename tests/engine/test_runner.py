@@ -38,6 +38,7 @@ from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
+from kernels.kv_format import KVFormat
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
 
 NUM_ROWS = 4
@@ -433,7 +434,7 @@ def test_planning_refuses_what_cannot_be(tmp_path: Path) -> None:
     """Too small a cache, or more than the machine has, is found when the first prompt comes."""
     path = folder(tmp_path)
     model = ModelConfig.from_folder(path)
-    assert kv_groups(model).bytes_per_block(16, 2) == 2 * 2 * 2 * 8 * 16 * 2
+    assert kv_groups(model).bytes_per_block(16, KVFormat()) == 2 * 2 * 2 * 8 * 16 * 2
     with pytest.raises(ConfigError, match="graph_sizes: 64 is more than can run at once"):
         resolve(config_of(path, max_num_seqs=32, graph_sizes=(8, 64)))
     with pytest.raises(ConfigError, match="Ways out"):

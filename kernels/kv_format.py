@@ -1,0 +1,32 @@
+"""KVFormat: in how many bits keys and values are kept. No torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """name: "int8", "fp8" or "int4", or "" for numbers of the model's own type.
+
+    bits: of an element. words: bfloat16 numbers beside each token and head (`quantized_kv`).
+    turn: elements that queries and keys are turned in before keys are written, a power of two; 0 =
+        they are not (`quantized_kv.turned`).
+    """
+
+    name: str = ""
+    bits: int = 16
+    words: int = 0
+    turn: int = 0
+
+    def token_bytes(self, heads: int, dim: int) -> int:
+        """Of one token's keys, or values, in one layer."""
+        return heads * (dim * self.bits // 8 + 2 * self.words)
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        KVFormat("int8", 8, 1),
+        KVFormat("fp8", 8, 1),
+        KVFormat("int4", 4, 2),
+    )
+}

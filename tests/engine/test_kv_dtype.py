@@ -1,0 +1,101 @@
+"""kv_dtype: what an engine makes of it, from the sum of memory to the text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.plan.memory import GIB, Hardware, plan
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.factory import _model_key
+from engine.kv_groups import kv_groups
+from engine.model_config import ModelConfig
+from engine.resolve import resolve
+from engine.runner.kv_cache import KVCache
+from kernels.quantized_kv import QuantizedKV
+from tests.engine.test_memory import config_of, held
+from tests.engine.test_programs import answers, core_of
+
+HEADS: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
+names = pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+
+
+def blocks_of(folder: Path, dim: int, **options: Any) -> int:
+    config = config_of(folder, HEADS | {"head_dim": dim}, **options)
+    hardware = Hardware("here", "cpu", 64 * GIB)
+    return plan(ModelConfig.from_folder(folder), config, hardware).num_blocks
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_same_memory_holds_so_many_more_tokens(dim: int, tmp_path: Path) -> None:
+    """Bug: scales are not counted, or so large that half the gain is theirs."""
+    plain = blocks_of(tmp_path, dim, dtype="bfloat16")
+    assert blocks_of(tmp_path, dim, kv_dtype="bf16") == plain
+    for name, least in (("int8", 1.9), ("fp8", 1.9), ("int4", 3.5)):
+        assert blocks_of(tmp_path, dim, kv_dtype=name) >= least * plain
+
+
+@names
+def test_the_cache_holds_what_was_planned(name: str, tmp_path: Path) -> None:
+    """Bug: blocks of two layers overlap; more memory is taken than the sum says."""
+    resolved = resolve(config_of(tmp_path, HEADS, kv_dtype=name))
+    groups = kv_groups(resolved.model)
+    cpu = torch.device("cpu")
+    kv = KVCache.allocate(groups, 5, 4, resolved.dtype, cpu, resolved.kv)
+    assert held(kv.storage) == 5 * groups.bytes_per_block(4, resolved.kv)
+    kv.shrink(3)
+    assert held(kv.storage) == 3 * groups.bytes_per_block(4, resolved.kv)
+    for number, layer in enumerate(kv.layers):
+        for cache in layer:
+            assert isinstance(cache, QuantizedKV) and cache.shape == (3, 2, 4, 64)
+            assert not cache.codes.view(torch.uint8).any() and not cache.numbers.any()
+            cache.codes.view(torch.uint8).fill_(number + 1)
+            cache.numbers.fill_(number + 1)
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    """Bug: an error in a kernel, minutes later, or none."""
+    a100 = Hardware.gpu("a100")
+    config = config_of(tmp_path, HEADS, kv_dtype="fp8")
+    model = ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_dtype: A100 .*8\.9; int8 keeps as many"):
+        plan(model, config, a100)
+    with pytest.raises(ConfigError, match="kv_dtype: int8 is not supported on CUDA"):
+        plan(model, config_of(tmp_path, HEADS, kv_dtype="int8"), a100)
+    with pytest.raises(ConfigError, match=r"kv_dtype: bf16 .* float32 here"):
+        resolve(config_of(tmp_path, HEADS, kv_dtype="bf16", dtype="float32"))
+    with pytest.raises(ConfigError, match="kv_dtype: int4 needs heads of a multiple of 4"):
+        resolve(config_of(tmp_path, HEADS | {"head_dim": 66}, kv_dtype="int4"))
+    with pytest.raises(ConfigError, match="kv_dtype must be"):
+        EngineConfig(model=str(tmp_path), kv_dtype="int2")  # type: ignore[arg-type]
+
+
+def test_blocks_of_another_type_have_other_keys(tmp_path: Path) -> None:
+    """Bug: a prefix is taken from blocks whose numbers mean something else."""
+    kinds = ("auto", "int8", "fp8", "int4")
+    keys = [_model_key(resolve(config_of(tmp_path, HEADS, kv_dtype=each))) for each in kinds]
+    assert len(set(keys)) == len(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_text_is_the_same_after_a_preemption_and_from_the_prefix_cache(
+    name: str, tmp_path: Path
+) -> None:
+    """Bug: keys of a second computation differ from the first's, in blocks that were another
+    request's; a step's own keys are read before they are rounded."""
+    plainly: dict[str, Any] = {"dtype": "float32", "deterministic": True, "block_size": 4}
+    options = plainly | {"kv_dtype": name}
+    roomy = core_of(tmp_path, {}, **options)
+    scarce = core_of(
+        tmp_path, {}, num_blocks=16, max_num_batched_tokens=16, max_model_len=64,
+        **options | {"prefix_caching": True},
+    )  # fmt: skip
+    first = answers(roomy)
+    assert answers(scarce) == first
+    assert scarce.scheduler.counters.preemptions > 0
+    assert answers(scarce) == first
+    plain = core_of(tmp_path, {}, **plainly)
+    assert answers(plain) != first, "the cache is as it was"
