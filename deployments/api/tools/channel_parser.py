@@ -20,7 +20,7 @@ _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
 
 class ChannelParser(StepParser):
-    """analysis is reasoning, and so is what is addressed to others than the user and, where calls are
+    """analysis is reasoning, and so is what others than the user are told and, where calls are
     allowed, functions. All else is content. Messages of one kind stand on lines of their own."""
 
     def __init__(self, *, calls: bool) -> None:
