@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, no_vectors
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput
-from engine.library.prompts import Messages, Prompt, load_tokenizer
+from engine.library.prompts import Messages, Prompt, as_list, is_token_id, load_tokenizer
 from engine.library.request_manager import RequestManager, each_params
 from engine.messages import AdapterInfo, EngineStats
 from engine.process.client import START_SECONDS, OnProgress
@@ -250,9 +250,10 @@ class _LoopThread:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
+    prompts = as_list(prompts)
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
+    if len(prompts) and is_token_id(prompts[0]):
         return [prompts]
     return list(prompts)
 

@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # or an array of NumPy, torch or DLPack
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
@@ -38,6 +38,7 @@ class Prompts:
         self._ready = ready
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
+        prompt = as_list(prompt)
         if isinstance(prompt, str):
             return self._checked(self._text().encode(prompt, add_special_tokens=True))
         if len(prompt) and isinstance(prompt[0], Mapping):
@@ -71,6 +72,7 @@ class Prompts:
         truncate cuts longer ones."""
 
         def encode(text: Prompt) -> list[int]:
+            text = as_list(text)
             if not isinstance(text, str):
                 if before:
                     raise InvalidRequest(
@@ -106,6 +108,33 @@ class Prompts:
                     code="token_out_of_range",
                 )
         return ids
+
+
+def as_list(prompt: Any) -> Any:
+    """Arrays of NumPy, torch and what else speaks DLPack as lists; the rest as it is.
+
+    Raises InvalidRequest for a single number."""
+    if isinstance(prompt, (str, list, tuple)):
+        return prompt
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    elif hasattr(prompt, "__dlpack__"):
+        import numpy
+
+        prompt = numpy.from_dlpack(prompt).tolist()
+    if not hasattr(prompt, "__len__"):
+        kind = type(prompt).__name__
+        raise InvalidRequest(
+            f"a prompt is a text or a list of token ids, and {kind} is neither", param="prompt"
+        )
+    return prompt
+
+
+def is_token_id(value: object) -> bool:
+    """Whether it is one integer; an array of one integer is a prompt."""
+    return isinstance(value, int) or (
+        hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+    )
 
 
 def _each(name: str, items: Sequence[T], encode: Callable[[T], list[int]]) -> list[list[int]]:

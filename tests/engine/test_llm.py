@@ -18,9 +18,10 @@ import torch
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestReleased
 from engine.library.handle import RequestHandle
-from engine.library.llm import make_config
+from engine.library.llm import _as_list, make_config
 from engine.library.outputs import RequestOutput, RequestStatus
 from engine.library.progress import RequestProgress
+from engine.library.prompts import Prompts
 from engine.messages import Delta, Ready
 from tests.engine import small_tokenizers
 
@@ -98,6 +99,36 @@ def test_token_ids_of_numpy_and_torch(llm: LLM) -> None:
     assert [o.prompt_token_ids for o in llm.generate(given, short)] == [[5, 6]] * 3
     with pytest.raises(InvalidRequest, match="float is no token id"):
         llm.generate([[5.0, 6]], short)  # type: ignore[list-item]
+
+
+class OnlyDLPack:
+    """What arrays of other libraries are to us."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._array = numpy.array(ids)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_arrays_are_prompts() -> None:
+    """Bug: one array was taken for as many prompts as it has tokens, and that was no error of ours
+    but "object of type 'numpy.int64' has no len()"."""
+    ids = [5, 6]
+    one: list[Any] = [numpy.array(ids), torch.tensor(ids), OnlyDLPack(ids), [numpy.int64(5), 6]]
+    ready = Ready(64, 100, 16, 8, [], {}, "", 64)
+    prompts_of_ids = Prompts(None, ready)
+    for prompt in one:
+        (taken,) = _as_list(prompt)
+        assert prompts_of_ids.encode(taken) == ids
+    for prompts in (numpy.array([ids, ids]), torch.tensor([ids, ids]), one[:3]):
+        assert prompts_of_ids.encode_all(_as_list(prompts))[:2] == [ids, ids]
+    for wrong in (numpy.array([0.5]), torch.tensor([[5]]), numpy.array(5), OnlyDLPack([]), 5):
+        with pytest.raises(InvalidRequest):
+            prompts_of_ids.encode(wrong)  # type: ignore[arg-type]
 
 
 def test_nothing_runs_when_one_prompt_is_wrong(llm: LLM) -> None:
