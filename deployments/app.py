@@ -20,6 +20,7 @@ from ray.serve.config import RequestRouterConfig
 
 from deployments.adapters.registry import AdapterSettings
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments.config.keys import read_api_keys
 from deployments.config.load import (
     MantaConfig,
     PoolConfig,
@@ -27,15 +28,15 @@ from deployments.config.load import (
     default_config,
     load_config,
     parse_config,
-    read_api_keys,
 )
 from deployments.environment import gpus_here
 from deployments.haproxy.environment import haproxy_environment
 from deployments.haproxy.launch import find_haproxy
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.deployment import Router, RouterSettings, digest
+from deployments.router.deployment import Router, RouterSettings
 from deployments.router.dispatcher import DispatchLimits
+from deployments.router.keys.key_files import KeySettings
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.scaling import policy as autoscaling
 from deployments.transport.channel import ChannelLimits
@@ -122,10 +123,12 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     http = config.http
-    keys, admin_keys = (
-        read_api_keys(file, f"http.{name}") if (file := getattr(http, name)) else ()
+    key_files = {
+        name: file
         for name in ("api_keys_file", "admin_keys_file")
-    )
+        if (file := getattr(http, name)) is not None
+    }
+    keys = {name: read_api_keys(file, f"http.{name}") for name, file in key_files.items()}
     router = _deployment(serve.ingress()(Router)).options(
         name="router",
         num_replicas=config.router.replicas,
@@ -163,9 +166,12 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
                 losses=config.router.losses,
                 channel=channel,
             ),
-            api_key_digests=tuple(digest(one.key) for one in keys),
-            admin_key_digests=tuple(digest(one.key) for one in admin_keys),
-            key_priorities={digest(one.key): one.priority for one in keys if one.priority},
+            keys=KeySettings(
+                keys.get("api_keys_file", ()), keys.get("admin_keys_file", ()), key_files
+            ),
+            usage_file=config.usage.file or "",
+            usage_bytes=config.usage.bytes,
+            usage_files=config.usage.files,
             share_prefixes=http.share_prefixes,
             adapters=AdapterSettings(
                 model=config.name(),

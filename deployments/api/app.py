@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +18,7 @@ from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
+from deployments.api.caller import Caller
 from deployments.api.embeddings import embeddings
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
@@ -25,6 +26,7 @@ from deployments.api.generation.grammars import grammar_of, output_grammar_of
 from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
+    allowed,
     chat_call,
     check_context,
     completion_call,
@@ -163,6 +165,19 @@ class Api:
                 headers=(("retry-after", "1"),),
             )
 
+    def take(self, exchange: HttpExchange) -> None:
+        """Count a request against the limits of its key. Raises ApiError 429."""
+        limits = self.options.limits
+        if limits is not None and exchange.caller.rule.limited:
+            limits.take(exchange.caller, time.monotonic(), time.time())
+
+    def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
+        """Count its prompts; the answer tells what is left. Raises ApiError 429."""
+        limits = self.options.limits
+        if limits is not None and exchange.caller.rule.limited:
+            limits.charge(exchange.caller, sum(map(len, prompts)), time.monotonic())
+            exchange.always += limits.headers(exchange.caller)
+
     async def generate(
         self, exchange: HttpExchange, *, chat: bool, turn: Turn | None = None
     ) -> None:
@@ -177,6 +192,7 @@ class Api:
 
     async def _generate(self, exchange: HttpExchange, chat: bool, turn: Turn | None) -> None:
         self.check_room()
+        self.take(exchange)
         # Only now: a body that comes slowly, or never, must not take the place of another request.
         body = await self.read(exchange)
         if turn is not None:
@@ -191,7 +207,7 @@ class Api:
         self.in_flight += 1
         try:
             read = chat_call if chat else completion_call
-            call = await read(body, exchange.body_size, self.backend, self.options)
+            call = await read(body, exchange.body_size, self.backend, self.options, exchange.caller)
             ignored = call.ignored
             exchange.ignored += ignored if turn is None else map(turn.name, ignored)
             if call.card.parent is not None:
@@ -207,6 +223,7 @@ class Api:
                 grammar, ignored = await grammar_of(call.constraint, call.tokenizer, call.card)
                 call.change_params(structured=grammar)
                 exchange.ignored += ignored if turn is None else map(turn.name, ignored)
+            self.charge(exchange, call.prompts)
             common = call.common
             common.request_id, common.owner = exchange.request_id, exchange.caller.id
             common.key, common.deadline = key, deadline
@@ -254,13 +271,13 @@ class Api:
             body = await answer.collect(generation)
         await exchange.answer(200, body)
 
-    async def model_of(self, body: dict[str, Any]) -> ModelCard:
+    async def model_of(self, body: dict[str, Any], caller: Caller) -> ModelCard:
         """For routes where the model needs no name."""
         if body.get("model") is None:
             bases = [card for card in self.backend.models().values() if card.parent is None]
             if len(bases) == 1:
-                return bases[0]
-        return await find_model(body.get("model"), self.backend)
+                return allowed(bases[0], caller)
+        return await find_model(body.get("model"), self.backend, caller)
 
 
 async def _chat(api: Api, exchange: HttpExchange) -> None:
@@ -285,24 +302,25 @@ def _model(card: ModelCard) -> dict[str, Any]:
 
 async def _models(api: Api, exchange: HttpExchange) -> None:
     await api.backend.adapters.refresh()
-    cards = [_model(card) for card in api.backend.models().values()]
+    may_use = exchange.caller.may_use
+    cards = [_model(card) for card in api.backend.models().values() if may_use(card.id)]
     await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
 
 
 async def _one_model(api: Api, exchange: HttpExchange) -> None:
-    card = await find_model(exchange.path[len(_MODELS) :], api.backend)
+    card = await find_model(exchange.path[len(_MODELS) :], api.backend, exchange.caller)
     await exchange.answer(200, msgspec.json.encode(_model(card)))
 
 
 async def _tokenize(api: Api, exchange: HttpExchange) -> None:
     body = await api.read(exchange)
-    card = await api.model_of(body)
+    card = await api.model_of(body, exchange.caller)
     await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
 
 
 async def _detokenize(api: Api, exchange: HttpExchange) -> None:
     body = await api.read(exchange)
-    card = await api.model_of(body)
+    card = await api.model_of(body, exchange.caller)
     await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 
-from deployments.api.caller import ANYONE, LEAST_PRIORITY, Caller
+from deployments.api.caller import ANYONE, LEAST_PRIORITY, NO_RULE, Caller
 from deployments.api.http.errors import AUTHENTICATION, PERMISSION, ApiError
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
@@ -44,8 +44,9 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
             "this needs a key of http.admin_keys_file",
             kind=PERMISSION,
         )
-    least = LEAST_PRIORITY if operator else options.priorities.get(digest, 0)
-    return Caller(digest.hex()[:32], operator, least)
+    rule = options.rules.get(digest, NO_RULE)
+    least = LEAST_PRIORITY if operator else rule.priority
+    return Caller(digest.hex()[:32], operator, least, rule)
 
 
 def _among(digest: bytes, digests: frozenset[bytes]) -> bool:

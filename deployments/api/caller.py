@@ -1,19 +1,62 @@
-"""Caller: the client of a request, derived once from its API key (auth.py)."""
+"""Caller: the client of a request, derived once from its API key (auth.py). KeyRule: what the
+operator allows that key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
 
 LEAST_PRIORITY = -(2**31)
+
+Period = Literal["day", "month"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """One line of a keys file, without the key.
+
+    name: what metrics, the usage file and errors call the key; "" is the start of its digest.
+    models: patterns (`*`, `?`, `[...]`) of the models and adapters that it may use; () is all.
+    requests, tokens: a minute. budget: tokens a period, prompts and outputs; periods are of UTC.
+    priority: the least that its requests may have.
+    """
+
+    name: str = ""
+    models: tuple[str, ...] = ()
+    requests: int | None = None
+    tokens: int | None = None
+    budget: int | None = None
+    period: Period = "month"
+    priority: int = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether requests are counted against anything."""
+        return not (self.requests is None and self.tokens is None and self.budget is None)
+
+
+NO_RULE = KeyRule()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """id: names the key, however its header was spelt; "" for all callers where keys are not used.
     admin: may change what is served and see the requests of all keys. least_priority: of its
-    requests."""
+    requests. rule: of its key."""
 
     id: str = ""
     admin: bool = False
     least_priority: int = LEAST_PRIORITY
+    rule: KeyRule = field(default=NO_RULE)
+
+    @property
+    def name(self) -> str:
+        """What errors and records call the key."""
+        return self.rule.name or self.id[:8]
+
+    def may_use(self, model: str) -> bool:
+        """model: the name of a served model or adapter."""
+        models = self.rule.models
+        return not models or any(fnmatchcase(model, pattern) for pattern in models)
 
 
 ANYONE = Caller()

@@ -22,6 +22,7 @@ _FORMATS = ("float", "base64")
 async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
     api.check_room()
+    api.take(exchange)
     body = await api.read(exchange)
     api.in_flight += 1
     try:
@@ -33,6 +34,7 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
         if dimensions is not None:
             call.pooling.check_dimensions(dimensions, call.card.vector_size)
         prompts = await take_prompts(call, body, "input")
+        api.charge(exchange, prompts)
         vectors = await call.vectors(prompts)
         tokens = sum(map(len, prompts))
 

@@ -5,6 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.api.caller import KeyRule
+from deployments.api.key_limits import KeyLimits
+
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 
@@ -17,8 +20,9 @@ class ApiOptions:
         keys set, every route but /health and /ready needs one.
     admin_keys: the same of keys that may change what is served, and do all that the others may.
         Without them the admin routes are closed if api_keys are set, and open to all if not.
-    priorities: of api_keys, the least `priority` that requests may have; 0 for those not in it.
-        Admin keys may set any priority; so may all callers where keys are not used.
+    rules: of these keys, what each may do; NO_RULE for those not in it. Admin keys may set any
+        priority; so may all callers where keys are not used.
+    limits: counts requests and tokens of keys against their rules; None: nothing is counted.
     share_prefixes: requests of different keys share the prefix cache.
     max_body_bytes: a larger body is refused before it is read; 4 MiB is about a million tokens of
         English.
@@ -46,7 +50,8 @@ class ApiOptions:
     strict: bool = False
     api_keys: frozenset[bytes] = frozenset()
     admin_keys: frozenset[bytes] = frozenset()
-    priorities: Mapping[bytes, int] = field(default_factory=dict)
+    rules: Mapping[bytes, KeyRule] = field(default_factory=dict)
+    limits: KeyLimits | None = None
     share_prefixes: bool = False
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0

@@ -124,7 +124,7 @@ async def pooled_call(
     deadline = deadline_of(exchange, body, api.options)
     priority = priority_of(exchange, body)
     api.backend.admit(key)
-    card = await find_model(body.get("model"), api.backend)
+    card = await find_model(body.get("model"), api.backend, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None

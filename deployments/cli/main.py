@@ -78,6 +78,24 @@ def chat(
 
 
 @cli.command(
+    epilog="Examples:  manta key keys team-a  |  manta key keys team-b models=llama,legal-* "
+    "requests=60 tokens=100000 budget=5000000/day priority=-8"
+)
+def key(
+    file: Annotated[Path, typer.Argument(help="Keys file; it is made if it is not there.")],
+    name: Annotated[str, typer.Argument(help="What metrics and errors call the key.")],
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FIELD=VALUE]...", help="What it may do; see docs/http.md."),
+    ] = None,
+) -> None:
+    """Make an API key: its digest goes into the file, the key itself to the terminal, once."""
+    from deployments.cli.key import run
+
+    raise typer.Exit(run(file, name, fields or []))
+
+
+@cli.command(
     epilog="Examples:  manta plan default  |  manta plan manta.yaml --gpu h200  |  "
     "manta plan ./llama --gpu 48"
 )

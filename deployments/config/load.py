@@ -8,16 +8,16 @@ one.
 import difflib
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments.config import yaml_lines
 from deployments.config.adapters import make_absolute
+from deployments.config.keys import read_api_keys
 from deployments.config.models import (
     HttpConfig,
     LimitsConfig,
@@ -31,7 +31,6 @@ from deployments.config.tls import check_certificate
 from engine.errors import ConfigError
 
 __all__ = [
-    "ApiKey",
     "HttpConfig",
     "LimitsConfig",
     "MantaConfig",
@@ -43,12 +42,10 @@ __all__ = [
     "load_config",
     "named_config",
     "parse_config",
-    "read_api_keys",
 ]
 
 logger = logging.getLogger("manta.config")
 
-_PRIORITY = re.compile(r"priority=(-?[0-9]{1,9})")
 _OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG", "MANTA_EDGE")
 
 
@@ -102,49 +99,6 @@ def default_config() -> MantaConfig:
     return named_config() or parse_config()
 
 
-class ApiKey(NamedTuple):
-    """priority: the least that its requests may have."""
-
-    key: str
-    priority: int = 0
-
-
-def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[ApiKey, ...]:
-    """The keys in a file, one a line, with `priority=<integer>` behind it or nothing; # begins a
-    comment line. Raises ConfigError (about param): missing, empty, readable by others, a line of
-    another form."""
-    path = Path(path).expanduser()
-    try:
-        mode = path.stat().st_mode
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
-            param=param,
-        ) from None
-    if mode & 0o077:
-        raise ConfigError(f"{path}: other users may read it; chmod 600 {path}", param=param)
-    keys = tuple(
-        _api_key(line.split(), f"{path}:{number}", param)
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.startswith("#")
-    )
-    if not keys:
-        raise ConfigError(f"{path}: no key in it", param=param)
-    return keys
-
-
-def _api_key(words: list[str], where: str, param: str) -> ApiKey:
-    if len(words) == 1:
-        return ApiKey(words[0])
-    right = _PRIORITY.fullmatch(words[1])
-    if len(words) > 2 or right is None:
-        # Without the line: it has a key in it.
-        message = f"{where}: a line is a key, or a key and priority=<integer>, such as priority=-8"
-        raise ConfigError(message, param=param)
-    return ApiKey(words[0], int(right[1]))
-
-
 def _build(
     parsed: yaml_lines.YamlDocument,
     source: str,
@@ -164,6 +118,7 @@ def _build(
         ("http", "tls", "key"),
     ):
         _make_absolute(data, path, folder)
+    _beside(data.get("usage"), "file", folder)
     make_absolute(data.get("adapters"), lambda value: _found(value, folder))
     try:
         config = MantaConfig.model_validate(data)
@@ -215,6 +170,13 @@ def _make_absolute(data: dict[str, Any], path: tuple[str, ...], folder: Path) ->
     value = data.get(key)
     if isinstance(value, str) and value:
         data[key] = _found(value, folder)
+
+
+def _beside(section: Any, key: str, folder: Path) -> None:
+    """A relative path that is yet to be made becomes one beside the file."""
+    value = section.get(key) if isinstance(section, dict) else None
+    if isinstance(value, str) and value and "\0" not in value:
+        section[key] = str((folder / Path(value).expanduser()).absolute())
 
 
 def _found(value: str, folder: Path) -> str:

@@ -294,9 +294,10 @@ class HttpConfig(_Section):
     )
     api_keys_file: str | None = Field(
         None,
-        description="File with one API key a line, readable by its owner only. `priority=-8` "
-        "behind a key lets the key's requests set `priority` down to -8; otherwise 0 is the "
-        "least. Default none: no key is asked for, which suits loopback.",
+        description="File with one API key a line, or `sha256:` and its digest, readable by its "
+        "owner only. Behind a key stands what it may do: models, rates, a budget, priority; see "
+        "docs/http.md. A change is taken within seconds. Default none: no key is asked for, which "
+        "suits loopback.",
     )
     admin_keys_file: str | None = Field(
         None,
@@ -408,6 +409,32 @@ class LogConfig(_Section):
     )
     format: Literal["text", "json"] = Field(
         "text", description="json: an object a line, with the request's id and our fields."
+    )
+
+
+class UsageConfig(_Section):
+    """What each key has used, as a file. The same is in /metrics."""
+
+    file: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Appended to: a JSON object a line for each prompt that has ended, with key, "
+        "model and tokens; on each machine that has a router. Budgets of keys begin with what it "
+        "says of their day or month. Default none: budgets begin with the application.",
+    )
+    bytes: int = Field(
+        64 * 2**20,
+        ge=4096,
+        le=1 << 40,
+        description="A file of so many bytes is renamed to file.1, and file.1 to file.2. 64 MiB: "
+        "about 200,000 prompts.",
+    )
+    files: int = Field(
+        8,
+        ge=0,
+        le=1000,
+        description="Renamed files that are kept; the oldest go. 8: half a gigabyte.",
     )
 
 
@@ -547,6 +574,7 @@ class MantaConfig(_Section):
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    usage: UsageConfig = Field(default_factory=UsageConfig)
 
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":

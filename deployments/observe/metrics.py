@@ -1,7 +1,8 @@
 """The metrics: names, units and buckets in one table, and their Prometheus text.
 
 Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. Labels come from
-closed sets: the served model and the replica's id, never from a request.
+closed sets: the served models, the replica's id and the names in the keys files, never from a
+request.
 
 `families` lists a router's metrics, figures.py puts those of all routers together, and `render`
 writes them as Prometheus' text. ray_exporter.py gives them to Ray's exporter.
@@ -137,6 +138,15 @@ class RouterMetrics:
         self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
         self.paused = Counter(
             "streams_paused_total", "Times that a stream paused because its client did not read."
+        )
+        self.key_requests = Counter(
+            "key_requests_total", "Prompts that ended, by key and model.", "key", "model"
+        )
+        self.key_prompt_tokens = Counter(
+            "key_prompt_tokens_total", "Their prompt tokens.", "key", "model"
+        )
+        self.key_output_tokens = Counter(
+            "key_generation_tokens_total", "Their output tokens.", "key", "model"
         )
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"

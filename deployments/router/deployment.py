@@ -3,7 +3,6 @@ work."""
 
 import asyncio
 import gc
-import hashlib
 import logging
 import os
 import secrets
@@ -28,6 +27,10 @@ from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.ray_exporter import ServeExport
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.keys.keeper import KeyKeeper
+from deployments.router.keys.key_files import KeySettings
+from deployments.router.keys.sharing import SharedCounts
+from deployments.router.keys.usage_log import UsageLog
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import discovery, handle_call
 from deployments.router.serve.peers import PeerRouters
@@ -50,21 +53,21 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """model_name: the name that requests use. find_model: gives the local folder, and fetches the
-    model if need be. api_key_digests, admin_key_digests: SHA-256 of each key, hex. key_priorities:
-    of such a digest, the least priority that its requests may have, if that is not 0. seed: the
-    engines'. grpc: None if it is not served."""
+    model if need be. usage_file: "" is none; see UsageConfig. seed: the engines'. grpc: None if it
+    is not served."""
 
     model_name: str
     find_model: Callable[[], Path]
     dispatch: DispatchLimits
-    api_key_digests: tuple[str, ...]
     body_bytes: int
     strict: bool
     share_by: str
     deadline_seconds: float | None
     adapters: AdapterSettings
-    admin_key_digests: tuple[str, ...] = ()
-    key_priorities: Mapping[str, int] = field(default_factory=dict)
+    keys: KeySettings = field(default_factory=KeySettings)
+    usage_file: str = ""
+    usage_bytes: int = 2**26
+    usage_files: int = 8
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
@@ -133,11 +136,18 @@ class Router:
             lambda: dispatcher.state().replicas,
             partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
         )
+        keeper = self._keeper = KeyKeeper(
+            settings.keys,
+            UsageLog(Path(settings.usage_file), settings.usage_bytes, settings.usage_files)
+            if settings.usage_file
+            else None,
+            SharedCounts(app, name),
+            dispatcher.metrics,
+        )
+        if not keeper.idle:
+            dispatcher.on_end = keeper.ended
         options = ApiOptions(
             strict=settings.strict,
-            api_keys=frozenset(map(bytes.fromhex, settings.api_key_digests)),
-            admin_keys=frozenset(map(bytes.fromhex, settings.admin_key_digests)),
-            priorities={bytes.fromhex(key): p for key, p in settings.key_priorities.items()},
             share_prefixes=settings.share_prefixes,
             max_body_bytes=settings.body_bytes,
             max_in_flight=settings.dispatch.in_flight,
@@ -152,17 +162,22 @@ class Router:
             observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster: no key.
-        self._trusted = build_asgi(
-            dispatcher, replace(options, api_keys=frozenset(), admin_keys=frozenset())
-        )
+        self._trusted = build_asgi(dispatcher, options)
         # Serve itself puts the request's id, or a new one, into request and answer.
-        self._http = build_asgi(dispatcher, replace(options, tell_request_id=False))
+        keys = await keeper.start()
+        options = replace(options, tell_request_id=False, limits=keeper.limits, **keys)
+        http = self._http = build_asgi(dispatcher, options)
+
+        def keys_changed(fields: dict[str, Any]) -> None:
+            http.options = replace(http.options, **fields)
+
+        keeper.on_change = keys_changed
         if settings.grpc is not None:
             # Only now: few ask for it, and the library is large.
             from deployments.router.rpc.server import GrpcServer
 
             model = settings.model_name
-            self._grpc = GrpcServer(self._http, dispatcher.ready, model, settings.grpc)
+            self._grpc = GrpcServer(http, dispatcher.ready, model, settings.grpc)
             await self._grpc.start()
         # A garbage collection over all imported modules would hold every stream up for 70 ms.
         gc.collect()
@@ -281,9 +296,6 @@ class Router:
             await self._grpc.stop()
         if hasattr(self, "_dispatcher"):
             self._export.stop()
+            if hasattr(self, "_keeper"):
+                self._keeper.close()
             self._dispatcher.close()
-
-
-def digest(key: str) -> str:
-    """What is kept of an API key."""
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from deployments.api.caller import KeyRule
 from deployments.config import yaml_lines
+from deployments.config.keys import ApiKey, key_digest, read_api_keys
 from deployments.config.load import (
     MantaConfig,
     environment_names,
     load_config,
     parse_config,
-    read_api_keys,
 )
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -267,24 +268,52 @@ def test_key_files_of_others_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no key"):
         read_api_keys(path)
     path.write_text("# comment\nabc\n  def  \n")
-    assert read_api_keys(path) == (("abc", 0), ("def", 0))
+    assert read_api_keys(path) == (ApiKey(key_digest("abc")), ApiKey(key_digest("def")))
     path.chmod(0o644)
     (found,) = faults(tmp_path, "http:\n  api_keys_file: keys")
     assert found.startswith("2: http.api_keys_file: ") and "chmod 600" in found
 
 
-def test_a_key_may_have_a_right_to_priority(tmp_path):
-    """A right that is read as a part of the key, which then opens nothing; a line that is told in
-    the error, with the key in it."""
+def test_a_key_may_have_rights_and_limits(tmp_path):
+    """A right that is read as a part of the key, which then opens nothing; a key that is kept as
+    its digest and opens nothing, either."""
     path = tmp_path / "keys"
-    path.write_text("abc\n\ndef  priority=-8\nghi priority=2\n")
+    path.write_text(
+        f"abc\n\ndef  priority=-8\nsha256:{key_digest('ghi')} name=team models=tiny,legal-* "
+        "requests=60 tokens=1000 budget=5000/day\n"
+    )
     path.chmod(0o600)
-    assert read_api_keys(path) == (("abc", 0), ("def", -8), ("ghi", 2))
-    for wrong in ("secret priority", "secret priority=high", "secret admin", "secret priority=1 x"):
-        path.write_text(f"abc\n{wrong}\n")
-        with pytest.raises(ConfigError, match=r"keys:2: a line is a key, or .* priority=-8") as no:
-            read_api_keys(path)
-        assert "secret" not in no.value.message
+    rule = KeyRule("team", ("tiny", "legal-*"), 60, 1000, 5000, "day")
+    assert read_api_keys(path) == (
+        ApiKey(key_digest("abc")),
+        ApiKey(key_digest("def"), KeyRule(priority=-8)),
+        ApiKey(key_digest("ghi"), rule),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("secret priority", "a word is not understood"),
+        ("secret priority=high", "priority is not understood"),
+        ("secret admin", "a word is not understood"),
+        ("secret priority=1 x", "a word is not understood"),
+        ("secret tokens=0", "tokens is not understood"),
+        ("secret budget=5", "budget is not understood; .* budget=<tokens>/day"),
+        ("secret models=", "models is not understood"),
+        ("sha256:secret", "64 hexadecimal digits"),
+        ("abc", "this key is in line 1"),
+        ("secret name=x", "the name x is in line 1"),
+    ],
+)
+def test_a_fault_in_a_keys_file_has_its_line_and_no_key(tmp_path, line, told):
+    """A line that is told in the error, with the key in it."""
+    path = tmp_path / "keys"
+    path.write_text(f"abc name=x\n{line}\n")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=rf"keys:2: .*{told}") as no:
+        read_api_keys(path)
+    assert "secret" not in no.value.message
 
 
 def test_every_engine_option_can_be_set_and_every_knob_says_why():

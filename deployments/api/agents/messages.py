@@ -51,7 +51,7 @@ async def count(api: "Api", exchange: HttpExchange) -> None:
     turn = MessagesTurn(strict=api.options.strict, counts=True)
     chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
     try:
-        call = await chat_call(chat, exchange.body_size, api.backend, api.options)
+        call = await chat_call(chat, exchange.body_size, api.backend, api.options, exchange.caller)
     except (ApiError, MantaError) as error:
         raise turn.error(error) from None
     exchange.ignored += turn.ignored

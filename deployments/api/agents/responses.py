@@ -75,7 +75,7 @@ async def count(api: "Api", exchange: HttpExchange) -> None:
     turn = ResponsesTurn(api, exchange.caller.id)
     chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
     try:
-        call = await chat_call(chat, exchange.body_size, api.backend, api.options)
+        call = await chat_call(chat, exchange.body_size, api.backend, api.options, exchange.caller)
     except (ApiError, MantaError) as error:
         raise turn.error(error) from None
     told = {"object": "response.input_tokens", "input_tokens": len(call.prompts[0])}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from deployments.api.caller import ANYONE, Caller
 from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
     CHAT,
@@ -26,6 +27,7 @@ from deployments.api.generation.fields import (
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import sampling_params
 from deployments.api.http.errors import (
+    INVALID,
     NOT_FOUND,
     ApiError,
     did_you_mean,
@@ -139,25 +141,26 @@ def encode_texts(
     return found
 
 
-async def find_model(name: Any, backend: Backend) -> ModelCard:
+async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
     """The model or adapter of this name: an adapter has two, "name" and "model:name".
 
-    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found.
+    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
+    model_not_found: the caller's key may not use it.
     """
     if name is None:
         raise invalid("model is required", "model", "missing_field")
     if not isinstance(name, str):
         raise wrong_type("model", "a string")
     if (card := _known(name, backend)) is not None:
-        return card
+        return allowed(card, caller)
     # Names become paths in some back ends: what could leave a folder never gets further.
     dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
     if name and (dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name)):
         raise invalid("model is not a valid model name", "model", "invalid_model_name")
     await backend.adapters.refresh()  # another router may have added it a moment ago
     if (card := _known(name, backend)) is not None:
-        return card
-    models = backend.models()
+        return allowed(card, caller)
+    models = [name for name in backend.models() if caller.may_use(name)]
     raise ApiError(
         404,
         "model_not_found",
@@ -165,6 +168,14 @@ async def find_model(name: Any, backend: Backend) -> ModelCard:
         param="model",
         kind=NOT_FOUND,
     )
+
+
+def allowed(card: ModelCard, caller: Caller) -> ModelCard:
+    """The card again. Raises ApiError 403 model_not_found, in OpenAI's words."""
+    if caller.may_use(card.id):
+        return card
+    message = f'Key "{caller.name}" does not have access to model {shown(card.id)}'
+    raise ApiError(403, "model_not_found", message, param="model", kind=INVALID)
 
 
 def _served(names: Collection[str]) -> str:
@@ -184,11 +195,15 @@ def _known(name: str, backend: Backend) -> ModelCard | None:
 
 
 async def chat_call(
-    body: dict[str, Any], size: int, backend: Backend, options: ApiOptions
+    body: dict[str, Any],
+    size: int,
+    backend: Backend,
+    options: ApiOptions,
+    caller: Caller = ANYONE,
 ) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
     ignored = check_names(body, CHAT, strict=options.strict)
-    card = await find_model(body.get("model"), backend)
+    card = await find_model(body.get("model"), backend, caller)
 
     def work() -> OpenAIRequest:
         messages = check_messages(body.get("messages"), ignored)
@@ -257,11 +272,15 @@ def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any
 
 
 async def completion_call(
-    body: dict[str, Any], size: int, backend: Backend, options: ApiOptions
+    body: dict[str, Any],
+    size: int,
+    backend: Backend,
+    options: ApiOptions,
+    caller: Caller = ANYONE,
 ) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
     ignored = check_names(body, COMPLETION, strict=options.strict)
-    card = await find_model(body.get("model"), backend)
+    card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
     if body.get("suffix"):
         raise invalid("suffix is not supported", "suffix", "not_supported")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.api.app import build_asgi
+from deployments.api.caller import KeyRule
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.routing.prefix_index import STRIDE
@@ -131,7 +132,9 @@ def test_priority_above_the_usual_is_a_right_of_the_key(
     header: bytes, priority: int, status: int
 ) -> None:
     """Bug: any key went before all others in an overload by asking for it."""
-    options = ApiOptions(OPTIONS.strict, OPTIONS.api_keys, OPTIONS.admin_keys, {TWO: -4})
+    options = ApiOptions(
+        OPTIONS.strict, OPTIONS.api_keys, OPTIONS.admin_keys, {TWO: KeyRule(priority=-4)}
+    )
     reply, backend = post(header, options, priority=priority)
     assert reply.status == status, reply.body
     if status == 403:

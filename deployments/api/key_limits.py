@@ -1,0 +1,225 @@
+"""KeyLimits: rates and budgets of API keys, as one router counts them. Pure: times are arguments.
+
+A rate is a bucket that holds a minute's worth and fills as time passes. A request takes one from
+the bucket of requests and its prompt from that of tokens, or is refused; what it writes is taken
+when it has ended, and may leave the bucket in debt, which time pays first. A budget counts what
+has ended: prompts and outputs of requests that ran.
+
+Routers do not ask each other before they admit. Each tells what it has counted
+(router/keys/sharing.py), so a key may take so much more as it can in the second until the others
+have heard.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from deployments.api.caller import Caller, Period
+from deployments.api.http.errors import RATE_LIMIT, ApiError
+
+MINUTE = 60.0
+_MOST_KEYS = 65_536  # whose counts a router keeps; keys come from the keys file alone
+
+
+class KeyCount(msgspec.Struct, array_like=True):
+    """What one router has counted of a key since it started, and of that in the current period."""
+
+    requests: int = 0
+    tokens: int = 0
+    period: str = ""
+    spent: int = 0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at: float  # monotonic seconds
+
+    def fill(self, limit: int, now: float) -> float:
+        self.level = min(limit, self.level + (now - self.at) * limit / MINUTE)
+        self.at = now
+        return self.level
+
+
+@dataclass(slots=True)
+class _Account:
+    requests: _Bucket | None = None
+    tokens: _Bucket | None = None
+    period: Period = "month"
+    own: KeyCount = field(default_factory=KeyCount)
+    others: int = 0  # tokens that other routers counted in the current period
+
+
+class KeyLimits:
+    """used: monotonic seconds of the last request of a key with limits; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._heard: dict[str, dict[str, KeyCount]] = {}  # router -> key's id -> its last word
+        self.used = 0.0
+
+    def take(self, caller: Caller, now: float, at: float) -> None:
+        """A request has come. now: monotonic seconds; at: Unix seconds.
+
+        Raises ApiError 429 insufficient_quota, rate_limit_exceeded.
+        """
+        rule = caller.rule
+        if not rule.limited:
+            return
+        account = self._account(caller, now)
+        if rule.budget is not None:
+            spent = self._spent(account, at)
+            if spent >= rule.budget:
+                raise _over_budget(caller, spent, at)
+        if rule.requests is not None:
+            bucket = account.requests = account.requests or _Bucket(rule.requests, now)
+            level = bucket.fill(rule.requests, now)
+            if level < 1:
+                raise _over_rate(caller, "requests", rule.requests, level, 1)
+            bucket.level -= 1
+        account.own.requests += 1
+
+    def charge(self, caller: Caller, tokens: int, now: float) -> None:
+        """Its prompts have so many tokens. Raises ApiError 429 rate_limit_exceeded."""
+        limit = caller.rule.tokens
+        if limit is None:
+            return
+        account = self._account(caller, now)
+        bucket = account.tokens = account.tokens or _Bucket(limit, now)
+        level = bucket.fill(limit, now)
+        if level < tokens:
+            raise _over_rate(caller, "tokens", limit, level, tokens)
+        bucket.level -= tokens
+        account.own.tokens += tokens
+
+    def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
+        """A prompt of the key with this id has ended. at: Unix seconds."""
+        account = self._accounts.get(owner)
+        if account is None:  # the key has no limits
+            return
+        if account.tokens is not None:
+            account.tokens.level -= output
+            account.own.tokens += output
+        self._spent(account, at)
+        account.own.spent += prompt + output
+
+    def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
+        """OpenAI's x-ratelimit-* headers of an answer."""
+        account = self._accounts.get(caller.id)
+        if account is None:
+            return []
+        found = []
+        for what, limit, bucket in (
+            (b"requests", caller.rule.requests, account.requests),
+            (b"tokens", caller.rule.tokens, account.tokens),
+        ):
+            if limit is not None and bucket is not None:
+                left, full = max(0.0, bucket.level), (limit - bucket.level) * MINUTE / limit
+                found.append((b"x-ratelimit-limit-" + what, b"%d" % limit))
+                found.append((b"x-ratelimit-remaining-" + what, b"%d" % left))
+                found.append((b"x-ratelimit-reset-" + what, b"%.3fs" % max(0.0, full)))
+        return found
+
+    # -- between routers
+
+    def told(self, at: float) -> dict[str, KeyCount]:
+        """What this router has counted: key's id -> count."""
+        for account in self._accounts.values():
+            self._spent(account, at)
+        return {owner: account.own for owner, account in self._accounts.items()}
+
+    def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
+        """What the other routers have told: all of it, those that have ended included."""
+        for one in self._accounts.values():
+            self._spent(one, at)
+            one.others = 0
+        for router, counts in routers.items():
+            before = self._heard.get(router)
+            for owner, count in counts.items():
+                account = self._accounts.get(owner)
+                if account is None:
+                    continue
+                if count.period == period_of(account.period, at):
+                    account.others += count.spent
+                # The first word of a router tells of times that are over for a rate.
+                last = None if before is None else before.get(owner, KeyCount())
+                if last is not None and account.requests is not None:
+                    account.requests.level -= max(0, count.requests - last.requests)
+                if last is not None and account.tokens is not None:
+                    account.tokens.level -= max(0, count.tokens - last.tokens)
+        self._heard = routers
+
+    def _account(self, caller: Caller, now: float) -> _Account:
+        self.used = now
+        account = self._accounts.get(caller.id)
+        if account is None:
+            if len(self._accounts) >= _MOST_KEYS:
+                del self._accounts[next(iter(self._accounts))]
+            account = self._accounts[caller.id] = _Account()
+            account.others = sum(
+                count.spent
+                for counts in self._heard.values()
+                if (count := counts.get(caller.id)) is not None
+                and count.period == period_of(caller.rule.period, time.time())
+            )
+        account.period = caller.rule.period
+        return account
+
+    def _spent(self, account: _Account, at: float) -> int:
+        """Of the current period, by all routers as far as known."""
+        period = period_of(account.period, at)
+        if account.own.period != period:
+            if account.own.period:  # what the others had counted is over, too
+                account.others = 0
+            account.own.period, account.own.spent = period, 0
+        return account.own.spent + account.others
+
+
+def period_of(period: Period, at: float) -> str:
+    """The day ("2026-11-23") or month ("2026-11") of UTC that a Unix time lies in."""
+    return time.strftime("%Y-%m-%d" if period == "day" else "%Y-%m", time.gmtime(at))
+
+
+def period_ends(period: Period, at: float) -> float:
+    """Seconds until the period of a Unix time is over."""
+    day = 86400.0
+    if period == "day":
+        return day - at % day
+    now = time.gmtime(at)
+    end = at - at % day + (28 - min(28, now.tm_mday)) * day
+    while time.gmtime(end).tm_mon == now.tm_mon:
+        end += day
+    return end - at
+
+
+def _over_rate(caller: Caller, what: str, limit: int, level: float, wanted: int) -> ApiError:
+    seconds = (wanted - level) * MINUTE / limit
+    name = f"{what} per min ({'RPM' if what == 'requests' else 'TPM'})"
+    if wanted > limit:
+        message = (
+            f'Request too large for key "{caller.name}" on {name}: Limit {limit}, Requested '
+            f"{wanted}. The prompt must be reduced, or the operator has to raise the limit."
+        )
+        headers = (("x-should-retry", "false"),)
+    else:
+        message = (
+            f'Rate limit reached for key "{caller.name}" on {name}: Limit {limit}, Used '
+            f"{math.ceil(limit - level)}, Requested {wanted}. Please try again in {seconds:.3f}s."
+        )
+        headers = (("retry-after", str(max(1, math.ceil(seconds)))),)
+    return ApiError(429, "rate_limit_exceeded", message, kind=RATE_LIMIT, headers=headers)
+
+
+def _over_budget(caller: Caller, spent: int, at: float) -> ApiError:
+    rule = caller.rule
+    seconds = math.ceil(period_ends(rule.period, at))
+    return ApiError(
+        429,
+        "insufficient_quota",
+        f'You exceeded your current quota: key "{caller.name}" has spent {spent} of {rule.budget} '
+        f"tokens per {rule.period}. It begins anew in {seconds}s.",
+        kind="insufficient_quota",
+        headers=(("retry-after", str(max(1, seconds))), ("x-should-retry", "false")),
+    )

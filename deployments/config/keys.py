@@ -1,0 +1,121 @@
+"""Files of API keys: one key a line, with what it may do behind it.
+
+sha256:9f86d0...  name=team-a models=llama,legal-* requests=60 tokens=100000 budget=5000000/day
+sk-plain-text     priority=-8
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deployments.api.caller import KeyRule
+from engine.errors import ConfigError
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
+_MODEL = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
+_INTEGER = re.compile(r"-?[0-9]{1,15}")
+_BUDGET = re.compile(r"([0-9]{1,15})/(day|month)")
+
+FIELDS = (
+    "name=<word>, models=<name or pattern>,..., requests=<a minute>, tokens=<a minute>, "
+    "budget=<tokens>/day or /month, priority=<integer> such as priority=-8"
+)
+
+
+class ApiKey(NamedTuple):
+    """digest: SHA-256 of the key, in hex."""
+
+    digest: str
+    rule: KeyRule = KeyRule()
+
+
+def key_digest(key: str) -> str:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[ApiKey, ...]:
+    """The keys in a file; # begins a comment line. Raises ConfigError (about param): missing,
+    empty, readable by others, a line of another form, a key or a name that is there twice."""
+    path = Path(path).expanduser()
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
+            param=param,
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(f"{path}: other users may read it; chmod 600 {path}", param=param)
+    keys: list[ApiKey] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        key = parse_line(line, f"{path}:{number}", param)
+        for what in (key.digest, key.rule.name):
+            if what and seen.setdefault(what, number) != number:
+                # Without the key itself; names may be told.
+                told = f"the name {what}" if what == key.rule.name else "this key"
+                message = f"{path}:{number}: {told} is in line {seen[what]} already"
+                raise ConfigError(message, param=param)
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"{path}: no key in it", param=param)
+    return tuple(keys)
+
+
+def parse_line(line: str, where: str, param: str) -> ApiKey:
+    """One key with its fields. Raises ConfigError, which never has the key in it."""
+    key, *words = line.split()
+    found = _DIGEST.fullmatch(key)
+    if found is None and key.startswith("sha256:"):
+        raise ConfigError(f"{where}: sha256: is followed by 64 hexadecimal digits", param=param)
+    rule = KeyRule()
+    for word in words:
+        name, equals, value = word.partition("=")
+        changes = _PARSERS[name](value) if equals and name in _PARSERS else None
+        if changes is None:
+            shown = name if equals and name in _PARSERS else "a word"
+            message = f"{where}: {shown} is not understood; behind the key may stand {FIELDS}"
+            raise ConfigError(message, param=param)
+        rule = replace(rule, **changes)
+    return ApiKey(found[1] if found else key_digest(key), rule)
+
+
+def _name(value: str) -> dict[str, Any] | None:
+    return {"name": value} if _NAME.fullmatch(value) else None
+
+
+def _models(value: str) -> dict[str, Any] | None:
+    models = tuple(value.split(","))
+    return {"models": models} if all(map(_MODEL.fullmatch, models)) else None
+
+
+def _number(name: str, least: int | None) -> Callable[[str], dict[str, Any] | None]:
+    def parse(value: str) -> dict[str, Any] | None:
+        if not _INTEGER.fullmatch(value) or (least is not None and int(value) < least):
+            return None
+        return {name: int(value)}
+
+    return parse
+
+
+def _budget(value: str) -> dict[str, Any] | None:
+    found = _BUDGET.fullmatch(value)
+    return None if found is None else {"budget": int(found[1]), "period": found[2]}
+
+
+_PARSERS: dict[str, Callable[[str], dict[str, Any] | None]] = {
+    "name": _name,
+    "models": _models,
+    "requests": _number("requests", 1),
+    "tokens": _number("tokens", 1),
+    "budget": _budget,
+    "priority": _number("priority", None),
+}

@@ -1,0 +1,77 @@
+"""KeyFiles: the API keys of a router, from the files of the configuration, read again when these
+change."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deployments.api.caller import KeyRule
+from deployments.config.keys import ApiKey, read_api_keys
+from engine.errors import ConfigError
+
+logger = logging.getLogger("manta.router")
+
+
+@dataclass(frozen=True, slots=True)
+class KeySettings:
+    """user, admin: the keys when the configuration was built, which count where the files are not
+    on the router's node. files: of both, by their names in the configuration."""
+
+    user: tuple[ApiKey, ...] = ()
+    admin: tuple[ApiKey, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class KeyFiles:
+    """`look` blocks for a moment and may run in any one thread at a time."""
+
+    def __init__(self, settings: KeySettings) -> None:
+        self._keys = {"api_keys_file": settings.user, "admin_keys_file": settings.admin}
+        self._files = {name: Path(path) for name, path in settings.files.items()}
+        self._seen: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._files)
+
+    def look(self) -> bool:
+        """Read the files that have changed. Whether the keys have. A file that is gone or has a
+        fault leaves the keys as they were: a slip of the pen must not lock everybody out."""
+        changed = False
+        for name, path in self._files.items():
+            try:
+                stat = path.stat()
+            except OSError:
+                if self._seen[name] is not None:
+                    logger.error("http.%s: %s is gone; its keys stay as they were", name, path)
+                    self._seen[name] = None
+                continue
+            mark = (stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_mode)
+            if mark == self._seen[name]:
+                continue
+            self._seen[name] = mark
+            try:
+                keys = read_api_keys(path, f"http.{name}")
+            except ConfigError as error:
+                logger.error("http.%s: %s; its keys stay as they were", name, error.message)
+                continue
+            if keys != self._keys[name]:
+                logger.info("http.%s: %s has %d keys now", name, path, len(keys))
+                self._keys[name] = keys
+                changed = True
+        return changed
+
+    def options(self) -> dict[str, Any]:
+        """The fields of ApiOptions that follow from the keys."""
+        user, admin = self._keys["api_keys_file"], self._keys["admin_keys_file"]
+        rules: dict[bytes, KeyRule] = {
+            bytes.fromhex(key.digest): key.rule for key in (*admin, *user) if key.rule != KeyRule()
+        }
+        return {
+            "api_keys": frozenset(bytes.fromhex(key.digest) for key in user),
+            "admin_keys": frozenset(bytes.fromhex(key.digest) for key in admin),
+            "rules": rules,
+        }
+
+    def names(self) -> dict[str, str]:
+        """Caller.id -> what metrics and the usage file call it."""
+        keys = (*self._keys["admin_keys_file"], *self._keys["api_keys_file"])
+        return {key.digest[:32]: key.rule.name or key.digest[:8] for key in keys}

@@ -1,0 +1,151 @@
+"""UsageLog: a JSON line for each prompt that has ended, in one file of all routers of a machine
+that is renamed when it is full: usage.jsonl, usage.jsonl.1 (the newest of the full ones), ..."""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from deployments.api.caller import Period
+from deployments.api.key_limits import period_of
+
+logger = logging.getLogger("manta.router")
+
+_MOST_LINES = 100_000  # kept while the disk takes none
+_COMPLAINT_SECONDS = 60.0
+
+
+class UsageLine(msgspec.Struct):
+    """at: Unix seconds of the end. key: its name, "" where keys are not used; key_id: the start of
+    its SHA-256. prompt_tokens: with those found in the prefix cache. error: code, "" if it has
+    none."""
+
+    at: float
+    id: str
+    key: str
+    key_id: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+    finish: list[str]
+    error: str = ""
+
+
+class UsageLog:
+    """`add` is for the event loop; `flush` writes, and blocks. bytes: of a file; files: full ones
+    that are kept."""
+
+    def __init__(self, path: Path, bytes: int, files: int) -> None:
+        self.path = path
+        self._bytes = bytes
+        self._files = files
+        self._lines: list[UsageLine] = []
+        self._lost = 0
+        self._complained = 0.0
+
+    def add(self, line: UsageLine) -> None:
+        if len(self._lines) < _MOST_LINES:
+            self._lines.append(line)
+        else:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Append what has been added. A disk that takes nothing is told in the log, and what waits
+        goes out later."""
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            self._append(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        except OSError as error:
+            self._lines = lines + self._lines
+            now = time.monotonic()
+            if now - self._complained > _COMPLAINT_SECONDS:
+                self._complained = now
+                logger.error(
+                    "usage.file: %s: %s; %d lines wait and %d are lost",
+                    self.path,
+                    error.strerror or error,
+                    len(self._lines),
+                    self._lost,
+                )
+
+    def _append(self, data: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # Other routers append to the same file, and rename it.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            size = self.path.stat().st_size if self.path.exists() else 0
+            if size and size + len(data) > self._bytes:
+                self._rotate()
+                size = 0
+            with open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as f:
+                try:
+                    f.seek(size)
+                    f.write(data)
+                    f.flush()
+                except OSError:
+                    f.truncate(size)  # no half line before the next one
+                    raise
+        finally:
+            os.close(lock)
+
+    def _rotate(self) -> None:
+        for number in range(self._files, 0, -1):
+            older = self._numbered(number)
+            if older.exists():
+                if number == self._files:
+                    older.unlink()
+                else:
+                    older.rename(self._numbered(number + 1))
+        if self._files:
+            self.path.rename(self._numbered(1))
+        else:
+            self.path.unlink()
+
+    def _numbered(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+    def spent(self, at: float) -> dict[str, dict[str, int]]:
+        """Tokens by key's id and period, of the day and the month of a Unix time, as far back as
+        the files go."""
+        found: dict[str, dict[str, int]] = {}
+        periods: tuple[Period, ...] = ("day", "month")
+        current = {period: period_of(period, at) for period in periods}
+        begins = at - 32 * 86400
+        for line in self._read(begins):
+            totals = found.setdefault(line.key_id, {})
+            for period in periods:
+                if period_of(period, line.at) == current[period]:
+                    name = current[period]
+                    tokens = line.prompt_tokens + line.output_tokens
+                    totals[name] = totals.get(name, 0) + tokens
+        return found
+
+    def _read(self, since: float) -> Iterator[UsageLine]:
+        for path in (self._numbered(n) for n in range(self._files, 0, -1)):
+            yield from _lines(path, since)
+        yield from _lines(self.path, since)
+
+
+def _lines(path: Path, since: float) -> Iterator[UsageLine]:
+    try:
+        if path.stat().st_mtime < since:
+            return
+        with path.open("rb") as file:
+            for raw in file:
+                try:
+                    line = msgspec.json.decode(raw, type=UsageLine)
+                except msgspec.MsgspecError:
+                    continue  # somebody else's
+                if line.at >= since and line.key_id:
+                    yield line
+    except OSError:
+        return
