@@ -141,7 +141,7 @@ class BorrowingAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -154,7 +154,7 @@ class ExpertsBeside(Experts):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Cache, Cache],
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
