@@ -209,6 +209,7 @@ def test_shipped_configuration_is_valid() -> None:
     assert load_config(CONFIG, environment={}).model == "default"
 
 
+@pytest.mark.slow
 def test_library_examples(default_model: Path) -> None:
     """The first lines of Python that a new user types."""
     for code in examples("python.md")[:3]:

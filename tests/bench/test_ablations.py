@@ -41,6 +41,7 @@ def test_split_batches_collapse_when_adapters_take_turns() -> None:
     assert blocks < 4 < 15 < turns
 
 
+@pytest.mark.slow
 def test_what_each_feature_gives() -> None:
     """A policy that lost what it is for: peak against sum, tokens against slots, continuous
     against static; and nobody is preempted by a careful policy."""

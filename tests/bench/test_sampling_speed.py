@@ -9,6 +9,7 @@ from bench import sampling_speed
 from tests.bench.test_memory_load import TINY
 
 
+@pytest.mark.slow
 def test_shares_of_greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind of sampling that the table leaves out, or a share of another number of requests."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 256}))

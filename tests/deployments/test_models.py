@@ -164,6 +164,7 @@ def test_weights_equal_transformers(tmp_path: Path, arch: str, quant: str, untie
     assert ours.config.rms_norm_eps == 1e-5  # theirs is the file's float32
 
 
+@pytest.mark.slow
 def test_tokenizer_equals_transformers(tmp_path: Path, default_model: Path) -> None:
     """A different split before the merges changes ids only on some texts: digits, spaces, other
     scripts.
@@ -391,6 +392,7 @@ def _resolve_in_child(source: str, cache: str, log: Any) -> None:
     log.put(str(folder))
 
 
+@pytest.mark.slow
 def test_two_processes_convert_once(tmp_path: Path) -> None:
     """Two replicas that start together must not write the same file at the same time."""
     source = tiny(tmp_path / "m.gguf")

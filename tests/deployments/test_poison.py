@@ -163,6 +163,7 @@ def test_who_passed_does_not_kill_while_others_are_tried():
     run(case())
 
 
+@pytest.mark.slow
 def test_one_poison_after_the_other_fails_no_bystander():
     """A person who tries again and again: each time streams are at one more death, until they are
     given up for the third."""
@@ -369,6 +370,7 @@ def test_suspects_of_the_last_replica_wait_for_the_next():
     run(case())
 
 
+@pytest.mark.slow
 def test_twenty_deaths_from_outside_fail_nothing():
     """Streams that are taken for the cause because they were at several kills."""
 

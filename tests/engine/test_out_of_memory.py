@@ -103,6 +103,7 @@ def test_a_device_that_is_full_ends_the_engine_and_does_not_try_for_ever() -> No
     assert len(runner.shortages) < 60
 
 
+@pytest.mark.slow
 def test_the_real_runner_on_the_cpu(default_model: Path, monkeypatch: Any) -> None:
     """Bug: torch's own exception is not recognised, or it keeps the step's tensors alive; text that
     differs after the KV cache was replaced."""

@@ -456,6 +456,7 @@ def test_deterministic(tmp_path: Path) -> None:
         jsonschema.validate(json.loads(text_of(tokenizer, together[id])), PERSON)
 
 
+@pytest.mark.slow
 def test_through_the_process(tmp_path: Path) -> None:
     """A grammar that is lost on its way to the engine's process, or one that ends it."""
     folder = save_model(tmp_path, byte_level())

@@ -120,6 +120,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     assert prefill_for(4, 2, 64, 16, torch.float32) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(os.environ.get("ATEN_CPU_CAPABILITY")), reason="this is the inner run")
 def test_avx2() -> None:
     """Vectors of eight, on a processor that has more."""

@@ -123,7 +123,8 @@ def test_add_and_gate(name: str, layer: LoraLinear, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "num_slots", "rows"), [(300, 1, 32), (300, 2, 32), (700, 2, 64), (2100, 2, 64)]
+    ("count", "num_slots", "rows"),
+    [(300, 1, 32), (300, 2, 32), (700, 2, 64), pytest.param(2100, 2, 64, marks=pytest.mark.slow)],
 )
 def test_large_tiles(count: int, num_slots: int, rows: int) -> None:
     """Bug: every other step here is so small that its tiles have 16 rows; those of 32 and 64, wide

@@ -66,6 +66,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoraDevice:
     return LoraDevice(SLOTS, elements, len(SIZES), MAX_RANK, torch.float32, uploader, **rows)
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_step(device: LoraDevice) -> None:
     """A graph is recorded once: what it reads must lie where it was, and as many tiles as it was
     recorded with must do for any mixture of adapters, none at all, and other adapters in the slots.

@@ -85,6 +85,7 @@ def test_bad_faults_end_before_any_request(scenario: Path, tmp_path: Path) -> No
     assert done.returncode == 2 and "short.yaml:6: chaos.0" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_sweep_and_search(scenario: Path, tmp_path: Path) -> None:
     """Every trial's results stay, the page has them all, and a second call only reads."""
     out = tmp_path / "found"
