@@ -46,24 +46,33 @@ def steps_until_computed(tokens: int, budget: int) -> int:
 
 
 class PromptPace:
-    """How many prompt tokens a step has time for, by the last step that had some.
+    """How many prompt tokens a step has time for, by what the last steps took.
 
-    That step's whole time is counted as its prompt tokens'. The rest of it is thereby within the
-    bound, too. A step that took long for another reason, say because the process did not run, makes
-    the next two or three smaller than they could be.
+    A step's seconds beyond those of decodes alone are its prompt tokens'. Decodes alone are the
+    faster of the last two steps without prompt tokens: a step can take long for another reason, say
+    because the process did not run. Such a step with prompt tokens makes the next two or three
+    smaller than they could be.
+
+    Where decodes alone take most of the bound, prompts get as much time as they do. Otherwise rows
+    would become free faster than prompts fill them.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0  # a prompt token; 0: not known
+        self._decodes = (0.0, 0.0)  # the last two steps without prompt tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step that computed so many prompt tokens took so long."""
-        if tokens >= _LEAST_TIMED:
-            self._seconds = seconds / tokens
+        if tokens == 0:
+            self._decodes = (self._decodes[1], seconds)
+        elif tokens >= _LEAST_TIMED:
+            self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
 
-    def limit(self, tokens: int, *, decodes: bool) -> int:
-        """`tokens`, or as many as there is time for. decodes: requests wait for their next."""
+    def limit(self, tokens: int, decodes: int) -> int:
+        """`tokens`, or as many as there is time for. decodes: requests that wait for their next
+        token; as many prompt tokens are computed however long they take."""
         if not self._seconds:
             return tokens
-        seconds = _SECONDS_BESIDE if decodes else _SECONDS_ALONE
-        return min(tokens, max(_LEAST_TIMED, int(seconds / self._seconds)))
+        alone = min(self._decodes)
+        seconds = max(_SECONDS_BESIDE - alone, alone) if decodes else _SECONDS_ALONE
+        return min(tokens, max(_LEAST_TIMED, decodes, int(seconds / self._seconds)))

@@ -246,11 +246,11 @@ class Scheduler:
     def _prompt_limit(self) -> int:
         """Prompt tokens that this step may compute; of the whole budget, if no request decodes."""
         if not self.decoding:
-            return self.pace.limit(self.token_limit, decodes=False)
+            return self.pace.limit(self.token_limit, 0)
         startable = min(len(self._free_rows), len(self.queue.waiting))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         waiting = queued + sum(r.remaining for r in self.computing)
-        return self.pace.limit(prefill_tokens(waiting, self.token_limit), decodes=True)
+        return self.pace.limit(prefill_tokens(waiting, self.token_limit), len(self.decoding))
 
     def _budget(self, builder: StepBuilder) -> int:
         """Tokens that this step can still take."""

@@ -13,6 +13,7 @@ import pytest
 from deployments.observe.metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
 from engine.messages import EngineRequest
+from engine.scheduling.chunking import PromptPace
 from engine.scheduling.core import EngineCore
 from engine.scheduling.request import Request
 from engine.scheduling.step_timer import StepTimer
@@ -443,3 +444,19 @@ def test_a_slow_device_computes_prompts_by_the_clock(monkeypatch: pytest.MonkeyP
     long = [n for n in chunks if n > 1]
     assert sum(chunks) == 3020 and max(long[1:]) > 200 and long[-6] > 60
     assert len(long) < 40, "a hiccup is forgotten"
+
+
+def test_slow_decodes_leave_prompts_half_of_the_time() -> None:
+    """Bug: where a step of decodes takes longer than the bound, prompts get eight tokens a step,
+    and a device that could serve 32 rows serves three."""
+    pace = PromptPace()
+    for seconds in (1.0, 9.0):  # a hiccup too
+        pace.observe(0, seconds)
+    pace.observe(100, 1.5)
+    assert pace.limit(4096, 4) == 200, "5 ms a token beside decodes of 1 s"
+    pace.observe(8, 5.0)
+    assert pace.limit(4096, 32) == 32, "never fewer than decodes"
+    for _ in range(2):
+        pace.observe(0, 0.1)
+    pace.observe(100, 0.5)
+    assert pace.limit(4096, 4) in (49, 50) and pace.limit(4096, 0) in (249, 250)
