@@ -18,7 +18,8 @@ from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
-from deployments.api.caller import Caller
+from deployments.api.batches import routes as batches
+from deployments.api.caller import CALLER, Caller
 from deployments.api.embeddings import embeddings
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
@@ -72,6 +73,8 @@ _PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 _OPEN_ROUTES = ("/health", "/ready")
 _MODELS = "/v1/models/"
 _ADAPTERS = f"{adapters.PATH}/"
+_FILES = f"{batches.FILES}/"
+_BATCHES = f"{batches.BATCHES}/"
 _RESPONSES = f"{responses.PATH}/"
 
 
@@ -115,7 +118,9 @@ class Api:
                     return
                 if path not in _OPEN_ROUTES:
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
-                    exchange.caller = authenticate(exchange, self.options, admin=admin)
+                    exchange.caller = scope.get(CALLER) or authenticate(
+                        exchange, self.options, admin=admin
+                    )
                 route, handler = _find(exchange)
                 await handler(self, exchange)
                 status = 200
@@ -369,6 +374,8 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     f"{messages.PATH}/count_tokens": (_POST, messages.count),
     "/v1/models": (_GET, _models),
     "/v1/embeddings": (_POST, embeddings),
+    batches.FILES: (("GET", "HEAD", "POST"), batches.files),
+    batches.BATCHES: (("GET", "HEAD", "POST"), batches.batches),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
     "/detokenize": (_POST, _detokenize),
@@ -392,6 +399,14 @@ def _find(exchange: HttpExchange) -> tuple[str, Handler]:
         label, found = REQUESTS + "{id}", (_GET, _request)
     if found is None and path.startswith(_RESPONSES) and len(path) > len(_RESPONSES):
         label, found = _response_route(path[len(_RESPONSES) :])
+    if found is None and path.startswith(_FILES) and len(path) > len(_FILES):
+        content = path.endswith("/content")
+        label = _FILES + ("{id}/content" if content else "{id}")
+        found = (_GET if content else ("GET", "HEAD", "DELETE"), batches.one_file)
+    elif found is None and path.startswith(_BATCHES) and len(path) > len(_BATCHES):
+        cancel = path.endswith("/cancel")
+        label = _BATCHES + ("{id}/cancel" if cancel else "{id}")
+        found = (_POST if cancel else _GET, batches.one_batch)
     if found is None and path.startswith(_ADAPTERS) and len(path) > len(_ADAPTERS):
         label, found = _ADAPTERS + "{name}", (("GET", "HEAD", "DELETE"), adapters.one_adapter)
     if found is None:

@@ -44,6 +44,21 @@ def authenticate(exchange: HttpExchange, options: ApiOptions, *, admin: bool) ->
             "this needs a key of http.admin_keys_file",
             kind=PERMISSION,
         )
+    return _caller(digest, operator, options)
+
+
+def known_caller(id: str, options: ApiOptions) -> Caller | None:
+    """The caller with this Caller.id as the keys are now; None: its key is gone."""
+    if not id:
+        return ANYONE
+    for digests in (options.admin_keys, options.api_keys):
+        for digest in digests:
+            if digest.hex()[:32] == id:
+                return _caller(digest, digests is options.admin_keys, options)
+    return None
+
+
+def _caller(digest: bytes, operator: bool, options: ApiOptions) -> Caller:
     rule = options.rules.get(digest, NO_RULE)
     least = LEAST_PRIORITY if operator else rule.priority
     return Caller(digest.hex()[:32], operator, least, rule)

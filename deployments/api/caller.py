@@ -7,6 +7,8 @@ from typing import Literal
 
 LEAST_PRIORITY = -(2**31)
 
+CALLER = "manta.caller"  # in an ASGI scope of ours: whose request it is, in place of a key
+
 Period = Literal["day", "month"]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.api.batches.folder import BatchFolder
 from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
 
@@ -39,6 +40,8 @@ class ApiOptions:
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
+    batches: where /v1/files and /v1/batches keep theirs; None: there are none.
+    batch_file_bytes: a larger upload is refused.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -67,6 +70,8 @@ class ApiOptions:
         )
     )
     store_bytes: int = 0
+    batches: BatchFolder | None = None
+    batch_file_bytes: int = 200 * 2**20
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -78,6 +78,25 @@ def chat(
 
 
 @cli.command(
+    epilog="Examples:  manta batch questions.jsonl answers.jsonl  |  "
+    "manta batch questions.jsonl answers.jsonl --resume batch_..."
+)
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests, one JSON object a line, as OpenAI's.")],
+    output: Annotated[Path, typer.Argument(help="Answers; failures go into OUTPUT.errors.")],
+    url: Annotated[str, typer.Option(help="Server to talk to.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        Path | None, typer.Option(help="File with the API key; default: OPENAI_API_KEY.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="A batch that was begun before.")] = None,
+) -> None:
+    """Have a file of requests answered behind all others, and wait for it with a bar."""
+    from deployments.cli.batch import run
+
+    raise typer.Exit(run(source, output, url, key, resume))
+
+
+@cli.command(
     epilog="Examples:  manta key keys team-a  |  manta key keys team-b models=llama,legal-* "
     "requests=60 tokens=100000 budget=5000000/day priority=-8"
 )

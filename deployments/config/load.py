@@ -119,6 +119,7 @@ def _build(
     ):
         _make_absolute(data, path, folder)
     _beside(data.get("usage"), "file", folder)
+    _beside(data.get("batch"), "folder", folder)
     make_absolute(data.get("adapters"), lambda value: _found(value, folder))
     try:
         config = MantaConfig.model_validate(data)

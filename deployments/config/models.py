@@ -438,6 +438,28 @@ class UsageConfig(_Section):
     )
 
 
+class BatchConfig(_Section):
+    """/v1/files and /v1/batches: requests from a file, answered when there is room."""
+
+    folder: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Where files and batches are kept: a folder that all routers see, so in a "
+        "cluster a shared one. Nothing in it goes by itself. Default none: the routes are off.",
+    )
+    in_flight: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        description="Requests of batches at once, behind all others. 32: fills what others leave "
+        "of a few replicas, and is little to have in the queue.",
+    )
+    file_bytes: int = Field(
+        200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
+    )
+
+
 class LimitsConfig(_Section):
     """Bounds on what the service takes in."""
 
@@ -575,6 +597,7 @@ class MantaConfig(_Section):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     usage: UsageConfig = Field(default_factory=UsageConfig)
+    batch: BatchConfig = Field(default_factory=BatchConfig)
 
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":

@@ -69,12 +69,11 @@ class HttpExchange:
         for name, value in scope["headers"]:
             self._headers.setdefault(name.lower(), []).append(value)
         self.path = _path(scope)
+        self.query: bytes = scope.get("query_string", b"")
         self.request_id = request_id(self.values(b"x-request-id"))
         self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])
         self._header_count = len(scope["headers"])
-        self._url_bytes = len(scope.get("raw_path") or self.path) + len(
-            scope.get("query_string", b"")
-        )
+        self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
 
     def values(self, name: bytes) -> list[bytes]:
         """All values of a header; name in lower case."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from deployments.api.caller import CALLER, Caller
 from deployments.api.generation.event_ids import LAST, WANTED
 
 Message = MutableMapping[str, Any]
@@ -66,6 +67,57 @@ async def stream(
         await exchange.end()
 
 
+async def post(
+    app: AsgiApp, path: str, payload: bytes, caller: Caller, request_id: str
+) -> tuple[int, dict[bytes, bytes], bytes]:
+    """A POST of JSON in the caller's name, answered whole: status, headers, body. Cancelling it
+    aborts the request."""
+    scope = _scope(path, payload, ((b"x-request-id", request_id.encode()),))
+    scope[CALLER] = caller
+    unread: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
+    start: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if unread:
+            return unread.pop()
+        await asyncio.Future()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return start["status"], dict(start.get("headers", ())), b"".join(parts)
+
+
+def _scope(
+    path: str, payload: bytes, headers: Sequence[tuple[bytes, bytes]], method: str = "POST"
+) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"handle"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(payload)).encode()),
+            *headers,
+        ],
+        "client": None,
+        "server": None,
+    }
+
+
 class AsgiCall:
     """One request in a task of its own, its body parts in a queue. body: None for a GET.
 
@@ -90,25 +142,8 @@ class AsgiCall:
             {"type": "http.request", "body": payload, "more_body": False}
         ]
         self._gone = asyncio.Event()
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "GET" if body is None else "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [
-                (b"host", b"handle"),
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(payload)).encode()),
-                *headers,
-            ],
-            "client": None,
-            "server": None,
-        }
+        method = "GET" if body is None else "POST"
+        scope = _scope(path, payload, headers, method)
         self._task = asyncio.create_task(self._run(app, scope))
 
     async def _run(self, app: AsgiApp, scope: dict[str, Any]) -> None:

@@ -1,0 +1,118 @@
+"""`manta batch`: the requests of a file of JSON lines, answered into another, with progress."""
+
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deployments.cli.chat import ServerError, read_key
+from deployments.cli.console import err
+from engine.errors import ConfigError
+
+POLL_SECONDS = 1.0
+_ENDED = ("completed", "failed", "cancelled")
+_UPLOAD_SECONDS = 600.0
+
+
+def run(source: Path, output: Path, url: str, key: Path | None, resume: str | None) -> int:
+    """0: every request was answered; 1: some failed, which are in OUTPUT.errors. resume: a batch
+    that was begun before. Raises ConfigError, ServerError."""
+    server = _Server(url, read_key(key))
+    if resume is None:
+        file, endpoint = server.upload(source), _endpoint(source)
+        asked = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
+        batch = server.json("/batches", asked)
+    else:
+        batch = server.json(f"/batches/{resume}")
+    err.print(f"{batch['id']}: --resume {batch['id']} looks at it again")
+    batch = _wait(server, batch)
+    for kind, path in (
+        ("output_file_id", output),
+        ("error_file_id", output.with_name(f"{output.name}.errors")),
+    ):
+        if batch[kind]:
+            path.write_bytes(server.get(f"/files/{batch[kind]}/content"))
+            err.print(f"{path}")
+    for error in (batch["errors"] or {}).get("data", []):
+        err.print(f"{source}:{error['line']}: {error['message']}", markup=False)
+    counts = batch["request_counts"]
+    err.print(
+        f"{batch['status']}: {counts['completed']} of {counts['total']} answered, "
+        f"{counts['failed']} failed"
+    )
+    return 0 if batch["status"] == "completed" and not counts["failed"] else 1
+
+
+def _endpoint(source: Path) -> str:
+    """What the first request is for. Raises ConfigError."""
+    try:
+        with source.open(encoding="utf-8") as file:
+            return str(json.loads(file.readline())["url"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{source}: the first line is no request with `url` ({type(error).__name__})",
+            param=str(source),
+        ) from None
+
+
+def _wait(server: "_Server", batch: dict[str, Any]) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err) as bars:
+        bar = bars.add_task(batch["status"], total=None)
+        while True:
+            counts = batch["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            bars.update(
+                bar, completed=done, total=counts["total"] or None, description=batch["status"]
+            )
+            if batch["status"] in _ENDED:
+                return batch
+            time.sleep(POLL_SECONDS)
+            batch = server.json(f"/batches/{batch['id']}")
+
+
+class _Server:
+    def __init__(self, url: str, key: str | None) -> None:
+        base = url.rstrip("/")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        return dict(json.loads(self.get(path, data)))
+
+    def upload(self, source: Path) -> str:
+        """The file's id."""
+        boundary = secrets.token_hex(16)
+        try:
+            content = source.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{source}: {error.strerror or error}", param=str(source)) from None
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="batch.jsonl"'
+            "\r\nContent-Type: application/jsonl\r\n\r\n"
+        )
+        form = head.encode() + content + f"\r\n--{boundary}--\r\n".encode()
+        kind = f"multipart/form-data; boundary={boundary}"
+        return str(json.loads(self.get("/files", form, kind))["id"])
+
+    def get(self, path: str, data: bytes | None = None, kind: str = "application/json") -> bytes:
+        headers = {**self._headers, **({"Content-Type": kind} if data is not None else {})}
+        try:
+            request = urllib.request.Request(self._base + path, data, headers)
+            with urllib.request.urlopen(request, timeout=_UPLOAD_SECONDS) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            try:
+                message = json.loads(error.read())["error"]["message"]
+            except (ValueError, LookupError, TypeError):
+                message = f"HTTP {error.code}"
+            raise ServerError(f"{self._base}{path}: {message}") from None
+        except (OSError, ValueError) as error:
+            raise ServerError(f"{self._base}: {getattr(error, 'reason', error)}") from None
