@@ -41,7 +41,6 @@ class ApiOptions:
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
-    batch_file_bytes: a larger upload is refused.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -71,7 +70,6 @@ class ApiOptions:
     )
     store_bytes: int = 0
     batches: BatchFolder | None = None
-    batch_file_bytes: int = 200 * 2**20
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,8 @@ from deployments.cli.console import err
 from engine.errors import ConfigError
 
 POLL_SECONDS = 1.0
-_ENDED = ("completed", "failed", "cancelled")
+_PATIENCE = 60  # polls that a server may be away
+_ENDED = ("completed", "failed", "cancelled", "expired")
 _UPLOAD_SECONDS = 600.0
 
 
@@ -36,10 +38,11 @@ def run(source: Path, output: Path, url: str, key: Path | None, resume: str | No
         ("error_file_id", output.with_name(f"{output.name}.errors")),
     ):
         if batch[kind]:
-            path.write_bytes(server.get(f"/files/{batch[kind]}/content"))
+            server.download(f"/files/{batch[kind]}/content", path)
             err.print(f"{path}")
     for error in (batch["errors"] or {}).get("data", []):
-        err.print(f"{source}:{error['line']}: {error['message']}", markup=False)
+        where = source if error["line"] is None else f"{source}:{error['line']}"
+        err.print(f"{where}: {error['message']}", markup=False)
     counts = batch["request_counts"]
     err.print(
         f"{batch['status']}: {counts['completed']} of {counts['total']} answered, "
@@ -63,7 +66,7 @@ def _endpoint(source: Path) -> str:
 def _wait(server: "_Server", batch: dict[str, Any]) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as bars:
-        bar = bars.add_task(batch["status"], total=None)
+        bar, away = bars.add_task(batch["status"], total=None), 0
         while True:
             counts = batch["request_counts"]
             done = counts["completed"] + counts["failed"]
@@ -73,7 +76,12 @@ def _wait(server: "_Server", batch: dict[str, Any]) -> dict[str, Any]:
             if batch["status"] in _ENDED:
                 return batch
             time.sleep(POLL_SECONDS)
-            batch = server.json(f"/batches/{batch['id']}")
+            try:
+                batch, away = server.json(f"/batches/{batch['id']}"), 0
+            except ServerError as error:
+                away += 1
+                if error.status not in (0, 502, 503) or away > _PATIENCE:
+                    raise
 
 
 class _Server:
@@ -103,16 +111,26 @@ class _Server:
         return str(json.loads(self.get("/files", form, kind))["id"])
 
     def get(self, path: str, data: bytes | None = None, kind: str = "application/json") -> bytes:
+        with self._open(path, data, kind) as answer:
+            return bytes(answer.read())
+
+    def download(self, path: str, target: Path) -> None:
+        try:
+            with self._open(path) as answer, target.open("wb") as file:
+                shutil.copyfileobj(answer, file)
+        except OSError as error:
+            raise ConfigError(f"{target}: {error.strerror or error}", param=str(target)) from None
+
+    def _open(self, path: str, data: bytes | None = None, kind: str = "") -> Any:
         headers = {**self._headers, **({"Content-Type": kind} if data is not None else {})}
         try:
             request = urllib.request.Request(self._base + path, data, headers)
-            with urllib.request.urlopen(request, timeout=_UPLOAD_SECONDS) as answer:
-                return bytes(answer.read())
+            return urllib.request.urlopen(request, timeout=_UPLOAD_SECONDS)
         except urllib.error.HTTPError as error:
             try:
                 message = json.loads(error.read())["error"]["message"]
             except (ValueError, LookupError, TypeError):
                 message = f"HTTP {error.code}"
-            raise ServerError(f"{self._base}{path}: {message}") from None
+            raise ServerError(f"{self._base}{path}: {message}", status=error.code) from None
         except (OSError, ValueError) as error:
             raise ServerError(f"{self._base}: {getattr(error, 'reason', error)}") from None

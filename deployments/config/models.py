@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from deployments.api.batches.folder import BatchSettings
 from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
 from engine.config import EngineConfig
@@ -446,7 +447,7 @@ class BatchConfig(_Section):
         min_length=1,
         max_length=4096,
         description="Where files and batches are kept: a folder that all routers see, so in a "
-        "cluster a shared one. Nothing in it goes by itself. Default none: the routes are off.",
+        "cluster a shared one whose file system has locks. Default none: the routes are off.",
     )
     in_flight: int = Field(
         32,
@@ -458,6 +459,35 @@ class BatchConfig(_Section):
     file_bytes: int = Field(
         200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
     )
+    key_bytes: int = Field(
+        10 * 2**30,
+        ge=1024,
+        le=1 << 50,
+        description="Bytes of a key's files, results included, beyond which an upload is refused. "
+        "10 GiB: 50 of the largest uploads.",
+    )
+    key_batches: int = Field(
+        100, ge=1, le=100_000, description="Batches of a key that have not ended."
+    )
+    keep_days: float = Field(
+        30.0,
+        gt=0,
+        le=3650,
+        description="Files, results and ended batches are removed after so many. 30: OpenAI's.",
+    )
+
+    def settings(self) -> BatchSettings | None:
+        """None: the routes are off."""
+        if self.folder is None:
+            return None
+        return BatchSettings(
+            self.folder,
+            self.in_flight,
+            self.file_bytes,
+            self.key_bytes,
+            self.key_batches,
+            self.keep_days * 86400.0,
+        )
 
 
 class LimitsConfig(_Section):

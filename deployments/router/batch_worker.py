@@ -7,113 +7,216 @@ is not asked again.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from deployments.api.batches.folder import RUNNING, BatchFolder, Entry, whole_lines
+from deployments.api.auth import known_caller
+from deployments.api.batches.folder import BatchFolder, Entry, new_file_id, whole_lines
+from deployments.api.http.errors import ApiError
+from deployments.api.options import ApiOptions
+from deployments.router.serve.handle_call import AsgiApp, post
 
 logger = logging.getLogger("manta.router")
 
 LOOK_SECONDS = 1.0
 SAVE_SECONDS = 1.0  # between two words of the counts
+SWEEP_SECONDS = 3600.0
+AGAIN_SECONDS = 30.0  # after a failure of the work itself
+MAX_AT_ONCE = 64  # batches; they share the requests at once
 MAX_REQUESTS = 50_000  # of a batch: OpenAI's
 MAX_ERRORS = 100  # of a bad file that are told
 PRIORITY = 16  # behind all others: the last of the steps that a queue tells apart
 
-# (owner, path, body, request id) -> status, headers, answer
-Ask = Callable[[str, str, bytes, str], Awaitable[tuple[int, dict[bytes, bytes], bytes]]]
+_PARTS = (("output", "output_file_id", "completed"), ("errors", "error_file_id", "failed"))
+_REST = {
+    "expired": ("batch_expired", "the batch's completion_window was over before this request"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request"),
+}
+
+# (owner, path, body, request id, seconds that it may take) -> status, headers, answer
+Answer = tuple[int, dict[bytes, bytes], bytes]
+Ask = Callable[[str, str, dict[str, Any], str, float], Awaitable[Answer]]
+
+
+def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
+    """Requests to our own HTTP API in the name of the key that a batch belongs to, with that key's
+    rights and limits as they are at the time."""
+
+    async def ask(owner: str, path: str, body: dict[str, Any], id: str, seconds: float) -> Answer:
+        caller = known_caller(owner, options())
+        if caller is None:
+            return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
+        priority = max(PRIORITY, caller.least_priority)
+        payload = msgspec.json.encode({**body, "priority": priority})
+        return await post(app, path, payload, caller, id, seconds)
+
+    return ask
 
 
 class BatchWorker:
-    """in_flight: requests at once."""
-
-    def __init__(self, folder: BatchFolder, ask: Ask, in_flight: int) -> None:
-        self._folder = folder
-        self._ask = ask
-        self._in_flight = in_flight
+    def __init__(self, folder: BatchFolder, ask: Ask) -> None:
+        self.folder = folder
+        self.ask = ask
+        # Its waiters are served in their order, so batches take turns.
+        self.slots = asyncio.Semaphore(folder.settings.in_flight)
         self._lock: IO[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._batches: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, float] = {}  # batch -> when its next try may be, monotonic
+        self._ended: set[str] = set()
+        self._swept = -SWEEP_SECONDS
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
+        """The lock goes when what runs has ended."""
         if self._task is not None:
             self._task.cancel()
+        else:
+            self.unlock()
+
+    def unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     async def _watch(self) -> None:
-        while True:
-            try:
-                if self._take_lock():
-                    await self.look()
-            except Exception:
-                logger.exception("the work on batches failed; another try follows")
-            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            while True:
+                pause = LOOK_SECONDS
+                try:
+                    if self.take_lock():
+                        await self._sweep()
+                        await self.work()
+                except Exception:
+                    logger.exception("the work on batches failed; another try follows")
+                    pause = AGAIN_SECONDS
+                await asyncio.sleep(pause)
+        finally:
+            self.unlock()
 
-    def _take_lock(self) -> bool:
+    def take_lock(self) -> bool:
+        """Raises OSError: the folder's file system has no locks."""
         if self._lock is None:
-            lock = open(os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
+            lock = open(os.open(self.folder.lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
                 lock.close()
-                return False
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    return False
+                raise
             self._lock = lock
         return True
 
-    async def look(self) -> None:
-        """Work until no batch is left, the oldest first."""
-        while True:
-            entries = await asyncio.to_thread(self._folder.batches, None)
-            open_ = [entry for entry in entries if entry.told["status"] in RUNNING]
-            if not open_:
+    async def _sweep(self) -> None:
+        now = time.monotonic()
+        if now - self._swept > SWEEP_SECONDS:
+            self._swept = now
+            await asyncio.to_thread(self.folder.sweep)
+
+    async def work(self) -> None:
+        """Until no batch is left. Cancelling it leaves the batches as they are."""
+        try:
+            while True:
+                await self._begin()
+                if not self._batches:
+                    return
+                await asyncio.wait(
+                    self._batches.values(),
+                    timeout=LOOK_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._reap()
+                await self._sweep()
+        finally:
+            for task in self._batches.values():
+                task.cancel()
+            if self._batches:
+                await asyncio.wait(self._batches.values())
+            self._batches.clear()
+
+    async def _begin(self) -> None:
+        now = time.monotonic()
+        for entry in await asyncio.to_thread(self.folder.open_batches, self._ended):
+            id = entry.told["id"]
+            if len(self._batches) >= MAX_AT_ONCE:
                 return
-            await self._work(open_[-1])
+            if id not in self._batches and self._again.get(id, now) <= now:
+                self._batches[id] = asyncio.create_task(_Run(self, entry).all())
 
-    async def _work(self, entry: Entry) -> None:
-        told, folder = entry.told, self._folder
-        id = told["id"]
-        if told["status"] == "validating":
-            total, errors = await asyncio.to_thread(self._validate, entry)
-            told["request_counts"]["total"] = total
-            if errors:
-                told["errors"] = {"object": "list", "data": errors}
-                await self._becomes(entry, "failed")
-                return
-            await self._becomes(entry, "in_progress")
-        if told["status"] == "in_progress":
-            done = await asyncio.to_thread(self._done, entry)
-            run = _Run(self, entry, done)
-            try:
-                await run.all()
-            finally:
-                run.close()
-            told["cancelling_at"] = int(time.time()) if folder.cancelled(id) else None
-            await self._becomes(entry, "finalizing")
-        await asyncio.to_thread(self._publish, entry)
-        await self._becomes(entry, "cancelled" if told["cancelling_at"] else "completed")
-        logger.info("batch %s: %s, %s", id, told["status"], told["request_counts"])
+    def _reap(self) -> None:
+        for id, task in list(self._batches.items()):
+            if task.done():
+                del self._batches[id]
+                self._again.pop(id, None)
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    self._again[id] = time.monotonic() + AGAIN_SECONDS
+                    logger.error("batch %s: another try follows", id, exc_info=error)
 
-    async def _becomes(self, entry: Entry, status: str) -> None:
-        entry.told["status"] = status
-        entry.told[f"{status}_at"] = int(time.time())
-        await asyncio.to_thread(self._folder.save, entry)
 
-    def _validate(self, entry: Entry) -> tuple[int, list[dict[str, Any]]]:
+class _Run:
+    """One batch, from where it is to its end."""
+
+    def __init__(self, worker: BatchWorker, entry: Entry) -> None:
+        self._worker = worker
+        self._folder = worker.folder
+        self._entry = entry
+        self._told = entry.told
+        self._counts = entry.told["request_counts"]
+        self._files: dict[str, IO[bytes]] = {}
+        self._saved = 0.0
+        self._resume_at = 0.0  # monotonic: no new request before, for there was no room
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def all(self) -> None:
+        try:
+            if self._told["status"] == "validating":
+                total, errors = await asyncio.to_thread(self._validate)
+                self._counts["total"] = total
+                if errors:
+                    await self._fails(errors)
+                    return
+                await self._becomes("in_progress")
+            if self._told["status"] == "in_progress":
+                await self._answer_all()
+        except FileNotFoundError:
+            if self._input.exists():
+                raise
+            await self._fails([_input_is_gone()])
+            return
+        await self._publish()
+
+    @property
+    def _input(self) -> Path:
+        return self._folder.data(self._told["input_file_id"])
+
+    def _part(self, kind: str) -> Path:
+        return self._folder.part(self._told["id"], kind)
+
+    async def _becomes(self, status: str) -> None:
+        self._told["status"] = status
+        self._told[f"{status}_at"] = int(time.time())
+        await asyncio.to_thread(self._folder.save, self._entry)
+
+    async def _fails(self, errors: list[dict[str, Any]]) -> None:
+        self._told["errors"] = {"object": "list", "data": errors}
+        await self._becomes("failed")
+
+    def _validate(self) -> tuple[int, list[dict[str, Any]]]:
         """How many requests there are, and what is wrong with them, in OpenAI's form."""
-        told = entry.told
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         total = 0
@@ -121,47 +224,176 @@ class BatchWorker:
         def wrong(code: str, message: str, line: int | None, param: str | None = None) -> None:
             errors.append({"code": code, "message": message, "line": line, "param": param})
 
-        try:
-            with self._folder.data(told["input_file_id"]).open("rb") as file:
-                for number, raw in enumerate(file, 1):
-                    if len(errors) >= MAX_ERRORS:
-                        break
-                    if not raw.strip():
-                        continue
-                    total += 1
-                    if total > MAX_REQUESTS:
-                        wrong("too_many_tasks", f"at most {MAX_REQUESTS} requests", number)
-                        break
-                    _check_line(raw, told["endpoint"], seen, number, wrong)
-        except OSError:
-            wrong("invalid_file", "the input file is gone", None, "input_file_id")
+        with self._input.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if len(errors) >= MAX_ERRORS:
+                    break
+                if not raw.strip():
+                    continue
+                total += 1
+                if total > MAX_REQUESTS:
+                    wrong("too_many_tasks", f"at most {MAX_REQUESTS} requests", number)
+                    break
+                _check_line(raw, self._told["endpoint"], seen, number, wrong)
         if not total and not errors:
             wrong("empty_file", "the input file has no request", None, "input_file_id")
         return total, errors
 
-    def _done(self, entry: Entry) -> set[str]:
-        """custom_ids that were answered before this worker began; the counts follow."""
-        counts = entry.told["request_counts"]
+    def _done(self) -> set[str]:
+        """custom_ids that have an answer or a failure; the counts follow."""
         found: set[str] = set()
-        for kind, name in (("output", "completed"), ("errors", "failed")):
-            ids = [line["custom_id"] for line in whole_lines(self._part(entry, kind))]
-            counts[name] = len(ids)
+        for kind, _, name in _PARTS:
+            ids = [line["custom_id"] for line in whole_lines(self._part(kind))]
+            self._counts[name] = len(ids)
             found.update(ids)
         return found
 
-    def _part(self, entry: Entry, kind: str) -> Path:
-        return self._folder.part(entry.told["id"], kind)
+    def _open_lines(self) -> Generator[dict[str, Any]]:
+        done = self._done()
+        with self._input.open("rb") as file:
+            for raw in file:
+                if raw.strip():
+                    line = msgspec.json.decode(raw)
+                    if line["custom_id"] not in done:
+                        yield line
 
-    def _publish(self, entry: Entry) -> None:
-        """What has been written becomes files. Done again after a crash, it goes on."""
-        for kind, field in (("output", "output_file_id"), ("errors", "error_file_id")):
-            path = self._part(entry, kind)
-            if path.exists() and path.stat().st_size:
-                name = f"{entry.told['id']}_{kind}.jsonl"
-                file = self._folder.add_file(path, name, "batch_output", entry.owner)
-                entry.told[field] = file.told["id"]
-                self._folder.save(entry)
-        self._part(entry, "cancel").unlink(missing_ok=True)
+    def _stopped(self) -> str | None:
+        """Why no request is sent any more."""
+        if self._folder.cancelled(self._told["id"]):
+            return "cancelled"
+        return "expired" if time.time() >= self._told["expires_at"] else None
+
+    async def _answer_all(self) -> None:
+        lines = self._open_lines()
+        try:
+            more = True
+            while (stopped := await asyncio.to_thread(self._stopped)) is None:
+                room = self._folder.settings.in_flight - len(self._running)
+                if more and room > 0 and time.monotonic() >= self._resume_at:
+                    read = await asyncio.to_thread(lambda most: list(islice(lines, most)), room)
+                    more = bool(read)
+                    self._running.update(asyncio.create_task(self._one(line)) for line in read)
+                if not self._running:
+                    break
+                await self._some()
+        finally:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
+            lines.close()
+            for file in self._files.values():
+                file.close()
+        if stopped is not None:
+            await asyncio.to_thread(self._tell_rest, *_REST[stopped])
+            self._told["cancelling_at" if stopped == "cancelled" else "expired_at"] = int(
+                time.time()
+            )
+        await self._becomes("finalizing")
+
+    async def _some(self) -> None:
+        done, self._running = await asyncio.wait(
+            self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        now = time.monotonic()
+        if now - self._saved > SAVE_SECONDS:
+            self._saved = now
+            await asyncio.to_thread(self._folder.save, self._entry)
+
+    async def _one(self, line: dict[str, Any]) -> None:
+        id = f"batch_req_{secrets.token_hex(12)}"
+        while True:
+            async with self._worker.slots:
+                left = max(1.0, self._told["expires_at"] - time.time())
+                status, headers, answer = await self._worker.ask(
+                    self._entry.owner, line["url"], line["body"], id, left
+                )
+            wait = _wait_of(status, headers)
+            if wait is None or wait > left:
+                break
+            self._resume_at = time.monotonic() + min(wait, 60.0)
+            await asyncio.sleep(min(wait, 60.0) * (1 + secrets.randbelow(256) / 1024))
+        response = {"status_code": status, "request_id": id, "body": msgspec.Raw(answer or b"{}")}
+        kind = "output" if status == 200 else "errors"
+        self._write(kind, _told_line(id, line["custom_id"], response, None))
+        self._counts["completed" if status == 200 else "failed"] += 1
+
+    def _write(self, kind: str, line: bytes) -> None:
+        file = self._files.get(kind)
+        if file is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            file = self._files[kind] = open(os.open(self._part(kind), flags, 0o600), "ab")  # noqa: SIM115
+        file.write(line)
+        file.flush()
+
+    def _tell_rest(self, code: str, message: str) -> None:
+        """Each request that has no answer gets a line of this error."""
+        error = {"code": code, "message": message}
+        with open(
+            os.open(self._part("errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
+        ) as file:
+            for line in self._open_lines():
+                id = f"batch_req_{secrets.token_hex(12)}"
+                file.write(_told_line(id, line["custom_id"], None, error))
+                self._counts["failed"] += 1
+
+    async def _publish(self) -> None:
+        """What has been written becomes files. After a crash it goes on: ids are kept first."""
+        told = self._told
+        for kind, field, _ in _PARTS:
+            path = self._part(kind)
+            if told[field] is None and path.exists() and path.stat().st_size:
+                told[field] = new_file_id()
+        await asyncio.to_thread(self._folder.save, self._entry)
+        for kind, field, _ in _PARTS:
+            if told[field] is not None:
+                await asyncio.to_thread(
+                    self._folder.add_file,
+                    self._part(kind),
+                    f"{told['id']}_{kind}.jsonl",
+                    "batch_output",
+                    self._entry.owner,
+                    self._entry.keep,
+                    told[field],
+                )
+        ended = "completed"
+        if told["expired_at"]:
+            ended = "expired"
+        elif told["cancelling_at"]:
+            ended = "cancelled"
+        await self._becomes(ended)
+        self._part("cancel").unlink(missing_ok=True)
+        logger.info("batch %s: %s, %s", told["id"], ended, self._counts)
+
+
+def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
+    """Seconds until another try: there was no room, no replica, or the key's minute or budget is
+    used up. None: the answer is final."""
+    if status not in (429, 503):
+        return None
+    if b"retry-after" not in headers:
+        return None if headers.get(b"x-should-retry") == b"false" else 1.0
+    with contextlib.suppress(ValueError):
+        return max(1.0, float(headers[b"retry-after"]))
+    return 1.0
+
+
+def _told_line(
+    id: str, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
+) -> bytes:
+    told = {"id": id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(told) + b"\n"
+
+
+def _input_is_gone() -> dict[str, Any]:
+    return {
+        "code": "invalid_file",
+        "message": "the input file is gone",
+        "line": None,
+        "param": "input_file_id",
+    }
 
 
 def _check_line(
@@ -189,94 +421,3 @@ def _check_line(
         wrong("missing_required_parameter", "body must be an object", number, "body")
     elif body.get("stream"):
         wrong("invalid_request", "answers of a batch are not streamed", number, "body.stream")
-
-
-class _Run:
-    """The requests of one batch that are not yet answered."""
-
-    def __init__(self, worker: BatchWorker, entry: Entry, done: set[str]) -> None:
-        self._worker = worker
-        self._folder = worker._folder
-        self._entry = entry
-        self._done = done
-        self._counts = entry.told["request_counts"]
-        self._files = {
-            kind: open(  # noqa: SIM115
-                os.open(worker._part(entry, kind), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                "ab",
-            )
-            for kind in ("output", "errors")
-        }
-        self._saved = 0.0
-        self._running: set[asyncio.Task[None]] = set()
-
-    def close(self) -> None:
-        for task in self._running:
-            task.cancel()
-        for file in self._files.values():
-            file.close()
-
-    async def all(self) -> None:
-        told = self._entry.told
-        with self._folder.data(told["input_file_id"]).open("rb") as file:
-            while raw := await asyncio.to_thread(file.readline):
-                if not raw.strip():
-                    continue
-                line = msgspec.json.decode(raw)
-                if line["custom_id"] in self._done:
-                    continue
-                while len(self._running) >= self._worker._in_flight:
-                    await self._some()
-                if self._folder.cancelled(told["id"]):
-                    break
-                self._running.add(asyncio.create_task(self._one(line)))
-        while self._running:
-            await self._some()
-
-    async def _some(self) -> None:
-        done, self._running = await asyncio.wait(
-            self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()
-        now = time.monotonic()
-        if now - self._saved > SAVE_SECONDS:
-            self._saved = now
-            await asyncio.to_thread(self._folder.save, self._entry)
-        if self._folder.cancelled(self._entry.told["id"]):
-            for task in self._running:
-                task.cancel()
-            if self._running:
-                await asyncio.wait(self._running)
-            self._running = set()
-
-    async def _one(self, line: dict[str, Any]) -> None:
-        body = {**line["body"], "priority": PRIORITY}
-        raw = msgspec.json.encode(body)
-        wait, id = 1.0, f"batch_req_{secrets.token_hex(12)}"
-        while True:
-            status, headers, answer = await self._worker._ask(
-                self._entry.owner, line["url"], raw, id
-            )
-            # No room now, or no replica, or the key's minute is used up: there is time.
-            later = status in (429, 503) and headers.get(b"x-should-retry") != b"false"
-            if not later:
-                break
-            with contextlib.suppress(ValueError):
-                wait = min(60.0, max(1.0, float(headers.get(b"retry-after", b"1"))))
-            await asyncio.sleep(wait * (1 + secrets.randbelow(256) / 1024))
-        kind = "output" if status == 200 else "errors"
-        response = {
-            "status_code": status,
-            "request_id": id,
-            "body": msgspec.Raw(answer or b"{}"),
-        }
-        told = {
-            "id": id,
-            "custom_id": line["custom_id"],
-            "response": response,
-            "error": None,
-        }
-        self._files[kind].write(msgspec.json.encode(told) + b"\n")
-        self._files[kind].flush()
-        self._counts["completed" if status == 200 else "failed"] += 1

@@ -20,16 +20,14 @@ from ray.serve.handle import DeploymentHandle
 from deployments.adapters.record_store import RayRecordStore
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
-from deployments.api.auth import known_caller
-from deployments.api.batches.folder import BatchFolder
-from deployments.api.http.errors import ApiError
+from deployments.api.batches.folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.ray_exporter import ServeExport
-from deployments.router.batch_worker import BatchWorker
+from deployments.router.batch_worker import BatchWorker, asker
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
@@ -57,8 +55,8 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """model_name: the name that requests use. find_model: gives the local folder, and fetches the
-    model if need be. usage_file: "" is none; see UsageConfig. batch_folder: "" is none; see
-    BatchConfig. seed: the engines'. grpc: None if it is not served."""
+    model if need be. usage_file: "" is none; see UsageConfig. seed: the engines'. batches,
+    grpc: None if they are not served."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -72,9 +70,7 @@ class RouterSettings:
     usage_file: str = ""
     usage_bytes: int = 2**26
     usage_files: int = 8
-    batch_folder: str = ""
-    batch_file_bytes: int = 200 * 2**20
-    batch_in_flight: int = 32
+    batches: BatchSettings | None = None
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
@@ -180,8 +176,10 @@ class Router:
             http.options = replace(http.options, **fields)
 
         keeper.on_change = keys_changed
-        if settings.batch_folder:
-            self._worker = await asyncio.to_thread(self._batch_worker)
+        if settings.batches is not None:
+            folder = await asyncio.to_thread(BatchFolder, settings.batches)
+            http.options = replace(http.options, batches=folder)
+            self._worker = BatchWorker(folder, asker(http, lambda: http.options))
             self._worker.start()
         if settings.grpc is not None:
             # Only now: few ask for it, and the library is large.
@@ -194,25 +192,6 @@ class Router:
         gc.collect()
         gc.freeze()
         return self._http
-
-    def _batch_worker(self) -> BatchWorker:
-        """Raises OSError: the folder cannot be made."""
-        settings, http = self._settings, self._http
-        folder = BatchFolder(Path(settings.batch_folder))
-        http.options = replace(
-            http.options, batches=folder, batch_file_bytes=settings.batch_file_bytes
-        )
-
-        async def ask(
-            owner: str, path: str, body: bytes, id: str
-        ) -> tuple[int, dict[bytes, bytes], bytes]:
-            caller = known_caller(owner, http.options)
-            if caller is None:
-                gone = ApiError(401, "invalid_api_key", "the key of this batch is gone")
-                return 401, {}, gone.body()
-            return await handle_call.post(http, path, body, caller, id)
-
-        return BatchWorker(folder, ask, settings.batch_in_flight)
 
     def _load_model(self, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
         folder = self._settings.find_model()

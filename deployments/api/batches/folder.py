@@ -3,6 +3,7 @@ of an application see.
 
     files/file-<hex>.json       what OpenAI tells of a file, and whose it is
     files/file-<hex>.data
+    files/<hex>.part            an upload that is under way
     batches/batch_<hex>.json    what OpenAI tells of a batch, and whose it is
     batches/batch_<hex>.cancel  it is to be cancelled
     batches/batch_<hex>.output  answers so far, a line each; .errors: failures so far
@@ -17,6 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,33 @@ import msgspec
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """As BatchConfig has them; keep_seconds: of files and results."""
+
+    folder: str
+    in_flight: int = 32
+    file_bytes: int = 200 * 2**20
+    key_bytes: int = 10 * 2**30
+    key_batches: int = 100
+    keep_seconds: float = 30 * 86400.0
+
+
 class Entry(msgspec.Struct):
-    """told: the object as OpenAI has it. owner: of Caller.id."""
+    """told: the object as OpenAI has it. owner: of Caller.id. keep: seconds that the results of a
+    batch are kept, where not as long as the settings say."""
 
     owner: str
     told: dict[str, Any]
+    keep: float | None = None
 
 
 class BatchFolder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """Raises OSError: the folder cannot be made."""
+
+    def __init__(self, settings: BatchSettings) -> None:
+        self.settings = settings
+        self.path = path = Path(settings.folder)
         self._files = path / "files"
         self._batches = path / "batches"
         for folder in (path, self._files, self._batches):
@@ -46,19 +65,27 @@ class BatchFolder:
         """Where the body of an upload may be written."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
-    def add_file(self, source: Path, name: str, purpose: str, owner: str) -> Entry:
-        """The file at source, which is in this folder, under a name of its own."""
-        id = f"file-{secrets.token_hex(16)}"
+    def add_file(
+        self, source: Path, name: str, purpose: str, owner: str, keep: float | None, id: str = ""
+    ) -> Entry:
+        """The file at source, which is in this folder, under a name of its own. keep: seconds, at
+        most those of the settings.
+
+        With an id it may be called again, after a crash too: then source may have been moved."""
+        id = id or new_file_id()
+        with contextlib.suppress(FileNotFoundError):
+            source.rename(self.data(id))
+        now, most = int(time.time()), self.settings.keep_seconds
         told = {
             "id": id,
             "object": "file",
-            "bytes": source.stat().st_size,
-            "created_at": int(time.time()),
+            "bytes": self.data(id).stat().st_size,
+            "created_at": now,
+            "expires_at": int(now + (most if keep is None else min(keep, most))),
             "filename": name,
             "purpose": purpose,
             "status": "processed",
         }
-        source.rename(self.data(id))
         entry = Entry(owner, told)
         _write(self._files / f"{id}.json", entry)
         return entry
@@ -80,23 +107,38 @@ class BatchFolder:
 
     # -- batches
 
-    def add_batch(self, told: dict[str, Any], owner: str) -> Entry:
-        entry = Entry(owner, {"id": f"batch_{secrets.token_hex(16)}", **told})
+    def add_batch(self, told: dict[str, Any], owner: str, keep: float | None) -> Entry:
+        entry = Entry(owner, {"id": f"batch_{secrets.token_hex(16)}", **told}, keep)
         self.save(entry)
         return entry
 
     def save(self, entry: Entry) -> None:
         _write(self._batches / f"{entry.told['id']}.json", entry)
 
+    def open_batches(self, ended: set[str]) -> list[Entry]:
+        """Everybody's, the oldest first. ended: ids that need not be read; more are added."""
+        found = []
+        for path in self._batches.glob("*.json"):
+            if path.stem not in ended and (entry := _load(path)) is not None:
+                if entry.told["status"] in RUNNING:
+                    found.append(entry)
+                else:
+                    ended.add(path.stem)
+        found.sort(key=lambda entry: (entry.told["created_at"], entry.told["id"]))
+        return found
+
     def batch(self, id: str, owner: str) -> Entry | None:
         entry = _read(self._batches, id, owner)
-        if entry is not None and self.cancelled(id) and entry.told["status"] in RUNNING:
+        return None if entry is None else self._as_told(entry)
+
+    def batches(self, owner: str) -> list[Entry]:
+        """The newest first."""
+        return [self._as_told(entry) for entry in _list(self._batches, owner)]
+
+    def _as_told(self, entry: Entry) -> Entry:
+        if entry.told["status"] in RUNNING and self.cancelled(entry.told["id"]):
             entry.told["status"] = "cancelling"
         return entry
-
-    def batches(self, owner: str | None) -> list[Entry]:
-        """The newest first; owner: None is everybody's."""
-        return _list(self._batches, owner)
 
     def cancel(self, id: str) -> None:
         """The worker notices it."""
@@ -109,12 +151,47 @@ class BatchFolder:
         """kind: "output", "errors" or "cancel"."""
         return self._batches / f"{id}.{kind}"
 
+    def in_use(self) -> set[str]:
+        """Files that batches are still to read."""
+        return {entry.told["input_file_id"] for entry in self.open_batches(set())}
+
+    def sweep(self) -> None:
+        """Removes files whose time is over, except inputs of batches that run; batches that ended
+        as long ago; what is left of uploads that were cut."""
+        now, keep = time.time(), self.settings.keep_seconds
+        used = self.in_use()
+        for entry in _list(self._files, None):
+            if entry.told["expires_at"] < now and entry.told["id"] not in used:
+                self.remove_file(entry.told["id"])
+        ended: set[str] = set()
+        self.open_batches(ended)
+        for id in ended:
+            if _changed(self._batches / f"{id}.json") + keep < now:
+                for path in self._batches.glob(f"{id}.*"):
+                    path.unlink(missing_ok=True)
+        for path in self._files.glob("*.part"):
+            if _changed(path) + _CUT < now:
+                path.unlink(missing_ok=True)
+
     @property
     def lock(self) -> Path:
         return self.path / "worker.lock"
 
 
 RUNNING = ("validating", "in_progress", "finalizing")
+_CUT = 3600.0  # seconds without a byte, after which an upload has been cut
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
+
+
+def _changed(path: Path) -> float:
+    """Unix time; now if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
 
 
 def _write(path: Path, entry: Entry) -> None:

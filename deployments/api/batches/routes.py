@@ -10,8 +10,16 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from deployments.api.batches.folder import BatchFolder, Entry
-from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, shown
+from deployments.api.batches.folder import RUNNING, BatchFolder, Entry
+from deployments.api.http.errors import (
+    NOT_FOUND,
+    RATE_LIMIT,
+    TIMEOUT,
+    ApiError,
+    Headers,
+    invalid,
+    shown,
+)
 from deployments.api.http.exchange import ClientDisconnected, HttpExchange
 
 if TYPE_CHECKING:
@@ -22,10 +30,13 @@ BATCHES = "/v1/batches"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_SECONDS = 600.0
 MAX_METADATA = 16  # OpenAI's
+MAX_WINDOW = 30 * 86400  # seconds
 
 _BOUNDARY = re.compile(rb'multipart/form-data;.*boundary="?([^";,]{1,200})"?', re.I)
 _NAME = re.compile(rb'[; ]name="([^"]*)"')
 _FILENAME = re.compile(rb'[; ]filename="([^"]*)"')
+_WINDOW = re.compile(r"(\d{1,3})([hd])")
+_CLOSE: Headers = (("connection", "close"),)
 _PART = 2**20
 _BINARY = b"application/octet-stream"
 
@@ -48,12 +59,12 @@ async def files(api: "Api", exchange: HttpExchange) -> None:
     folder, owner = _folder(api), exchange.caller.id
     if exchange.method == "POST":
         entry = await _upload(api, exchange, folder)
-        await exchange.answer(200, msgspec.json.encode(entry.told))
+        await _answer_one(exchange, entry)
         return
     found = await asyncio.to_thread(folder.files, owner)
     purpose = _query(exchange).get("purpose")
     entries = [entry for entry in found if purpose in (None, entry.told["purpose"])]
-    await _answer_list(exchange, entries, 10_000)
+    await _answer_list(exchange, entries, 10_000, 10_000)
 
 
 async def one_file(api: "Api", exchange: HttpExchange) -> None:
@@ -64,28 +75,40 @@ async def one_file(api: "Api", exchange: HttpExchange) -> None:
     if entry is None or rest not in ("", "content"):
         raise _missing("file", id)
     if exchange.method == "DELETE":
+        if id in await asyncio.to_thread(folder.in_use):
+            raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
         await asyncio.to_thread(folder.remove_file, id)
         told = {"id": id, "object": "file", "deleted": True}
         await exchange.answer(200, msgspec.json.encode(told))
     elif rest:
         await _send_file(exchange, folder.data(id))
     else:
-        await exchange.answer(200, msgspec.json.encode(entry.told))
+        await _answer_one(exchange, entry)
 
 
 async def batches(api: "Api", exchange: HttpExchange) -> None:
     """GET and POST of /v1/batches."""
     folder, owner = _folder(api), exchange.caller.id
     if exchange.method == "POST":
-        told = _checked(await api.read(exchange))
+        told, keep = _checked(await api.read(exchange))
         if await asyncio.to_thread(folder.file, told["input_file_id"], owner) is None:
             raise invalid(
                 f"there is no file {shown(told['input_file_id'])}", "input_file_id", "not_found"
             )
-        entry = await asyncio.to_thread(folder.add_batch, told, owner)
-        await exchange.answer(200, msgspec.json.encode(entry.told))
+        entries = await asyncio.to_thread(folder.batches, owner)
+        most = folder.settings.key_batches
+        if sum(entry.told["status"] in RUNNING for entry in entries) >= most:
+            raise ApiError(
+                429,
+                "rate_limit_exceeded",
+                f"{most} batches of this key have not ended (batch.key_batches)",
+                kind=RATE_LIMIT,
+                headers=(("retry-after", "60"),),
+            )
+        entry = await asyncio.to_thread(folder.add_batch, told, owner, keep)
+        await _answer_one(exchange, entry)
         return
-    await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 100)
+    await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 20, 100)
 
 
 async def one_batch(api: "Api", exchange: HttpExchange) -> None:
@@ -96,27 +119,34 @@ async def one_batch(api: "Api", exchange: HttpExchange) -> None:
     if entry is None or rest not in ("", "cancel"):
         raise _missing("batch", id)
     if rest:
-        if entry.told["status"] in ("completed", "failed", "cancelled"):
+        if entry.told["status"] not in (*RUNNING, "cancelling"):
             raise invalid(f"this batch is {entry.told['status']} already", "id")
         await asyncio.to_thread(folder.cancel, id)
         entry.told["status"] = "cancelling"
-    await exchange.answer(200, msgspec.json.encode(entry.told))
+    await _answer_one(exchange, entry)
 
 
 def _missing(what: str, id: str) -> ApiError:
     return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id", kind=NOT_FOUND)
 
 
-def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """A new batch. Raises ApiError 400."""
+def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """A new batch, and how many seconds its results are kept at most. Raises ApiError 400."""
     for name in ("input_file_id", "endpoint", "completion_window"):
         if not isinstance(body.get(name), str):
             code = "missing_field" if body.get(name) is None else "invalid_type"
             raise invalid(f"{name} must be a string", name, code)
     if body["endpoint"] not in ENDPOINTS:
         raise invalid(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
-    if body["completion_window"] != "24h":
-        raise invalid("completion_window must be 24h", "completion_window")
+    window = _WINDOW.fullmatch(body["completion_window"])
+    seconds = int(window[1]) * (3600 if window[2] == "h" else 86400) if window else 0
+    if not 0 < seconds <= MAX_WINDOW:
+        raise invalid(
+            "completion_window must be hours or days, such as 24h or 7d, 30d at most",
+            "completion_window",
+        )
+    after = body.get("output_expires_after")
+    keep = None if after is None else _seconds_of(after, "output_expires_after")
     metadata = body.get("metadata")
     if metadata is not None and not (
         isinstance(metadata, dict)
@@ -126,31 +156,47 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
         raise invalid("metadata must be up to 16 strings by name", "metadata")
     now = int(time.time())
     stamps = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")
-    return {
+    told = {
         "object": "batch",
         "endpoint": body["endpoint"],
         "errors": None,
         "input_file_id": body["input_file_id"],
-        "completion_window": "24h",
+        "completion_window": body["completion_window"],
         "status": "validating",
         "output_file_id": None,
         "error_file_id": None,
         "created_at": now,
-        "expires_at": None,
+        "expires_at": now + seconds,
         **{f"{stamp}_at": None for stamp in stamps},
         "expired_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": metadata,
     }
+    return told, keep
 
 
-async def _answer_list(exchange: HttpExchange, entries: list[Entry], most: int) -> None:
+def _seconds_of(after: Any, name: str) -> float:
+    """Of OpenAI's {"anchor": "created_at", "seconds": ...}. Raises ApiError 400."""
+    seconds = after.get("seconds") if isinstance(after, dict) else None
+    if (
+        not isinstance(seconds, int)
+        or after.get("anchor") != "created_at"
+        or not 3600 <= seconds <= MAX_WINDOW
+    ):
+        raise invalid(
+            f'{name} must be {{"anchor": "created_at", "seconds": 3600 to {MAX_WINDOW}}}', name
+        )
+    return float(seconds)
+
+
+async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
+    await exchange.answer(200, msgspec.json.encode(entry.told))
+
+
+async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
     """A page of them: `limit` and `after` of the query."""
     query = _query(exchange)
-    limit, after = (
-        query.get("limit", str(min(most, 20) if most <= 100 else most)),
-        query.get("after"),
-    )
+    limit, after = query.get("limit", str(usual)), query.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
         raise invalid(f"limit must be 1 to {most}", "limit")
     ids = [entry.told["id"] for entry in entries]
@@ -175,6 +221,9 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
     except OSError:
         raise _missing("file", path.stem) from None
     with file:
+        if exchange.method == "HEAD":
+            await exchange.answer(200, b"", _BINARY)
+            return
         await exchange.start(_BINARY, (("x-content-type-options", "nosniff"),))
         while part := await asyncio.to_thread(file.read, _PART):
             await exchange.write(part)
@@ -183,29 +232,47 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
 
 async def _upload(api: "Api", exchange: HttpExchange, folder: BatchFolder) -> Entry:
     """multipart/form-data with `file` and `purpose`, to the disk as it comes."""
+    if exchange.values(b"content-encoding"):
+        raise _unsupported("an upload must not have a content-encoding", "content-encoding")
     kinds = exchange.values(b"content-type")
     found = _BOUNDARY.match(kinds[0]) if len(kinds) == 1 else None
     if found is None:
-        raise ApiError(
-            415,
-            "unsupported_media_type",
+        raise _unsupported(
             "content-type must be multipart/form-data, with the fields file and purpose",
-            param="content-type",
+            "content-type",
         )
-    raw = folder.upload()
+    owner, most = exchange.caller.id, folder.settings.key_bytes
+    held = sum(entry.told["bytes"] for entry in await asyncio.to_thread(folder.files, owner))
+    if held >= most:
+        raise ApiError(
+            413,
+            "storage_full",
+            f"this key's files take {held} of {most} bytes (batch.key_bytes): delete some",
+            headers=_CLOSE,
+        )
+    raw, content = folder.upload(), folder.upload()
     try:
-        await _receive(exchange, raw, api.options.batch_file_bytes)
-        content, name, purpose = await asyncio.to_thread(_take_form, raw, found[1], folder.upload())
-        try:
-            if purpose != "batch":
-                raise invalid("purpose must be batch", "purpose")
-            return await asyncio.to_thread(
-                folder.add_file, content, name, purpose, exchange.caller.id
-            )
-        finally:
-            content.unlink(missing_ok=True)
+        await _receive(exchange, raw, min(folder.settings.file_bytes, most - held))
+        name, fields = await asyncio.to_thread(_take_form, raw, found[1], content)
+        purpose = fields.get("purpose", "")
+        if purpose != "batch":
+            raise invalid("purpose must be batch", "purpose")
+        keep = None
+        if "expires_after[seconds]" in fields:
+            given = fields["expires_after[seconds]"]
+            after = {
+                "anchor": fields.get("expires_after[anchor]"),
+                "seconds": int(given) if given.isdecimal() else None,
+            }
+            keep = _seconds_of(after, "expires_after")
+        return await asyncio.to_thread(folder.add_file, content, name, purpose, owner, keep)
     finally:
-        raw.unlink(missing_ok=True)
+        for path in (raw, content):
+            path.unlink(missing_ok=True)
+
+
+def _unsupported(message: str, param: str) -> ApiError:
+    return ApiError(415, "unsupported_media_type", message, param=param, headers=_CLOSE)
 
 
 async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
@@ -224,8 +291,9 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
                         raise ApiError(
                             413,
                             "body_too_large",
-                            f"the file is larger than {limit} bytes (batch.file_bytes)",
-                            headers=(("connection", "close"),),
+                            f"the form is larger than {limit} bytes (batch.file_bytes, or what "
+                            "is left of batch.key_bytes)",
+                            headers=_CLOSE,
                         )
                     if part:
                         await asyncio.to_thread(file.write, part)
@@ -233,12 +301,12 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
                         return
         except TimeoutError:
             late = f"the file did not arrive within {UPLOAD_SECONDS:g} s"
-            raise ApiError(408, "request_timeout", late) from None
+            raise ApiError(408, "request_timeout", late, kind=TIMEOUT, headers=_CLOSE) from None
 
 
-def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[Path, str, str]:
-    """The file's content at target, its name, the purpose. Raises ApiError 400."""
-    fields: dict[str, bytes] = {}
+def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:
+    """The file's name, with its content at target, and the other fields. Raises ApiError 400."""
+    fields: dict[str, str] = {}
     name = ""
     line = b"--" + boundary
     if not raw.stat().st_size:
@@ -261,8 +329,8 @@ def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[Path, str, str
                     for begin in range(head + 4, end, _PART):
                         into.write(data[begin : min(end, begin + _PART)])
             elif field is not None and end - head < 1024:
-                fields[field[1].decode("latin-1")] = data[head + 4 : end]
+                fields[field[1].decode("latin-1")] = data[head + 4 : end].decode("latin-1")
             at = end + 2
     if not name:
         raise invalid("the form has no whole field `file`", "file", "missing_field")
-    return target, name, fields.get("purpose", b"").decode("latin-1")
+    return name, fields

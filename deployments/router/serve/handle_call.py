@@ -8,6 +8,7 @@ from typing import Any
 
 from deployments.api.caller import CALLER, Caller
 from deployments.api.generation.event_ids import LAST, WANTED
+from deployments.api.generation.tenancy import MAX_DEADLINE
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[
@@ -68,11 +69,13 @@ async def stream(
 
 
 async def post(
-    app: AsgiApp, path: str, payload: bytes, caller: Caller, request_id: str
+    app: AsgiApp, path: str, payload: bytes, caller: Caller, request_id: str, seconds: float
 ) -> tuple[int, dict[bytes, bytes], bytes]:
-    """A POST of JSON in the caller's name, answered whole: status, headers, body. Cancelling it
-    aborts the request."""
-    scope = _scope(path, payload, ((b"x-request-id", request_id.encode()),))
+    """A POST of JSON in the caller's name, answered whole within so many seconds: status, headers,
+    body. Cancelling it aborts the request."""
+    deadline = f"{min(seconds, MAX_DEADLINE):.3f}".encode()
+    headers = ((b"x-request-id", request_id.encode()), (b"x-deadline-seconds", deadline))
+    scope = _scope(path, payload, headers)
     scope[CALLER] = caller
     unread: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
     start: Message = {}

@@ -3,38 +3,39 @@
 import asyncio
 import hashlib
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from deployments.api.app import Api, build_asgi
-from deployments.api.auth import known_caller
-from deployments.api.batches.folder import BatchFolder
+from deployments.api.batches.folder import BatchFolder, BatchSettings
+from deployments.api.caller import KeyRule
+from deployments.api.key_limits import KeyLimits
 from deployments.api.options import ApiOptions
 from deployments.cli.batch import run
-from deployments.router.batch_worker import PRIORITY, BatchWorker
-from deployments.router.serve import handle_call
+from deployments.router.batch_worker import PRIORITY, BatchWorker, asker
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
 from tests.deployments.api.server import serve
-from tests.deployments.fake_backend import FakeBackend
+from tests.deployments.api.test_embeddings import POOLING
+from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 
 URL = "/v1/completions"
+GZIP = (b"content-encoding", b"gzip")
 
 
-def api_of(path: Path, **options: Any) -> Api:
-    folder = BatchFolder(path)
+def api_of(path: Path, settings: dict[str, Any] | None = None, **options: Any) -> Api:
+    folder = BatchFolder(BatchSettings(str(path), **{"in_flight": 4, **(settings or {})}))
     return build_asgi(FakeBackend(), ApiOptions(batches=folder, **options))
 
 
-def worker_of(api: Api, in_flight: int = 4) -> BatchWorker:
-    async def ask(owner: str, path: str, body: bytes, id: str) -> Any:
-        caller = known_caller(owner, api.options)
-        assert caller is not None
-        return await handle_call.post(api, path, body, caller, id)
-
+def worker_of(api: Api) -> BatchWorker:
     assert api.options.batches is not None
-    return BatchWorker(api.options.batches, ask, in_flight)
+    return BatchWorker(api.options.batches, asker(api, lambda: api.options))
 
 
 def form(content: bytes, purpose: str = "batch") -> tuple[bytes, list[tuple[bytes, bytes]]]:
@@ -90,7 +91,7 @@ def test_a_batch_is_answered_behind_all_others(tmp_path: Path) -> None:
         )
         batch = await begin(client, lines(9) + bad.encode() + b"\n")
         assert (batch["status"], batch["object"]) == ("validating", "batch")
-        await worker_of(api).look()
+        await worker_of(api).work()
         batch = await look(client, f"/v1/batches/{batch['id']}")
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 10, "completed": 9, "failed": 1}
@@ -113,30 +114,35 @@ def test_a_restart_asks_nothing_again(tmp_path: Path) -> None:
         api = api_of(tmp_path)
         client = Client(api)
         batch = await begin(client, lines(8))
-        first = worker_of(api, in_flight=1)
+        folder = api.options.batches
+        assert folder is not None
+        first = worker_of(api)
         asked = 0
-        whole = first._ask
+        whole = first.ask
 
         async def dies(*call: Any) -> Any:
             nonlocal asked
             asked += 1
-            if asked == 4:
-                raise ConnectionError
+            if asked >= 4:
+                working.cancel()
             return await whole(*call)
 
-        first._ask = dies
-        with pytest.raises(ConnectionError):
-            await first.look()
-        part = api.options.batches.part(batch["id"], "output")
-        with part.open("ab") as file:
+        first.ask = dies
+        working = asyncio.create_task(first.work())
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert not first._batches
+        kept = folder.part(batch["id"], "output").read_bytes().count(b"\n")
+        assert 1 <= kept < 8
+        with folder.part(batch["id"], "output").open("ab") as file:
             file.write(b'{"custom_id": "c3", "resp')
         again = api_of(tmp_path)
-        await worker_of(again).look()
+        await worker_of(again).work()
         batch = await look(Client(again), f"/v1/batches/{batch['id']}")
         assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
         found = await content(client, batch["output_file_id"])
         assert sorted(one["custom_id"] for one in found) == [f"c{i}" for i in range(8)]
-        assert len(again.backend.requests) == 5
+        assert len(again.backend.requests) == 8 - kept
 
     asyncio.run(case())
 
@@ -144,9 +150,9 @@ def test_a_restart_asks_nothing_again(tmp_path: Path) -> None:
 def test_one_router_works(tmp_path: Path) -> None:
     """Two routers that answer the same requests."""
     one, two = worker_of(api_of(tmp_path)), worker_of(api_of(tmp_path))
-    assert one._take_lock() and one._take_lock() and not two._take_lock()
+    assert one.take_lock() and one.take_lock() and not two.take_lock()
     one.close()
-    assert two._take_lock()
+    assert two.take_lock()
     two.close()
 
 
@@ -158,13 +164,13 @@ def test_no_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         client = Client(api)
         batch = await begin(client, lines(1))
         worker = worker_of(api)
-        whole, answers = worker._ask, [(503, {b"retry-after": b"1"}, b"{}")]
+        whole, answers = worker.ask, [(503, {b"retry-after": b"1"}, b"{}")]
 
         async def busy(*call: Any) -> Any:
             return answers.pop() if answers else await whole(*call)
 
-        worker._ask = busy
-        await worker.look()
+        worker.ask = busy
+        await worker.work()
         assert not answers
         batch = await look(client, f"/v1/batches/{batch['id']}")
         assert batch["request_counts"]["completed"] == 1
@@ -176,12 +182,12 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
     """A batch that cannot be stopped."""
 
     async def case() -> None:
-        api = api_of(tmp_path)
+        api = api_of(tmp_path, {"in_flight": 1})
         client = Client(api)
         batch = await begin(client, lines(50))
         path = f"/v1/batches/{batch['id']}"
-        worker = worker_of(api, in_flight=1)
-        whole, asked = worker._ask, 0
+        worker = worker_of(api)
+        whole, asked = worker.ask, 0
 
         async def count(*call: Any) -> Any:
             nonlocal asked
@@ -191,11 +197,16 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
                 assert (await look(client, path))["status"] == "cancelling"
             return await whole(*call)
 
-        worker._ask = count
-        await worker.look()
+        worker.ask = count
+        await worker.work()
         batch = await look(client, path)
-        assert batch["status"] == "cancelled" and 1 <= batch["request_counts"]["completed"] <= 3
-        assert len(await content(client, batch["output_file_id"])) <= 3
+        counts = batch["request_counts"]
+        assert batch["status"] == "cancelled" and batch["cancelled_at"]
+        assert 1 <= counts["completed"] <= 3 and counts["completed"] + counts["failed"] == 50
+        assert len(await content(client, batch["output_file_id"])) == counts["completed"]
+        rest = await content(client, batch["error_file_id"])
+        assert {one["error"]["code"] for one in rest} == {"batch_cancelled"}
+        assert [one["response"] for one in rest] == [None] * counts["failed"]
         assert (await client.post(f"{path}/cancel", {})).status == 400
 
     asyncio.run(case())
@@ -219,7 +230,7 @@ def test_a_bad_file_fails_with_its_lines(tmp_path: Path, bad: bytes, code: str) 
     async def case() -> None:
         api = api_of(tmp_path)
         batch = await begin(Client(api), bad)
-        await worker_of(api).look()
+        await worker_of(api).work()
         batch = await look(Client(api), f"/v1/batches/{batch['id']}")
         assert batch["status"] == "failed" and not api.backend.requests
         assert [error["code"] for error in batch["errors"]["data"]] == [code]
@@ -253,18 +264,185 @@ def test_files_are_their_keys_own(tmp_path: Path) -> None:
     asyncio.run(case())
 
 
+def test_what_is_over_time_is_told_by_line(tmp_path: Path) -> None:
+    """A batch without an end; requests of it that are in neither file."""
+
+    async def case() -> None:
+        api = api_of(tmp_path)
+        client = Client(api)
+        batch = await begin(client, lines(6))
+        folder = api.options.batches
+        assert folder is not None
+        assert batch["expires_at"] == batch["created_at"] + 86400
+        worker = worker_of(api)
+        whole = worker.ask
+
+        async def slow(owner: str, path: str, body: Any, id: str, seconds: float) -> Any:
+            if len(api.backend.requests) < 2:
+                return await whole(owner, path, body, id, seconds)
+            return await asyncio.Future()  # no replica has room until the end
+
+        worker.ask = slow
+        entry = folder.batch(batch["id"], "")
+        assert entry is not None
+        entry.told["expires_at"] = int(time.time()) + 1
+        folder.save(entry)
+        await worker.work()
+        batch = await look(client, f"/v1/batches/{batch['id']}")
+        assert batch["status"] == "expired" and batch["expired_at"]
+        assert batch["request_counts"] == {"total": 6, "completed": 2, "failed": 4}
+        rest = await content(client, batch["error_file_id"])
+        assert {one["error"]["code"] for one in rest} == {"batch_expired"}
+
+    asyncio.run(case())
+
+
+def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
+    """A batch that goes around a key's rate, models or priority; one that a used-up minute fails;
+    one that goes on when its key is gone."""
+    digest = hashlib.sha256(b"one").digest()
+    key = (b"authorization", b"Bearer one")
+
+    async def case(rule: KeyRule, count: int) -> tuple[Any, list[Any], Api]:
+        api = api_of(
+            tmp_path,
+            {"key_batches": 1},
+            api_keys=frozenset({digest}),
+            rules={digest: rule},
+            limits=KeyLimits(),
+        )
+        client = Client(api)
+        file = (await upload(client, lines(count), key)).json()
+        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+        headers = [(b"content-type", b"application/json"), key]
+        data = json.dumps(body).encode()
+        batch = (await client.request("POST", "/v1/batches", data, headers)).json()
+        again = await client.request("POST", "/v1/batches", data, headers)
+        assert again.status == 429  # batch.key_batches
+        if rule.name == "gone":
+            api.options = replace(api.options, api_keys=frozenset({bytes(32)}))
+        await worker_of(api).work()
+        folder = api.options.batches
+        assert folder is not None
+        entry = folder.batch(batch["id"], digest.hex()[:32])
+        assert entry is not None
+        failed = entry.told["error_file_id"]
+        found = folder.data(failed).read_bytes().splitlines() if failed else []
+        return entry.told, [json.loads(raw)["response"] for raw in found], api
+
+    told, _, api = asyncio.run(case(KeyRule(requests=120, priority=40), 122))
+    assert told["request_counts"]["completed"] == 122  # the last of them half a second late
+    assert {one.priority for one in api.backend.requests} == {40}
+    told, failed, _ = asyncio.run(case(KeyRule(models=("other",)), 1))
+    assert [one["status_code"] for one in failed] == [403]
+    told, failed, _ = asyncio.run(case(KeyRule(name="gone"), 1))
+    assert [one["body"]["error"]["code"] for one in failed] == ["invalid_api_key"]
+    assert told["status"] == "completed"
+
+
+def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that its models do not take; a route that is elsewhere."""
+    monkeypatch.setattr("deployments.router.batch_worker.LOOK_SECONDS", 0.1)
+    api = api_of(tmp_path)
+    card = replace(api.backend.cards[MODEL], pooling=POOLING, vector_size=VECTOR)
+    api.backend.cards[MODEL] = card
+    worker, started = worker_of(api), []
+
+    async def working(scope: Any, receive: Any, send: Any) -> None:
+        if not started and scope["type"] == "http":
+            started.append(worker.start())
+        await api(scope, receive, send)
+
+    body = {"model": "tiny", "input": "hello"}
+    source = b"".join(
+        json.dumps(
+            {"custom_id": id, "method": "POST", "url": "/v1/embeddings", "body": one}
+        ).encode()
+        + b"\n"
+        for id, one in (("good", body), ("bad", {**body, "dimensions": -1}))
+    )
+    with (
+        serve(working) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
+    ):
+        file = client.files.create(
+            file=("a.jsonl", source),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 7200},
+        )
+        assert file.expires_at == file.created_at + 7200 and file.bytes == len(source)
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/embeddings",
+            completion_window="24h",
+            metadata={"of": "a test"},
+        )
+        while batch.status != "completed":
+            time.sleep(0.05)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.request_counts and batch.request_counts.total == 2
+        assert batch.output_file_id and batch.error_file_id
+        (good,) = client.files.content(batch.output_file_id).iter_lines()
+        assert len(json.loads(good)["response"]["body"]["data"][0]["embedding"]) == 8
+        (bad,) = client.files.content(batch.error_file_id).iter_lines()
+        assert json.loads(bad)["response"]["status_code"] == 400
+        assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
+        assert client.files.delete(file.id).deleted
+        assert {one.purpose for one in client.files.list()} == {"batch_output"}
+        with pytest.raises(openai.BadRequestError, match="completed already"):
+            client.batches.cancel(batch.id)
+    assert {one.priority for one in api.backend.requests} == {PRIORITY}
+
+
+def test_what_is_old_goes(tmp_path: Path) -> None:
+    """A disk that fills; the input of a batch that runs, gone under it."""
+
+    async def case() -> None:
+        api = api_of(tmp_path, {"keep_seconds": 0.0})
+        client = Client(api)
+        ended = await begin(client, lines(1))
+        await worker_of(api).work()
+        running = await begin(client, lines(1))
+        cut = tmp_path / "files" / "0.part"
+        cut.touch()
+        os.utime(cut, (0, 0))
+        for path in (tmp_path / "files").glob("*.json"):
+            entry = json.loads(path.read_bytes())
+            entry["told"]["expires_at"] = 1
+            path.write_text(json.dumps(entry))
+        refused = await client.request("DELETE", f"/v1/files/{running['input_file_id']}")
+        assert refused.json()["error"]["code"] == "file_in_use"
+        assert api.options.batches is not None
+        api.options.batches.sweep()
+        assert [one["id"] for one in (await look(client, "/v1/batches"))["data"]] == [running["id"]]
+        files = (await look(client, "/v1/files"))["data"]
+        assert [one["id"] for one in files] == [running["input_file_id"]] and not cut.exists()
+        assert ended["id"] not in str(list((tmp_path / "batches").iterdir()))
+        api.options.batches.data(running["input_file_id"]).unlink()
+        worker = worker_of(api)
+        worker._swept = time.monotonic()
+        await worker.work()
+        told = await look(client, f"/v1/batches/{running['id']}")
+        assert told["errors"]["data"][0]["code"] == "invalid_file" and told["status"] == "failed"
+
+    asyncio.run(case())
+
+
 def test_uploads_are_bounded_and_leave_nothing(tmp_path: Path) -> None:
     """A disk that fills with refused uploads; a form that is cut short and taken."""
 
     async def case() -> None:
-        client = Client(api_of(tmp_path, batch_file_bytes=2048))
+        client = Client(api_of(tmp_path, {"file_bytes": 2048, "key_bytes": 2500}))
         assert (await upload(client, b"x" * 4096)).status == 413
         body, kinds = form(lines(1))
         assert (await client.request("POST", "/v1/files", body[:-30], kinds)).status == 400
         assert (await client.request("POST", "/v1/files", body)).status == 415
         other, _ = form(lines(1), "fine-tune")
         assert (await client.request("POST", "/v1/files", other, kinds)).status == 400
+        assert (await client.request("POST", "/v1/files", body, [*kinds, GZIP])).status == 415
         assert list((tmp_path / "files").iterdir()) == []
+        assert (await upload(client, b"x" * 1500)).status == 200
+        assert (await upload(client, b"x" * 900)).status == 413
         off = Client(build_asgi(FakeBackend()))
         assert (await off.request("GET", "/v1/files")).status == 404
 

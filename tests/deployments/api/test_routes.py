@@ -59,9 +59,9 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("/v1/files", None),
+        ("/v1/fine_tuning/jobs", None),
         ("/v1/audio/speech", None),
-        ("/v1/batches", None),
+        ("/v1/vector_stores", None),
         ("/v1/images/generations", None),
         ("/", None),
         ("/chat/completions", "/v1/chat/completions"),
