@@ -62,6 +62,8 @@ def test_help_of_every_command_has_an_example() -> None:
         "version",
         "loadtest",
         "adapter",
+        "batch",
+        "key",
         "status",
         "build",
         "verify",
