@@ -9,6 +9,8 @@ from typing import Any
 from tests.deployments.live import NAME
 
 WAYS = ("whole", "stream", "drop", "early", "half-close", "half a body")
+BUSY = "busy"  # refused with a time to come again: what a slow machine promises is not held
+PAUSES = (0.0, 2.0, 4.0, 8.0)  # seconds before each try
 WEIGHTS = (25, 25, 20, 12, 12, 6)
 _TEXT = "the sea is grey and old , we write a short line about it in two words or less"
 _WORDS = _TEXT.split()
@@ -84,6 +86,8 @@ async def exchange(port: int, order: random.Random) -> str:
         if refused:
             assert status == 400 and b'"invalid_value"' in rest, answer
             return "refused"
+        if status == 503 and b"\r\nretry-after: " in head_ and b'"overloaded"' in rest:
+            return BUSY
         if way == "half-close" and (status != 200 or not _is_whole(rest, body["stream"])):
             return "half-close, cut"
         assert status == 200 and b"x-request-id" in head_.lower(), answer
@@ -115,7 +119,13 @@ async def load(port: int, requests: int, at_once: int, seed: int) -> Counter[str
 
     async def client() -> None:
         for number in numbers:
-            seen[await exchange(port, random.Random(seed * 1_000_003 + number))] += 1
+            went = BUSY
+            for wait in PAUSES:
+                await asyncio.sleep(wait)
+                went = await exchange(port, random.Random(seed * 1_000_003 + number))
+                if went != BUSY:
+                    break
+            seen[went] += 1
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):

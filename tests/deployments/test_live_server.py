@@ -26,7 +26,7 @@ from tests.deployments.live import (
     quiet,
     settled,
 )
-from tests.deployments.live_load import load
+from tests.deployments.live_load import BUSY, load
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -56,7 +56,7 @@ def test_requests_leave_nothing_behind(live: Live, count: int) -> None:
     left = time.monotonic()
     settled(lambda: quiet(live), 5)
     print(f"{took:.1f} s, quiet after {time.monotonic() - left:.2f} s: {dict(seen)}")
-    assert sum(seen.values()) == count
+    assert sum(seen.values()) == count and not seen[BUSY]
     assert not grown(live, before, AT_ONCE)
     now = live.metrics()
     shrunk = [name for name in counted if "_total{" in name and now[name] < counted[name]]

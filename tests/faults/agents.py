@@ -1,13 +1,13 @@
 """What agents ask for, under kills: documents of a schema, calls of tools, reasoning, Responses and
 Messages.
 
-    python -m tests.faults.agents --hits 20
+    python -m tests.faults.agents --hits 20 --out bench/results
 
 A random model in float32 on two replicas behind two routers, both under Serve's own proxy. In turn
 an engine, a replica and a router are killed in the middle of streams of all kinds; clients go on
 after a router with the last event's id. Goes on until so many streams of each kind were hit, and
-as many of each kind were cut. Prints the figures as JSON; exit status 1 if an answer differs from
-the one without a kill.
+as many of each kind were cut. Prints the figures as JSON, and writes them as a result file if it is
+told a folder; exit status 1 if an answer differs from the one without a kill.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.report.result_file import write
 from deployments.resuming import ResumableStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.tool_templates import HERMES
@@ -296,6 +297,15 @@ class Run:
     def told(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a result file."""
+        rows = [{"case": f"kills/{name}", "value": n, "unit": ""} for name, n in self.kills.items()]
+        for kind in self.asked:
+            for what in ("asked", "hit", "cut", "right"):
+                case = {"case": f"{kind}/{what}", "value": getattr(self, what)[kind]}
+                rows.append({**case, "unit": "streams"})
+        return [*rows, {"case": "longest pause", "value": self.longest_pause_s, "unit": "s"}]
+
     def enough(self, hits: int, kinds: list[str]) -> bool:
         """Of each kind, by each sort of kill that there was."""
         hit = not self.kills.keys() - {"router"} or all(self.hit[kind] >= hits for kind in kinds)
@@ -354,12 +364,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Agents' answers under kills.")
     parser.add_argument("--hits", type=int, default=20)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ray_and_serve() as cluster:
         model = agent_model(Path(folder) / "agent")
         with deployed(cluster, model, None, replicas=2, **SETTINGS) as broken:
             run = asyncio.run(_run(broken, options.hits, options.targets))
     print(json.dumps(run.told(), indent=2))
+    if options.out:
+        config = {"replicas": 2, "routers": 2, "model": f"random, {LAYERS} layers", **SETTINGS}
+        write(options.out, "faults-agents", config, run.rows(), [run.told()])
     return 1 if run.wrong else 0
 
 

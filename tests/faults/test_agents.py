@@ -33,9 +33,10 @@ def test_the_same_answers(broken: Broken) -> None:
     async def case() -> Run:
         await broken.settled(120)
         right, run = await learn(broken), Run()
-        for target in ("engine", "router"):
-            await kill_once(broken, right, target, run, each=2)
-            await broken.settled(120)
+        for target, seen in (("engine", run.hit), ("router", run.cut)):
+            while sum(seen.values()) < 3 and run.kills[target] < 4:  # which have streams is chance
+                await kill_once(broken, right, target, run, each=2)
+                await broken.settled(120)
         return run
 
     run = asyncio.run(case())
