@@ -250,7 +250,7 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     """HTTP by the openai client, a Ray job with Manta installed, and one without."""
     port, environment = served
-    [http] = examples("http.md")
+    http, _ = examples("http.md")  # a batch needs a folder: tests of batches
     assert run(http.replace("8000", str(port)), **environment).strip()
     *_, installed, cut, plain, _ = examples("python.md")
     for code in (installed, cut.replace("8000", str(port)), plain):

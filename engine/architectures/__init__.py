@@ -5,22 +5,10 @@ the checkpoint keeps what they need. `gguf.py` has the names in GGUF files. Noth
 architecture a model is of.
 """
 
-from engine.architectures import (
-    cohere,
-    dbrx,
-    encoders,
-    gemma,
-    gemma4,
-    glm,
-    gpt,
-    llama,
-    llama4,
-    mixtures,
-    olmo,
-    phi,
-    remote,
-)
+from engine.architectures import encoders
+from engine.architectures.dense import cohere, gemma, gemma4, glm, gpt, llama, olmo, phi, remote
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
+from engine.architectures.mixtures import dbrx, families, llama4
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -55,7 +43,7 @@ _MODULES = (
     cohere,
     remote,
     gpt,
-    mixtures,
+    families,
     llama4,
     dbrx,
     gemma4,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from engine.architectures.dense.llama import LAYER, QKV
 from engine.architectures.layout import half_pairs, neighbours
-from engine.architectures.llama import LAYER, QKV
-from engine.architectures.mixtures import experts_at
+from engine.architectures.mixtures.families import experts_at
 from engine.architectures.record import Architecture, CheckpointTensor, Rows
 
 

@@ -69,7 +69,6 @@ def test_help_of_every_command_has_an_example() -> None:
         "verify",
         "convert",
         "eval",
-        "key",
     }
     assert set(commands) == expected
     for command in commands.values():

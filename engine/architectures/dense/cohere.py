@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import layer_types, three_to_one
+from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS, without
 from engine.architectures.layout import neighbours_in_k, neighbours_in_q
-from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS, without
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

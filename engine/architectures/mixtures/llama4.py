@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import CHUNK, FULL, layer_types, turning
+from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS
 from engine.architectures.experts import Experts, read_experts
-from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.architectures.alibi import mpt_slopes, slopes
 from engine.architectures.by_layer import still
+from engine.architectures.dense.alibi import mpt_slopes, slopes
+from engine.architectures.dense.llama import without
 from engine.architectures.layout import both, four_blocks, grouped, neighbours
-from engine.architectures.llama import without
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

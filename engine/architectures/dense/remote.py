@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.alibi import slopes
+from engine.architectures.dense.alibi import slopes
+from engine.architectures.dense.llama import LAYER, LLAMA
 from engine.architectures.layout import grouped
-from engine.architectures.llama import LAYER, LLAMA
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

@@ -1,7 +1,7 @@
 """Phi, StableLM and StarCoder 2: layer norms with biases, heads that turn in part."""
 
 from engine.architectures.by_layer import windowed
-from engine.architectures.llama import LAYER, LLAMA, ungated, without
+from engine.architectures.dense.llama import LAYER, LLAMA, ungated, without
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
-from engine.architectures.llama import LAYER, LLAMA, QK_NORM
+from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

@@ -3,8 +3,8 @@ was before, with names of its own."""
 
 from collections.abc import Mapping
 
+from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS
 from engine.architectures.layout import neighbours
-from engine.architectures.llama import LAYER, LLAMA, NEIGHBOURS
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import layer_types, three_to_one, unstretched
-from engine.architectures.llama import LAYER, LLAMA, QK_NORM, without
+from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM, without
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
+from engine.architectures.dense.gemma import SANDWICH
+from engine.architectures.dense.llama import LAYER, QK_NORM, QKV
 from engine.architectures.experts import Experts, read_experts
-from engine.architectures.gemma import SANDWICH
-from engine.architectures.llama import LAYER, QK_NORM, QKV
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 

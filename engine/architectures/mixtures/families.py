@@ -5,8 +5,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import WINDOW, layer_types, windowed
+from engine.architectures.dense.llama import (
+    GRANITE,
+    LAYER,
+    LLAMA,
+    NEIGHBOURS,
+    QK_NORM,
+    granite,
+    without,
+)
 from engine.architectures.experts import Experts, one_size, read_experts
-from engine.architectures.llama import GRANITE, LAYER, LLAMA, NEIGHBOURS, QK_NORM, granite, without
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 from kernels.experts.routing import CLAMPED

@@ -1,0 +1,1 @@
+"""Decoders with an MLP in each layer, a module a family."""

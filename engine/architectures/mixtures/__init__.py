@@ -1,0 +1,1 @@
+"""Decoders of which layers have experts in the place of an MLP, a module a family."""
