@@ -9,12 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from bench.operate import PACKAGES, build_wheel, environment, install
 from loadtest.chaos.server_processes import instance_at
 from tests.deployments.live import ROOT
 from tests.deployments.serve_cluster import end_server, free_port, tiny_model
@@ -38,9 +40,10 @@ def proxy(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def served(
-    folder: Path, proxy: str, **limits: float
+    folder: Path, proxy: str, manta: Path | None = None, **limits: float
 ) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """The process, which leads a group of its own, and the port."""
+    """The process, which leads a group of its own, and the port. manta: an installed command, which
+    runs away from the checkout."""
     model = tiny_model(folder / "tiny", positions=32768)
     port = free_port()
     engine = {"load_format": "dummy", "dtype": "float32", "num_blocks": 4096, "max_num_seqs": 4}
@@ -52,10 +55,11 @@ def served(
     }
     path = folder / "manta.yaml"
     path.write_text(json.dumps(settings))  # which is YAML, too
+    command = [str(manta)] if manta else [sys.executable, "-m", "deployments.cli.main"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "deployments.cli.main", "serve", str(path), "--address", "local"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        [*command, "serve", str(path), "--address", "local"],
+        cwd=folder if manta else ROOT,
+        env=environment() if manta else {**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,10 +126,28 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
         assert len(ours) > 3 and not [one.title for one in ours if one.send(0)]
 
 
-def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
-    """Bug: a stop that nobody can hurry, or that then leaves processes behind."""
+def test_installed_from_the_wheel_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+    """Bug: a stop that nobody can hurry, or that then leaves processes behind. A file that is in
+    the checkout alone, so that an installed Manta does not start or does not answer."""
+    (tmp_path / "build").mkdir()
+    wheel = build_wheel(tmp_path / "build")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert len(files) > 400 and not files - names
+    manta = install(wheel, tmp_path / "venv")
+    where = "import deployments, engine, kernels; print(deployments.__path__[0])"
+    python = [str(manta.with_name("python")), "-c", where]
+    said = subprocess.run(python, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert Path(said.stdout.strip()).is_relative_to(tmp_path / "venv"), said
 
     async def cut(port: int, process: "subprocess.Popen[str]") -> Said:
+        whole = await ask(port, BODY | {"max_tokens": LENGTH})
+        assert (whole.error, whole.output) == ("", LENGTH) and whole.texts[0]
         task = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
         await asyncio.sleep(0.5)
         os.killpg(process.pid, signal.SIGTERM)
@@ -133,7 +155,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGTERM)
         return await task
 
-    with served(tmp_path, "serve") as (process, port):
+    with served(tmp_path, "serve", manta) as (process, port):
         ours = instance_at(f"http://127.0.0.1:{port}").processes()
         began = time.monotonic()
         assert asyncio.run(cut(port, process)).error

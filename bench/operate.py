@@ -1,0 +1,174 @@
+"""What operating costs: `wheel/first-token`, from a wheel and an empty environment to the first
+token of a streamed answer of the default model.
+
+    python -m bench.operate --out bench/results
+
+A round makes a virtual environment, installs Manta's wheel into it, starts `manta serve` there in
+an empty folder, with a cache of its own, and asks. Not in the figure is what is downloaded: the
+dependencies, which the environment takes from this process's, and the default model, which is
+fetched and unpacked before the clock starts. The peer is the promise.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from bench.report.result_file import Line, print_ratios, write
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("deployments", "engine", "kernels", "loadtest")
+PROMISE_S = 60.0
+READY_S = 180.0
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this checkout as it is, built in this folder. Raises CalledProcessError."""
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in PACKAGES:  # a build leaves files beside its sources
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir")
+    _run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new virtual environment with the wheel in it; what the wheel needs is found where this
+    process has it. Returns its `manta`. Raises CalledProcessError."""
+    _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    paths = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+    # A path file in a folder that is named in one is not read: an editable install stays out.
+    ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (own / "dependencies.pth").write_text("".join(f"{path}\n" for path in sorted(ours)))
+    python = folder / "bin" / "python"
+    options = ("--quiet", "--no-deps", "--no-index", "--no-warn-script-location")
+    _run(sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel))
+    return folder / "bin" / "manta"
+
+
+def environment(**values: str) -> dict[str, str]:
+    """This process's without what leads to the checkout."""
+    left = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**left, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **values}
+
+
+def _run(*command: str, **options: object) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    if done.returncode:
+        sys.stderr.write(done.stdout + done.stderr)
+        done.check_returncode()
+
+
+def round_(wheel: Path, folder: Path, cache: Path) -> Line:
+    """Seconds from nothing to the installed command, the ready server and the first token."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shutil.copytree(cache, folder / "cache")
+    (folder / "empty").mkdir()
+    began = time.monotonic()
+    manta = install(wheel, folder / "venv")
+    installed = time.monotonic() - began
+    process = subprocess.Popen(
+        [manta, "serve", "default", "--port", str(port), "--address", "local"],
+        cwd=folder / "empty",
+        env=environment(MANTA_CACHE=str(folder / "cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = ""
+        while "Serving" not in said:
+            line = process.stdout.readline()
+            if not line or time.monotonic() - began > READY_S:
+                raise SystemExit(f"the server did not start:\n{said}")
+            said += line
+        ready = time.monotonic() - began
+        text, first = _ask(port)
+        if not text:
+            raise SystemExit("the answer is empty")
+        told = {"installed_s": installed, "ready_s": ready, "first_token_s": first - began}
+        return {name: round(seconds, 2) for name, seconds in told.items()} | {"text": text}
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _ask(port: int) -> tuple[str, float]:
+    """The streamed answer, and when its first token came."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": model, "messages": question, "max_tokens": 16, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    text, first = "", 0.0
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        first = first or time.monotonic()
+                        text += piece
+    return text, first
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    args = parser.parse_args()
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory(prefix="op") as text:
+        folder = Path(text)
+        (folder / "build").mkdir()
+        wheel = build_wheel(folder / "build")
+        manta = install(wheel, folder / "first")
+        cache = folder / "cache"
+        fetch = (str(manta.with_name("python")), "-m", "deployments.cli.models.fetch", "default")
+        _run(*fetch, env=environment(MANTA_CACHE=str(cache)), cwd=text)
+        for number in range(args.rounds):
+            (folder / str(number)).mkdir()
+            line = round_(wheel, folder / str(number), cache)
+            print(json.dumps(line), flush=True)
+            lines.append({"case": "wheel/first-token", **line})
+    ours = round(statistics.median(line["first_token_s"] for line in lines), 2)
+    rows = [
+        {
+            "case": "wheel/first-token",
+            "ours": ours,
+            "peer": PROMISE_S,
+            "unit": "s",
+            "ratio": round(ours / PROMISE_S, 3),
+        }
+    ]
+    config = {"ours": {"model": "default", "rounds": args.rounds}, "peers": {"the promise": {}}}
+    write(args.out, "operate", config, rows, lines, f"{os.cpu_count()} CPU cores")
+    print_ratios(rows)
+    return int(ours > PROMISE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
