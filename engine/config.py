@@ -54,8 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
         (AWQ, GPTQ, compressed-tensors int4), and expands a .gguf file, such as the default model,
         to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such
-        a file where all replicas run on the CPU, dtype is "auto" and deterministic is off, and
-        "none" otherwise.
+        a file where all replicas run on the CPU, dtype is "auto", deterministic is off and
+        tensor_parallel is 1, and "none" otherwise.
         "int8" rounds weights to 8 bits with a scale an output: half the memory to read, for a small
         loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
         bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an
@@ -108,7 +108,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
         kind of device with the same num_threads.
-    num_threads: CPU threads of the step; 0 = the process's share of cores, 2 on CUDA.
+    num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
+        among the ranks, 2 on CUDA.
+    tensor_parallel: ranks that the heads, the columns of products and the vocabulary are divided
+        among: so many GPUs of one machine, or processes on its CPU. It has to divide the model's
+        attention heads, and its key heads unless these are fewer. Needs weights that are not stored
+        in fewer bits. docs/parallel.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of the
         dummy weights, where None is 0.
@@ -145,6 +150,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_folder: str = ""
     deterministic: bool = False
     num_threads: int = 0
+    tensor_parallel: int = 1
     seed: int | None = None
     log_level: Literal["info", "debug"] = "info"
 
@@ -180,6 +186,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)
+        if not 1 <= self.tensor_parallel <= 64:
+            raise ConfigError(
+                f"tensor_parallel must be 1..64, got {self.tensor_parallel}",
+                param="tensor_parallel",
+            )
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(
                 f"max_lora_rank must be 1..256, got {self.max_lora_rank}", param="max_lora_rank"

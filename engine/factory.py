@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
@@ -15,10 +16,15 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.kv_groups import kv_groups
 from engine.lora.build import DeviceAdapters
+from engine.lora.loader import AdapterLoader
+from engine.lora.ranked import RankedLoader
+from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.model_config import weight_files
 from engine.models.registry import Model, build_model
+from engine.parallel.opening import Open, alone, first, other
+from engine.parallel.ranks import Ranks
 from engine.pooling import Pooling, PoolingHead
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
@@ -39,6 +45,7 @@ from engine.runner.memory import (
     plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
+from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
 from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
@@ -59,6 +66,7 @@ logger = logging.getLogger("manta.engine")
 # Phase name, and while weights are read ": " and how far that is; fraction done.
 Progress = Callable[[str, float], None]
 _LOG_SECONDS = 5.0
+_ANY = 1 << 62  # blocks: as many as another rank says
 
 
 class _StartTimes:
@@ -81,68 +89,35 @@ class _StartTimes:
             self._progress(name, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of the engine: one rank's."""
+
+    resolved: Resolved
+    runner: ModelRunner
+    plan: MemoryPlan | None  # on the CPU, where ranks share the memory, rank 0 plans for all
+    adapters: DeviceAdapters | None
+    host_bytes: int  # for adapters
+    pooling: Pooling | None
+
+
 def build(
-    config: EngineConfig, progress: Progress | None = None, compilers: Compilers | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    compilers: Compilers | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[EngineCore, Ready]:
     """Load the model and decide the memory. Raises ConfigError for anything a user can mend.
 
-    compilers: for a first start on a machine; the caller closes them.
+    compilers: for a first start on a machine; the caller closes them. ranks: the others of a model
+        in several parts; likewise.
     """
     phases = _StartTimes(progress)
-    phases.start("device")
-    resolved = resolve(config)
-    device = resolved.device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # creates the context here, where its cost has a name
-    else:
-        torch.set_num_threads(resolved.num_threads)
-    kernels = kernels_for(device.type, config.deterministic)
-    phases.end("device")
-
-    phases.start("weights")
-    with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
-        model = build_model(
-            resolved.model,
-            resolved.dtype,
-            device,
-            kernels,
-            quantization=config.quantization,
-            virtual_tokens=config.max_loras * config.max_virtual_tokens,
-        )
-        if device.type == "cpu":  # nothing is touched yet
-            check_weights(model, available_host_memory())
-        load_weights(
-            model,
-            None if config.load_format == "dummy" else resolved.folder,
-            seed=config.seed or 0,
-            progress=_tell(progress),
-        )
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            # From here on the cores are for the step loop and the threads that read adapters; a
-            # team of torch's for each of these would spin on all of them.
-            torch.set_num_threads(resolved.num_threads)
-    phases.end("weights")
-
-    pooling = Pooling.from_folder(resolved.folder)
+    open_group = alone if ranks is None else first(ranks)
+    part = _build_part(config, 0, open_group, phases, progress, compilers)
+    resolved, plan, pooling = part.resolved, part.plan, part.pooling
+    assert plan is not None
     head = None if pooling is None else PoolingHead(pooling, resolved.model.hidden_size)
-
-    phases.start("memory")
-    device_adapters = _device_adapters(resolved, model) if config.max_loras else None
-    host_bytes = lora_host_bytes(config, available_host_memory())
-    runner, plan = _build_runner(
-        resolved, model, kernels, device_adapters, host_bytes, compilers, pooling
-    )
-    phases.end("memory")
-
-    if device.type == "cuda" and config.cuda_graphs and not resolved.model.whole_texts:
-        phases.start("graphs")
-        with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            runner.capture_graphs(_graph_sizes(resolved))
-            torch.cuda.synchronize()
-        phases.end("graphs")
-
     core = EngineCore(
         CoreConfig(
             max_num_seqs=resolved.max_num_seqs,
@@ -150,7 +125,7 @@ def build(
             max_model_len=resolved.max_model_len,
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
-            kinds=kv_groups(resolved.model).kinds,
+            kinds=kv_groups(resolved.model, resolved.ranks).kinds,
             prefix_caching=config.prefix_caching,
             async_scheduling=resolved.async_scheduling,
             admission=config.admission,
@@ -162,9 +137,9 @@ def build(
             generates=resolved.model.generates,
             whole_texts=resolved.model.whole_texts,
         ),
-        runner,
-        _adapters(config, device_adapters, host_bytes),
-        FreeList if config.allocation == "list" else lambda count: TokenPool(count, device),
+        part.runner if ranks is None else RankedRunner(part.runner, ranks),
+        _adapters(config, part.adapters, part.host_bytes, ranks),
+        FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
     )
     phases.start("rehearsal")
@@ -182,6 +157,85 @@ def build(
         step_tokens=resolved.max_num_batched_tokens,
         vector_size=0 if head is None else head.size,
     )
+
+
+def build_rank(
+    config: EngineConfig, rank: int, memory: int, port: Callable[[], int]
+) -> tuple[ModelRunner, AdapterLoader | None]:
+    """The same of another rank: what runs its part of each step, and what fills its slots for
+    adapters. memory, port: see `engine.parallel.opening.other`."""
+    open_group = other(rank, config.tensor_parallel, memory, port)
+    part = _build_part(config, rank, open_group, _StartTimes(None), None, None)
+    gc.collect()
+    return part.runner, None if part.adapters is None else part.adapters.loader
+
+
+def _build_part(
+    config: EngineConfig,
+    rank: int,
+    open_group: Open,
+    phases: "_StartTimes",
+    progress: Progress | None,
+    compilers: Compilers | None,
+) -> _Part:
+    """All ranks go through this together: where one waits for the others, all do."""
+    phases.start("device")
+    resolved = resolve(config, rank)
+    device = resolved.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # creates the context here, where its cost has a name
+    else:
+        torch.set_num_threads(resolved.num_threads)
+    group = open_group(device)
+    kernels = kernels_for(device.type, config.deterministic)
+    phases.end("device")
+
+    phases.start("weights")
+    with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
+        model = build_model(
+            resolved.model,
+            resolved.dtype,
+            device,
+            kernels,
+            quantization=config.quantization,
+            group=group,
+            virtual_tokens=config.max_loras * config.max_virtual_tokens,
+        )
+        if device.type == "cpu" and not rank:  # nothing is touched yet
+            check_weights(model, available_host_memory(), resolved.ranks)
+        group.least(rank)
+        load_weights(
+            model,
+            None if config.load_format == "dummy" else resolved.folder,
+            seed=config.seed or 0,
+            ranks=group.size,
+            progress=_tell(progress),
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            # From here on the cores are for the step loop and the threads that read adapters; a
+            # team of torch's for each of these would spin on all of them.
+            torch.set_num_threads(resolved.num_threads)
+    group.least(rank)  # what is free now is what all weights leave
+    phases.end("weights")
+
+    pooling = Pooling.from_folder(resolved.folder)
+    phases.start("memory")
+    device_adapters = _device_adapters(resolved, model) if config.max_loras else None
+    host_bytes = lora_host_bytes(config, available_host_memory())
+    runner, plan = _build_runner(
+        resolved, model, kernels, device_adapters, host_bytes, compilers, pooling
+    )
+    phases.end("memory")
+
+    if device.type == "cuda" and config.cuda_graphs and not resolved.model.whole_texts:
+        phases.start("graphs")
+        with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
+            runner.capture_graphs(_graph_sizes(resolved))
+            torch.cuda.synchronize()
+        phases.end("graphs")
+    return _Part(resolved, runner, plan, device_adapters, host_bytes, pooling)
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:
@@ -243,11 +297,17 @@ def _device_adapters(resolved: Resolved, model: Model) -> DeviceAdapters:
 
 
 def _adapters(
-    config: EngineConfig, device_adapters: DeviceAdapters | None, host_bytes: int
+    config: EngineConfig,
+    device_adapters: DeviceAdapters | None,
+    host_bytes: int,
+    ranks: Ranks | None,
 ) -> AdapterStore | None:
     if device_adapters is None:
         return None
-    return AdapterStore(device_adapters.loader, config.max_loras, host_bytes)
+    loader: Loader = device_adapters.loader
+    if ranks is not None:
+        loader = RankedLoader(loader, ranks)
+    return AdapterStore(loader, config.max_loras, host_bytes)
 
 
 def _grammars(resolved: Resolved) -> Grammars:
@@ -272,10 +332,10 @@ def _build_runner(
     host_bytes: int,
     compilers: Compilers | None,
     pooling: Pooling | None,
-) -> tuple[ModelRunner, MemoryPlan]:
-    config, device = resolved.config, resolved.device
+) -> tuple[ModelRunner, MemoryPlan | None]:
+    config, device, group = resolved.config, resolved.device, model.group
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
-    groups = kv_groups(resolved.model)
+    groups = kv_groups(resolved.model, resolved.ranks)
     what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
         rows = RequestRows.allocate(
@@ -302,6 +362,7 @@ def _build_runner(
             pooling=pooling,
         )
 
+    plan: MemoryPlan | None = None
     if device.type == "cuda":
         if compilers is not None:
             _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
@@ -320,13 +381,16 @@ def _build_runner(
             host_bytes=host_bytes,
             activations=activations,
         )
-    else:
-        total = available_host_memory() + model.num_bytes
+    elif not group.rank:
+        total = available_host_memory() + group.size * model.num_bytes
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
-    size = plan.num_blocks * plan.block_bytes / GIB
-    what = f"the KV cache's {plan.num_blocks} blocks ({size:.2f} GiB)"
+    num_blocks = group.least(_ANY if plan is None else plan.num_blocks)
+    if plan is not None:
+        plan.num_blocks = num_blocks
+    size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB
+    what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        return runner_with(plan.num_blocks), plan
+        return runner_with(num_blocks), plan
 
 
 def _hand_over(

@@ -194,10 +194,12 @@ def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
     return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
 
 
-def kv_groups(model: ModelConfig) -> KVGroups:
-    """The groups of a model's layers; those of one class follow each other."""
+def kv_groups(model: ModelConfig, ranks: int = 1) -> KVGroups:
+    """The groups of a model's layers; those of one class follow each other. ranks: that the heads
+    are divided among; the groups are then those of one of them."""
+    attention = [layer.of_rank(ranks) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
-    for number, layer in enumerate(model.attention):
+    for number, layer in enumerate(attention):
         if layer.keys_of is not None:
             continue
         shape = (layer.num_heads, *layer.kept)
@@ -211,10 +213,10 @@ def kv_groups(model: ModelConfig) -> KVGroups:
     for key, layers in classes.items():
         for first in range(0, len(layers), slots * fit[key]):
             own = tuple(layers[first : first + slots * fit[key]])
-            groups.append(KVGroup(key[0], own, model.attention[own[0]]))
+            groups.append(KVGroup(key[0], own, attention[own[0]]))
     borrowed = tuple(
         (number, layer.keys_of)
-        for number, layer in enumerate(model.attention)
+        for number, layer in enumerate(attention)
         if layer.keys_of is not None
     )
     return KVGroups(tuple(groups), slots, borrowed)

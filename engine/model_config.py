@@ -100,6 +100,14 @@ class LayerAttention:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
+    def of_rank(self, ranks: int) -> "LayerAttention":
+        """With the heads of one of so many ranks, which divide those of queries. Key heads that are
+        fewer than ranks are copied to several."""
+        if ranks == 1:
+            return self
+        kv_heads = max(1, self.num_kv_heads // ranks)
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -294,9 +302,11 @@ class ModelConfig:
         layers = [i for i, layer in enumerate(self.attention) if layer.keys_of is not None]
         return {f"{piece.replace('{i}', str(i))}.weight" for i in layers for piece in pieces}
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that the keys and values of one token take over all layers, while all keep them."""
-        elements = sum(heads * dim for heads, dim in (layer.kept for layer in self.attention))
+    def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1) -> int:
+        """Bytes that the keys and values of one token take over all layers, while all keep them; on
+        one of so many ranks."""
+        kept = (layer.of_rank(ranks).kept for layer in self.attention)
+        elements = sum(heads * dim for heads, dim in kept)
         return 2 * elements * dtype_bytes
 
 

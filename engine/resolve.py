@@ -1,6 +1,7 @@
 """resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -34,16 +35,32 @@ class Resolved:
     num_threads: int
     async_scheduling: bool
 
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_parallel
 
-def resolve(config: EngineConfig) -> Resolved:
-    """Raises ConfigError naming the key at fault. Reads config.json only."""
+    @property
+    def ranks_here(self) -> int:
+        """That share this device's memory."""
+        return 1 if self.device.type == "cuda" else self.ranks
+
+
+def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
+    """Raises ConfigError naming the key at fault. Reads config.json only. rank: that asks."""
     folder = Path(config.model)
     if not folder.is_dir():
         raise no_folder(folder)
     model = ModelConfig.from_folder(folder, config.rope_scaling)
-    device = _device(config)
+    device = _device(config, rank)
     if device.type == "cpu":
-        return decide(config, model, device)
+        resolved, cores = decide(config, model, device), len(os.sched_getaffinity(0))
+        if config.tensor_parallel > cores:
+            raise ConfigError(
+                f"tensor_parallel: {config.tensor_parallel} ranks on the CPU need as many cores, "
+                f"and this process may use {cores}; lower it",
+                param="tensor_parallel",
+            )
+        return resolved
     able = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     return decide(config, model, device, name, bfloat16=able >= BFLOAT16, float8=able >= FLOAT8)
@@ -60,6 +77,7 @@ def decide(
 ) -> Resolved:
     """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
+    check_ranks(model, config.tensor_parallel)
     max_model_len = model.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > model.max_positions:
@@ -93,16 +111,25 @@ def decide(
         # Each running request gets its token every step.
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
-        num_threads=config.num_threads or (_CUDA_THREADS if cuda else len(os.sched_getaffinity(0))),
+        num_threads=config.num_threads or _threads(config, cuda),
         async_scheduling=cuda if config.async_scheduling is None else config.async_scheduling,
     )
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(config: EngineConfig, rank: int) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        if config.tensor_parallel == 1:
+            return torch.device("cuda", torch.cuda.current_device())
+        count = torch.cuda.device_count()
+        if config.tensor_parallel > count:
+            raise ConfigError(
+                f"tensor_parallel: {config.tensor_parallel} ranks need as many GPUs, and this "
+                f"process sees {count}; lower it, or give the replica more (num_gpus)",
+                param="tensor_parallel",
+            )
+        return torch.device("cuda", rank)
     if config.device == "cuda":
         raise ConfigError(
             "device: cuda was asked for and torch sees no CUDA device; use device: cpu, or check "
@@ -110,6 +137,63 @@ def _device(config: EngineConfig) -> torch.device:
             param="device",
         )
     return torch.device("cpu")
+
+
+def check_ranks(model: ModelConfig, ranks: int) -> None:
+    """Raises ConfigError where the model cannot be divided among so many ranks."""
+    if ranks == 1:
+        return
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"tensor_parallel: {ranks}: {why}", param="tensor_parallel")
+
+    fitting = [n for n in range(2, 65) if _divides(model, n)]
+    way_out = f"it can be {', '.join(map(str, fitting))}" if fitting else "leave it out"
+    if model.qk_norm in ("heads", "flat"):
+        raise refuse(
+            f"{model.architecture} norms queries over all heads, which no rank has; leave it out"
+        )
+    if model.layer_input_size:
+        raise refuse(
+            f"{model.architecture} has inputs for each layer, which cannot be divided; leave it out"
+        )
+    if model.quantized is not None:
+        raise refuse(
+            f"the checkpoint's weights are {model.quantized.name}, and weights in fewer bits "
+            "cannot be divided; leave it out, or take a checkpoint in 16 bits (a .gguf file with "
+            "quantization: none)"
+        )
+    for layer in model.attention:
+        if layer.num_heads % ranks or not _copies(layer.num_kv_heads, ranks):
+            raise refuse(
+                f"{model.architecture} has {layer.num_heads} attention heads and "
+                f"{layer.num_kv_heads} key heads, which cannot be divided so; {way_out}"
+            )
+    if not _divides(model, ranks):
+        raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
+
+
+def _copies(kv_heads: int, ranks: int) -> bool:
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _divides(model: ModelConfig, ranks: int) -> bool:
+    mixed: Sequence[int] = ()
+    widths = []
+    if model.experts is not None:
+        mixed = () if model.experts.beside_mlp else model.experts.layers
+        widths += [model.experts.size, model.experts.shared_size]
+    widths += [model.mlp_size(number) for number in range(model.num_layers) if number not in mixed]
+    heads = [layer.num_heads for layer in model.attention]
+    return not any(each % ranks for each in heads + widths) and all(
+        _copies(layer.num_kv_heads, ranks) for layer in model.attention
+    )
+
+
+def _threads(config: EngineConfig, cuda: bool) -> int:
+    if cuda:
+        return _CUDA_THREADS
+    return max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
 
 
 def _dtype(

@@ -104,6 +104,7 @@ def keeps_blocks(engine: Mapping[str, Any]) -> bool:
         engine.get("device") == "cpu"
         and engine.get("dtype", "auto") == "auto"
         and not engine.get("deterministic")
+        and engine.get("tensor_parallel", 1) == 1
         and engine.get("load_format") != "dummy"
     )
 

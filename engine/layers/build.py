@@ -57,15 +57,20 @@ class Builder:
         *,
         bias: bool = False,
         unit: int = 1,
+        uneven: bool = False,
     ) -> Linear:
         """Output features are divided among the ranks.
 
         sizes: output features of each piece, one below the other.
         unit: features that stay together (head_dim); a piece with fewer units than ranks is copied.
+        uneven: the last ranks may have fewer.
         """
         kept = []
         for size in sizes:
-            begin, end = self.group.part_or_copy(size // unit, f"{ours} rows")
+            if uneven:
+                begin, end = self.group.share(size // unit)
+            else:
+                begin, end = self.group.part_or_copy(size // unit, f"{ours} rows")
             kept.append((begin * unit, end * unit))
         parts = self._parts(ours, sizes, kept, in_features, (0, in_features))
         return Linear(self._spec(ours, parts, bias), self.method)

@@ -35,7 +35,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
         if cuda:  # the CPU keeps prefixes where they were read to, too
-            token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize)
+            token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, resolved.ranks)
         found.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
     return found
 
@@ -75,8 +75,10 @@ class DeviceAdapters:
             return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype
         prompts = VirtualTokensDevice(
-            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploader
+            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploader, model.group
         )
-        prompt_reader = VirtualTokensReader(resolved.model, model.dtype, kv_dtype, count)
+        prompt_reader = VirtualTokensReader(
+            resolved.model, model.dtype, kv_dtype, count, model.group
+        )
         loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk, config.model)
         return cls(loader, lora, prompts)

@@ -29,6 +29,7 @@ from engine.lora.peft_config import (
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.uploader import AdapterUploader
 from engine.model_config import ModelConfig
+from engine.parallel.group import TensorParallelGroup
 
 PutKV = Callable[[Tensor, Tensor, Tensor], None]  # blocks, places in them, values
 
@@ -48,8 +49,15 @@ class VirtualTokensReader:
     """Reads prompts for one model. dtype: of its embedding. kv_dtype: of the KV cache."""
 
     def __init__(
-        self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, max_tokens: int
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        max_tokens: int,
+        group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
     ) -> None:
+        """group: whose rank keeps the keys and values of its heads."""
+        self._group = group
         self._model = model
         self._dtype = dtype
         self._kv_dtype = kv_dtype
@@ -105,6 +113,9 @@ class VirtualTokensReader:
         read = read_tensors(stored, state.update)
         host.copy_(read[0].view(shape))
         check_finite(stored, read, host)
+        if prefix and self._group.size > 1:
+            begin, end = self._group.part_or_copy(shape[2], "num_key_value_heads")
+            host = host[:, :, begin:end].clone()
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         described = AdapterDescription(
@@ -137,6 +148,7 @@ class VirtualTokensDevice:
         embedding: Tensor,
         kv_dtype: torch.dtype,
         uploader: AdapterUploader,
+        group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
     ) -> None:
         assert embedding.shape[0] == model.vocab_size + slots * max_tokens
         self._max_tokens = max_tokens
@@ -144,7 +156,8 @@ class VirtualTokensDevice:
         self._vectors = embedding[model.vocab_size :]
         self._uploader = uploader
         self._cuda = embedding.is_cuda
-        shape = (slots, max_tokens, 2 * model.num_layers, model.num_kv_heads, model.head_dim)
+        begin, end = group.part_or_copy(model.num_kv_heads, "num_key_value_heads")
+        shape = (slots, max_tokens, 2 * model.num_layers, end - begin, model.head_dim)
         if not self._cuda:  # which uses host memory
             shape = (slots, 0, 0, 0, 0)
         self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=embedding.device))

@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -251,6 +252,7 @@ class Decoder:
         self.build = build
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
+        self.group = build.group
         hidden, vocab = config.embedding_size, config.vocab_size
         name = build.stored("embedding").names[0]
         part = Part(name, vocab, hidden, (0, vocab), (0, hidden))
@@ -266,7 +268,7 @@ class Decoder:
         tables = Tables(config.max_positions, build.device)
         layer = ParallelLayer if config.parallel else DecoderLayer
         self.layers = [layer(build.at(index), tables) for index in range(config.num_layers)]
-        groups = kv_groups(config)
+        groups = kv_groups(config, build.group.size)
         self._view_of = {
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
@@ -278,16 +280,18 @@ class Decoder:
                 "project_out", (hidden,), config.hidden_size
             )
         self._tied = tied
-        self._tied_head: Any = DenseState(self.embedding, None, "head")
+        first, end = build.group.share(vocab)
+        self._tied_head: Any = DenseState(self.embedding[first:end], None, "head")
         self.head: Linear | None = None
         if not config.tie_embeddings:
-            self.head = build.column("head", (vocab,), hidden, bias=config.head_bias)
+            self.head = build.column("head", (vocab,), hidden, bias=config.head_bias, uneven=True)
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
         self.loading_bytes = self.table.loading_bytes + filled
         self.loading_bytes += tables.num_bytes
-        self.num_bytes = self.loading_bytes + self._tied_bytes(spec)
+        part = Part(name, end - first, hidden, (0, end - first), (0, hidden))
+        self.num_bytes = self.loading_bytes + self._tied_bytes(replace(spec, parts=(part,)))
         self.num_bytes += self.table.num_bytes - self.table.loading_bytes
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
@@ -369,7 +373,8 @@ class Decoder:
         if self.head is None:
             logits = self._tied.apply(self._tied_head, hidden)
         else:
-            logits = self.build.group.all_gather_columns(self.head.forward(hidden))
+            logits = self.head.forward(hidden)
+        logits = self.group.gather_columns(logits, self.config.vocab_size)
         cap = self.config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -24,6 +24,7 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    group: TensorParallelGroup  # its rank's part is what this model holds
     num_parameters: int  # of this rank
     num_active_parameters: int  # of these, those that a token meets
     loading_bytes: int  # weights and tables as they are allocated and loaded
@@ -48,7 +49,7 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in the model's
-        dtype."""
+        dtype. Every rank has to call it; what any but the first gets has no meaning."""
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,21 +13,20 @@ from engine.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
     """Layers take one and ask it what they keep; with size 1 that is everything and nothing is
-    communicated.
-
-    process_group: a ``torch.distributed`` group of ``size`` processes; unused with size 1.
+    communicated. With more it only knows the parts: `SharedMemoryGroup` and `DistributedGroup` also
+    communicate. Every rank makes the same calls in the same order.
     """
 
     rank: int = 0
     size: int = 1
-    process_group: Any = None
 
     def part(self, total: int, what: str) -> tuple[int, int]:
         """This rank's half-open range of ``total`` units. ConfigError if they do not divide."""
         if total % self.size:
             raise ConfigError(
-                f"{what}: {total} cannot be divided among the {self.size} ranks of this"
-                " TensorParallelGroup: its size must divide it"
+                f"{what}: {total} cannot be divided among {self.size} ranks; tensor_parallel must"
+                " divide it",
+                param="tensor_parallel",
             )
         each = total // self.size
         return self.rank * each, (self.rank + 1) * each
@@ -38,16 +38,66 @@ class TensorParallelGroup:
             return unit, unit + 1
         return self.part(total, what)
 
+    def share(self, total: int, rank: int | None = None) -> tuple[int, int]:
+        """Like part; but the last ranks have fewer units where they do not divide, or none (rows of
+        a vocabulary). rank: None = this one."""
+        rank, each = self.rank if rank is None else rank, -(-total // self.size)
+        return min(rank * each, total), min((rank + 1) * each, total)
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.process_group)
+        """Sum of x over the ranks, in place: the same bits on every rank."""
+        self._alone()
         return x
 
-    def all_gather_columns(self, x: Tensor) -> Tensor:
-        """[n, columns] of each rank -> [n, size * columns], in rank order."""
-        if self.size == 1:
-            return x
-        parts = x.new_empty(self.size, *x.shape)
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        """[n, columns] of each rank, its `share` of total -> [n, total] on rank 0. What the others
+        get has no meaning."""
+        self._alone()
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written over that of the others."""
+        self._alone()
+        return x
+
+    def least(self, number: int) -> int:
+        """Of what each rank says. Also a barrier."""
+        self._alone()
+        return number
+
+    def _alone(self) -> None:
+        if self.size > 1:
+            raise NotImplementedError("this group only knows the parts")
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedGroup(TensorParallelGroup):
+    """Over torch.distributed, with NCCL between GPUs: all of it can be captured in a CUDA graph,
+    but for `least`.
+
+    process_group: a ``torch.distributed`` group of ``size`` processes. device: this rank's.
+    """
+
+    process_group: Any = None
+    device: torch.device | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        rows, each = x.shape[0], -(-total // self.size)
+        if x.shape[1] < each:
+            x = torch.nn.functional.pad(x, (0, each - x.shape[1]))
+        parts = x.new_empty(self.size, rows, each)
         dist.all_gather_into_tensor(parts, x.contiguous(), group=self.process_group)
-        return parts.movedim(0, 1).reshape(x.shape[0], -1)
+        return parts.movedim(0, 1).reshape(rows, -1)[:, :total].contiguous()
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, group_src=0, group=self.process_group)
+        return x
+
+    def least(self, number: int) -> int:
+        found = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.process_group)
+        return int(found.item())

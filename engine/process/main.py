@@ -6,7 +6,6 @@ whose end is the parent's, and on Linux the kernel kills it when the parent's sp
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -41,12 +40,14 @@ from engine.messages import (
     StepFrame,
     ToEngine,
 )
+from engine.parallel.ranks import Ranks
 from engine.process.first_start import FirstStart
+from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
-PR_SET_PDEATHSIG = 1
 logger = logging.getLogger("manta.engine")
 
 LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
+LAST_WORDS_OF_RANK = 0.2  # seconds for the same, where the step loop may hang in a sum
 PULSE_SECONDS = 0.5
 # Idle milliseconds before the invariants are checked. That takes 11 ms for the blocks of a large
 # device, and a client that sends one request after the other would wait for it each time.
@@ -101,29 +102,40 @@ class Core(Protocol):
 
 
 Report = Callable[[str, float], None]  # phase, fraction done
+Fail = Callable[[MantaError], None]  # ends this process, from any thread
 
 
-def _model(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+def _model(
+    config: EngineConfig, report: Report, fail: Fail, ends: contextlib.ExitStack
+) -> tuple[Core, Ready]:
     began = time.monotonic()
     report("imports", 0.0)
-    first = FirstStart(config)  # before the imports, so that the compilers' run beside ours
+    # Before the imports, so that those of the compilers, or of the other ranks, run beside ours.
+    first, ranks = FirstStart(config), None
+    if config.tensor_parallel > 1:
+        ranks = Ranks(config, fail)
+        ends.callback(ranks.close)
     from engine.factory import build  # brings torch, seconds that a fake core must not pay
 
     imported = time.monotonic()
     with first:
-        core, ready = build(config, report, first.compilers)
+        core, ready = build(config, report, first.compilers, ranks)
     ready.start_seconds = {"imports": round(imported - began, 3), **ready.start_seconds}
     return core, ready
 
 
-def _fake(config: EngineConfig, report: Report) -> tuple[Core, Ready]:
+def _fake(
+    config: EngineConfig, report: Report, fail: Fail, ends: contextlib.ExitStack
+) -> tuple[Core, Ready]:
     from engine.process.fake import build
 
     report("start", 0.0)
     return build(config)
 
 
-CORES: dict[str, Callable[[EngineConfig, Report], tuple[Core, Ready]]] = {
+CORES: dict[
+    str, Callable[[EngineConfig, Report, Fail, contextlib.ExitStack], tuple[Core, Ready]]
+] = {
     "model": _model,
     "fake": _fake,
 }
@@ -267,38 +279,11 @@ class LogToParent(logging.Handler):
         self._send(LogLine(record.levelno, self.format(record), name))
 
 
-def _watch_parent() -> None:
-    """End with the parent, whatever this process is doing: nothing else ever writes to stdin."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
-
-
-def _tie_to_parent(parent: int) -> None:
-    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
-        os._exit(1)
-
-
 def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
     """Sign of life while a step takes its time; a process that is stopped gives none."""
     while True:
         send(loop.pulse())
         time.sleep(PULSE_SECONDS)
-
-
-def _set_threads(count: int) -> None:
-    """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
-    # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
-    # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
-    # engines on two cores, six times slower each); these are a millisecond, several times what
-    # lies between two products of a step.
-    os.environ["GOMP_SPINCOUNT"] = "30000"
-    if count:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = str(count)
 
 
 def _failure(error: Exception, doing: str) -> Failed:
@@ -310,16 +295,13 @@ def _failure(error: Exception, doing: str) -> Failed:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 65536)
-        if not byte:
-            return 1
-        line += byte
+    line = read_start()
+    if not line:
+        return 1
     start = msgspec.json.decode(line, type=EngineStart)
-    _tie_to_parent(start.parent)
+    tie_to_parent(start.parent)
     os.chdir(start.directory)
-    _set_threads(start.config.num_threads)
+    set_threads(start.config.num_threads)
     # A thread that reads an adapter, or gives a sign of life, may keep the step loop waiting for as
     # long; by default for 5 ms, which is a step.
     sys.setswitchinterval(5e-4)
@@ -353,9 +335,15 @@ def main() -> int:
             shown[:] = [now]
             send(Progress(phase, fraction))
 
-    code = 1
+    def fail(error: MantaError) -> None:
+        """A rank has ended. Whatever the step loop does, it will not come to its end."""
+        send(_failure(error, "a rank has ended"))
+        time.sleep(LAST_WORDS_OF_RANK)
+        os._exit(1)
+
+    code, ends = 1, contextlib.ExitStack()
     try:
-        core, ready = CORES[start.core](start.config, report)
+        core, ready = CORES[start.core](start.config, report, fail, ends)
         ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
@@ -371,6 +359,7 @@ def main() -> int:
             code = 0
         except Exception as error:
             send(_failure(error, "a step failed"))
+    ends.close()
     inbox.close(0)
     with outbox_lock:
         outbox.close(LAST_WORDS_MS)

@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.lora.build import adapter_bytes
 from engine.models.registry import Model, build_model
+from engine.parallel.group import TensorParallelGroup
 from engine.resolve import Resolved
 from engine.runner.rows import RequestRows
 from kernels.dispatch import kernels_for
@@ -62,6 +63,7 @@ def outline(resolved: Resolved) -> Model:
         "meta",
         kernels_for("cpu", config.deterministic),  # which is not asked for anything
         quantization=config.quantization,
+        group=TensorParallelGroup(0, resolved.ranks),
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )
@@ -84,9 +86,11 @@ def plan_memory(
     host_bytes: int,
     activations: int | None = None,
 ) -> "MemoryPlan":
-    """What each part takes; KV blocks get the rest, or what the configuration says.
+    """What each part takes; KV blocks get the rest, or what the configuration says. On the CPU it
+    is what all ranks take, which share the memory.
 
-    device, total: name and bytes of the device's memory, or of what is free of the host's.
+    model: one rank's, the first. device, total: name and bytes of the device's memory, or of what
+    is free of the host's.
     others: what else is taken of it. host_bytes: see lora_host_bytes. activations: as measured.
     Raises ConfigError with the numbers and the ways out where something does not fit.
     """
@@ -94,7 +98,8 @@ def plan_memory(
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
-    groups, block_size = kv_groups(resolved.model), config.block_size
+    groups, block_size = kv_groups(resolved.model, resolved.ranks), config.block_size
+    here = resolved.ranks_here
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
     used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
@@ -102,11 +107,12 @@ def plan_memory(
     used.append(("activations (largest step)", activations))
     if cuda and config.cuda_graphs:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
+    used = [(name, here * size) for name, size in used]
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
     plan.groups, plan.block_size = groups, block_size
-    plan.block_bytes = groups.bytes_per_block(block_size, resolved.kv)
+    plan.block_bytes = here * groups.bytes_per_block(block_size, resolved.kv)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
     if config.num_blocks:
@@ -227,10 +233,10 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
         )
 
 
-def check_weights(model: Model, free: int) -> None:
+def check_weights(model: Model, free: int, ranks: int = 1) -> None:
     """Raises ConfigError where the weights do not fit while they are loaded, before the system ends
-    the process."""
-    num_bytes = max(model.loading_bytes, model.num_bytes)
+    the process. ranks: that load as much."""
+    num_bytes = ranks * max(model.loading_bytes, model.num_bytes)
     if num_bytes > free:
         raise ConfigError(
             f"the weights need {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB are free. "

@@ -11,7 +11,8 @@ The next token of a request is read from its row on the device (kernels/batch.py
 not need the host to know what step n sampled.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,7 +185,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         # Of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
-        if not self._cuda and isinstance(model, Decoder):
+        # A program has no way to meet other ranks.
+        if not self._cuda and isinstance(model, Decoder) and model.group.size == 1:
             self.programs = StepPrograms(model, rows, kv)
 
     def launch(self, batch: Batch) -> DeviceResult:
@@ -259,7 +261,7 @@ class ModelRunner:
                 hidden = hidden.index_select(0, step.last)
             rows, positions = step.sample_rows, step.sample_positions
         samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
-        if not batch.masked:
+        if not batch.masked or self.model.group.rank:  # the first rank has the masks
             pending = self._choose(batch.step, samples, prompt_logprobs, None)
             pending.pooled = pooled
             return pending
@@ -363,8 +365,13 @@ class ModelRunner:
         hidden [n, hidden_size], rows and positions [n] int64. The token of a row whose logits are
         not finite is -1.
         """
-        logits = self.model.logits(hidden)
-        sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
+        logits, group = self.model.logits(hidden), self.model.group
+        if group.rank:  # which have not all logits
+            tokens = rows.new_empty(rows.shape)
+            sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+        else:
+            sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
+        sampled.tokens = group.broadcast(sampled.tokens)
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
@@ -442,23 +449,27 @@ class ModelRunner:
             if wanted >= 0 and count > 0:
                 first = start + skip + 1
                 targets = self.rows.tokens[row, first : first + count].long()
-                pieces = [
-                    self.sampler.prompt_logprobs(self.model.logits(some), next_ids, wanted)
-                    for some, next_ids in zip(
-                        hidden[at + skip : at + skip + count].split(self._logits_rows),
-                        targets.split(self._logits_rows),
-                        strict=True,
-                    )
-                ]
-                logprob, rank, top_ids, top_logprobs = (
-                    self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True)
-                )
-                host = _HostLogprobs(
-                    self._to_host(targets), logprob, rank, top_ids, top_logprobs, [wanted] * count
-                )
-                found.append((entry, host))
+                some = hidden[at + skip : at + skip + count].split(self._logits_rows)
+                logits = map(self.model.logits, some)
+                if self.model.group.rank:  # which have not all of them
+                    deque(logits, 0)
+                else:
+                    found.append((entry, self._prompt_logprobs_of(logits, targets, wanted)))
             at += length
         return found
+
+    def _prompt_logprobs_of(
+        self, logits: Iterable[Tensor], targets: Tensor, wanted: int
+    ) -> _HostLogprobs:
+        pieces = [
+            self.sampler.prompt_logprobs(each, next_ids, wanted)
+            for each, next_ids in zip(logits, targets.split(self._logits_rows), strict=True)
+        ]
+        logprob, rank, top_ids, top_logprobs = (
+            self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True)
+        )
+        counts = [wanted] * len(targets)
+        return _HostLogprobs(self._to_host(targets), logprob, rank, top_ids, top_logprobs, counts)
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from threading import Thread
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -44,17 +45,20 @@ def load_weights(
     folder: str | Path | None,
     *,
     seed: int = 0,
+    ranks: int = 1,
     progress: Callable[[Loading], None] | None = None,
 ) -> None:
     """Fill every parameter from the folder's files, or with random numbers if folder is None.
 
+    ranks: that have parts of this model. Random numbers are then the same on all of them, so that
+        what each has whole is equal; they are not those of a model on one rank.
     progress: called from this thread some ten times a second.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
     """
     if folder is None:
         parameters = list(model.parameters())
-        _fill_randomly(parameters, model.device, seed)
+        _fill_randomly(parameters, model.device, seed, by_name=ranks > 1)
         _settle(parameters)
         del parameters  # else what is packed is there twice until the last one is
     else:
@@ -227,10 +231,15 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
                 raise not_finite(stored[source.name], target.dtype)
 
 
-def _fill_randomly(parameters: list[Parameter], device: torch.device, seed: int) -> None:
-    """Ones for norms, else normal numbers, made on the device."""
+def _fill_randomly(
+    parameters: list[Parameter], device: torch.device, seed: int, *, by_name: bool
+) -> None:
+    """Ones for norms, else normal numbers, made on the device. by_name: those of a parameter do not
+    depend on which others there are."""
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in parameters:
+        if by_name:
+            generator.manual_seed(seed + crc32(parameter.name.encode()))
         if parameter.fill is not None:
             parameter.fill(generator)
         elif not parameter.tensor.is_floating_point():

@@ -46,8 +46,8 @@ def poison(core: Any, device: str) -> None:
     runner.launch = launch_and_spoil
 
 
-def build(config: EngineConfig, report: process.Report) -> Any:
-    core, ready = model(config, report)
+def build(config: EngineConfig, *given: Any) -> Any:
+    core, ready = model(config, *given)
     poison(core, config.device)
     return core, ready
 

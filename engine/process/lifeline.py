@@ -1,0 +1,48 @@
+"""What processes of the engine do first: end with their parent, and agree with it on threads."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1
+
+
+def read_start() -> bytes:
+    """The line on stdin with what to do; b"" where the parent has ended. Nothing else ever comes,
+    and stdin's end is the parent's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        read = os.read(0, 65536)
+        if not read:
+            return b""
+        line += read
+    return line
+
+
+def tie_to_parent(parent: int) -> None:
+    """End with it, whatever this process is doing. parent: its process id."""
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+
+def _watch_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def set_threads(count: int) -> None:
+    """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
+    # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
+    # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
+    # engines on two cores, six times slower each); these are a millisecond, several times what
+    # lies between two products of a step.
+    os.environ["GOMP_SPINCOUNT"] = "30000"
+    if count:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(count)

@@ -1,0 +1,166 @@
+"""A rank's process: `python -m engine.process.rank`, started by `engine.parallel.ranks.Ranks`.
+
+It has its part of the model, and does in each step what rank 0 does, but for the choice of tokens,
+which it is told. It knows nothing of requests.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.batch import Batch
+from engine.errors import AdapterError, MantaError
+from engine.parallel.ranks import LastWords, RankStart
+from engine.process.lifeline import read_start, set_threads, tie_to_parent
+
+if TYPE_CHECKING:
+    from engine.lora.loader import AdapterLoader
+    from engine.runner.model_runner import DeviceResult, ModelRunner
+
+logger = logging.getLogger("manta.engine")
+
+
+class RankLoop:
+    """Carries out rank 0's orders, which are names of methods here."""
+
+    def __init__(self, runner: "ModelRunner", orders: "Connection[Any, Any]") -> None:
+        self._runner = runner
+        self._orders = orders
+        self._launched: deque[DeviceResult] = deque()
+
+    def run(self) -> None:
+        """Until rank 0 ends."""
+        while True:
+            try:
+                what, given = self._orders.recv()
+            except (EOFError, OSError):
+                return
+            getattr(self, what)(*given)
+
+    def launch(self, batch: Batch) -> None:
+        from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
+
+        group = self._runner.model.group
+        try:
+            self._launched.append(self._runner.launch(batch))
+            if len(self._launched) > 1:  # at most two are in flight, as on rank 0
+                self._launched.popleft().wait()
+        except AssertionError:
+            raise
+        except Exception as error:
+            if not isinstance(group, SharedMemoryGroup):
+                raise
+            if not isinstance(error, RankFailed):
+                logger.warning("a step has failed", exc_info=error)
+                group.fail()
+
+    def recover(self) -> None:
+        """After a step that failed anywhere."""
+        from engine.parallel.shared_memory import SharedMemoryGroup
+
+        self._launched.clear()
+        group = self._runner.model.group
+        assert isinstance(group, SharedMemoryGroup)
+        done = self._runner.recover()
+        group.join_round()
+        self._orders.send(done)
+
+    def shrink(self, num_blocks: int) -> None:
+        self._launched.clear()
+        self._runner.shrink(num_blocks)
+
+
+def _load_adapters(loader: "AdapterLoader", asked: "Connection[Any, Any]") -> None:
+    """In a thread of its own: see `Ranks.load_adapter`."""
+    while True:
+        try:
+            path, digest, slot = asked.recv()
+        except (EOFError, OSError):
+            return
+        answer = None
+        try:
+            loaded = loader.read(path, digest)
+            if loaded.digest != digest:
+                raise AdapterError(f"{path}: was written to while it was read; add it again")
+            loader.upload(loaded.weights, slot)
+        except AdapterError as error:
+            answer = error.code, error.message
+        except Exception as error:
+            logger.exception("an adapter could not be loaded")
+            why = f"it could not be loaded: {type(error).__name__}: {error}"
+            answer = AdapterError.code, why
+        asked.send(answer)
+
+
+class _LogToRank0(logging.Handler):
+    def __init__(self, words: "Connection[Any, Any]") -> None:
+        super().__init__()
+        self._words = words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._words.send(LastWords(self.format(record), level=record.levelno))
+
+
+def run(start: RankStart) -> None:
+    """Load, then do as told until rank 0 ends. Raises what loading and steps raise."""
+    orders: Connection[Any, Any] = Connection(start.orders)
+
+    def port() -> int:
+        what, (number,) = orders.recv()
+        assert what == "meet_at"
+        return int(number)
+
+    from engine.factory import build_rank
+
+    runner, loader = build_rank(start.config, start.rank, start.memory, port)
+    if loader is not None:
+        adapters: Connection[Any, Any] = Connection(start.adapters)
+        given = (loader, adapters)
+        threading.Thread(target=_load_adapters, args=given, name="adapters", daemon=True).start()
+    gc.collect()
+    gc.freeze()
+    RankLoop(runner, orders).run()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's parent decides when to stop
+    line = read_start()
+    if not line:
+        return 1
+    start = msgspec.json.decode(line, type=RankStart)
+    tie_to_parent(start.parent)
+    os.chdir(start.directory)
+    set_threads(start.config.num_threads)
+    sys.setswitchinterval(5e-4)
+    words: Connection[Any, Any] = Connection(start.words)
+    ours = logging.getLogger("manta")
+    ours.addHandler(_LogToRank0(words))
+    ours.propagate = False
+    ours.setLevel(logging.WARNING)  # rank 0 says what all do
+    try:
+        run(start)
+    except MantaError as error:
+        words.send(LastWords(error.message, error.code, error.param))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        words.send(LastWords(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown, as of the engine process.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
