@@ -256,7 +256,7 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     """The pools with nothing left open. Pure.
 
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
-    each other.
+    each other. A replica of several ranks is one actor with as many GPUs, so it is on one node.
     """
     resolved: dict[str, PoolConfig] = {}
     for name, pool in config.pools_on(machine.gpus).items():
@@ -266,13 +266,14 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
             if cores is None:
                 cores = float(max(1, machine.cores // max(1, pool.replicas)))
             if not {**config.engine, **engine}.get("num_threads"):
-                engine["num_threads"] = max(1, int(cores))
+                engine["num_threads"] = max(1, int(cores) // config.ranks(pool))
+        num_gpus = pool.num_gpus
+        if num_gpus is None:
+            num_gpus = float(config.ranks(pool)) if name == "gpu" else 0.0
         resolved[name] = pool.model_copy(
             update={
-                "num_cpus": 1.0 if cores is None else cores,
-                "num_gpus": pool.num_gpus
-                if pool.num_gpus is not None
-                else (1.0 if name == "gpu" else 0.0),
+                "num_cpus": float(config.ranks(pool)) if cores is None else cores,
+                "num_gpus": num_gpus,
                 "engine": engine,
             }
         )

@@ -21,7 +21,7 @@ from deployments.cli.ports import holder, listeners
 from deployments.cli.serving.processes import leftovers
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config
-from deployments.environment import auth_token_source, cache_dir
+from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
 from deployments.plan.memory import GIB, Hardware
 from engine.config import BFLOAT16, NO_BFLOAT16
@@ -94,8 +94,11 @@ def model_checks(
         return
     try:
         model = ModelConfig.from_file(file)
-        device = device or device_of(None, None, quiet=True)
-        for pool, result in plans(config, file, device):
+        gpus = None
+        if device is None:
+            device = device_of(None, None, quiet=True)
+            gpus = int(gpus_here()) or None
+        for pool, result in plans(config, file, device, gpus):
             text = f"{model.architecture}, {parameters(result)}; {pool}: "
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"

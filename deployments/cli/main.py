@@ -126,7 +126,10 @@ def plan(
             help="h200, h100, a100, l4, ... or its memory in GiB, or 'cpu'. Default: this machine."
         ),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs in one node.")] = 1,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="GPUs in one node. Default: as many as a replica has."),
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(min=0.1, help="With --gpu cpu: free memory of a node in GiB.")
     ] = None,

@@ -30,7 +30,7 @@ _OFFERS = 8  # node types in a table
 
 
 def run(
-    spec: str, gpu: str | None, gpus: int, memory: float | None, prices: Path | None = None
+    spec: str, gpu: str | None, gpus: int | None, memory: float | None, prices: Path | None = None
 ) -> int:
     """Print the tables. Raises ConfigError when something does not fit."""
     config, file = read_planned(spec)
@@ -58,10 +58,10 @@ def run(
 
 
 def plans(
-    config: MantaConfig, file: Path, device: Hardware, gpus: int = 1
+    config: MantaConfig, file: Path, device: Hardware, gpus: int | None = None
 ) -> Iterator[tuple[str, EnginePlan]]:
-    """Of each pool that would run on the device. file: the model's config.json. Raises ConfigError
-    when something does not fit."""
+    """Of each pool that would run on the device. file: the model's config.json. gpus: of a node;
+    None = as many as a replica has. Raises ConfigError when something does not fit."""
     for name, engine in _engines(config, device):
         model = ModelConfig.from_file(file, engine.rope_scaling)
         yield name, plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
@@ -178,7 +178,10 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         return f"{value / GIB:9.2f} GiB"
 
     device = result.device
-    yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB"
+    each = f", each of {result.ranks} for a replica" if result.ranks > 1 else ""
+    if device.kind == "cpu" and each:
+        each = f", {result.ranks} ranks a replica"
+    yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{each}"
     notes = {
         "weights": result.weights_kind,
         "request rows": f"{result.max_num_seqs} requests at once",

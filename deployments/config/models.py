@@ -120,16 +120,16 @@ class PoolConfig(_Section):
         ge=0,
         le=1024,
         description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
-        "Default: 1 in a gpu pool (the step loop); in a cpu pool the cores of the machine that "
-        "builds the configuration, or of the largest node if Ray runs, shared out among the "
-        "replicas. Set it for a cluster, whose nodes may be of another size.",
+        "Default: 1 for each rank in a gpu pool (its step loop); in a cpu pool the cores of the "
+        "machine that builds the configuration, or of the largest node if Ray runs, shared out "
+        "among the replicas. Set it for a cluster, whose nodes may be of another size.",
     )
     num_gpus: float | None = Field(
         None,
         ge=0,
         le=64,
-        description="GPUs of a replica: 1, or a part of a GPU that replicas share. Default: 1 in a "
-        "gpu pool, 0 in a cpu pool.",
+        description="GPUs of a replica: engine.tensor_parallel, or a part of a GPU that replicas "
+        "share where that is 1. Default: engine.tensor_parallel in a gpu pool, 0 in a cpu pool.",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of a replica, e.g. {pool_a: 0.001}."
@@ -145,11 +145,6 @@ class PoolConfig(_Section):
 
     @model_validator(mode="after")
     def _limits(self) -> "PoolConfig":
-        if self.num_gpus is not None and self.num_gpus > 1:
-            raise ValueError(
-                f"num_gpus is {self.num_gpus:g}, and an engine uses one GPU: the others would be "
-                "reserved and idle. For more GPUs take more replicas of one each"
-            )
         if self.max_replicas is not None and self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is above max_replicas")
         if "seed" in self.engine:
@@ -642,6 +637,8 @@ class MantaConfig(_Section):
                 f"http.store_bytes is set and router.replicas is {self.router.replicas}: a router "
                 "knows its own answers only. Set router.replicas to 1, or http.store_bytes to 0"
             )
+        for kind, pool in self.pools.items():
+            self._check_ranks(kind, pool)
         if self.adapters != AdaptersConfig():
             self.adapters.check_names(self.name())
             for pool in self.pools.values() or [PoolConfig()]:
@@ -651,6 +648,27 @@ class MantaConfig(_Section):
                         "how many are on a device at once"
                     )
         return self
+
+    def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
+        """Raises ValueError where a replica's reservation does not suit its ranks."""
+        ranks, gpus, cores = self.ranks(pool), pool.num_gpus, pool.num_cpus
+        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and tensor_parallel {ranks}"
+        if gpus is not None and gpus > ranks:
+            raise ValueError(
+                f"{given}: an engine uses a GPU for each rank, and the others would be reserved "
+                "and idle. Set engine.tensor_parallel, or take more replicas of fewer GPUs each"
+            )
+        if kind == "gpu" and ranks > 1 and gpus is not None and gpus < ranks:
+            raise ValueError(f"{given}: each rank needs a GPU of its own. Leave num_gpus out")
+        if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
+            raise ValueError(
+                f"pools.cpu.num_cpus is {cores:g} and tensor_parallel {ranks}: each rank needs a "
+                "core of its own. Raise num_cpus, or lower engine.tensor_parallel"
+            )
+
+    def ranks(self, pool: PoolConfig) -> int:
+        """Parts of a model that each replica of a pool has (`EngineConfig.tensor_parallel`)."""
+        return int({**self.engine, **pool.engine}.get("tensor_parallel", 1))
 
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
         """EngineConfig's fields for a pool, model and revision included."""

@@ -4,9 +4,11 @@ The sum is the engine's own (`engine.runner.memory.plan_memory`), over a model o
 that takes no memory. What the engine measures at its start is estimated.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -67,8 +69,9 @@ class Hardware:
 class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
     weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
-    less than all in a mixture of experts. kv_per_token: (what is kept, layers, bytes) of each kind
-    of layers; a token that has left a window takes nothing there."""
+    less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
+    and kv_per_token are those of one of them, on the CPU of all. kv_per_token: (what is kept,
+    layers, bytes) of each kind of layers; a token that has left a window takes nothing there."""
 
     device: Hardware
     dtype: str
@@ -80,6 +83,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     devices_per_node: int
+    ranks: int = 1
 
     @property
     def weights(self) -> int:
@@ -117,19 +121,23 @@ class EnginePlan:
 
     @property
     def replicas_per_node(self) -> int:
-        """GPUs, or how many fit into a machine's memory and have a core."""
+        """By its GPUs, or how many fit into a machine's memory and have a core for each rank."""
         if self.device.kind == "cuda":
-            return self.devices_per_node
+            return self.devices_per_node // self.ranks
         by_memory = self.device.memory // self.used
-        cores = self.device.cores or by_memory
+        cores = self.device.cores // self.ranks or by_memory
         return max(1, min(by_memory, cores))
 
 
 def plan(
-    model: ModelConfig, config: EngineConfig, device: Hardware, *, devices_per_node: int = 1
+    model: ModelConfig,
+    config: EngineConfig,
+    device: Hardware,
+    *,
+    devices_per_node: int | None = None,
 ) -> EnginePlan:
-    """Raises ConfigError, with the bytes needed and the ways out, when the model does not fit; and
-    for what the engine would refuse there."""
+    """devices_per_node: None = as many as a replica has. Raises ConfigError, with the bytes needed
+    and the ways out, when the model does not fit; and for what the engine would refuse there."""
     import torch
 
     from engine.resolve import decide
@@ -145,10 +153,10 @@ def plan(
         bfloat16=device.bfloat16,
         float8=device.float8,
     )
-    parts = _outline(resolved)
+    parts, groups = _outline(resolved), kv_groups(resolved.model, resolved.ranks)
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
-        check_weights(parts, device.memory - others[1])
+        check_weights(parts, device.memory - others[1], resolved.ranks_here)
         host_bytes = lora_host_bytes(config, device.memory)
         memory = plan_memory(
             resolved, parts, device.name, device.memory, others, host_bytes=host_bytes
@@ -157,23 +165,41 @@ def plan(
         raise ConfigError(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
+    ranks, whole = resolved.ranks, parts
+    devices_per_node = ranks if devices_per_node is None else devices_per_node
+    if cuda and devices_per_node < ranks:
+        raise ConfigError(
+            f"tensor_parallel: {ranks} ranks need as many GPUs of one node, and this one has "
+            f"{devices_per_node}; lower it, or take another node",
+            param="tensor_parallel",
+        )
+    if device.cores and device.cores < ranks:
+        raise ConfigError(
+            f"tensor_parallel: {ranks} ranks on the CPU need as many cores, and this machine has "
+            f"{device.cores}; lower it",
+            param="tensor_parallel",
+        )
+    if ranks > 1:
+        alone = msgspec.structs.replace(config, tensor_parallel=1)
+        whole = _outline(replace(resolved, config=alone))
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
     return EnginePlan(
         device=device,
         dtype=dtype,
         weights_kind=weights_kind if model.quantized is None else model.quantized.name,
-        parameters=parts.num_parameters,
-        active_parameters=parts.num_active_parameters,
+        parameters=whole.num_parameters,
+        active_parameters=whole.num_active_parameters,
         memory=memory,
         kv_per_token=tuple(
-            (_kept(kind), layers, taken)
-            for kind, (layers, taken) in kv_groups(resolved.model).token_bytes(resolved.kv).items()
+            (_kept(kind), layers, resolved.ranks_here * taken)
+            for kind, (layers, taken) in groups.token_bytes(resolved.kv).items()
             if not resolved.model.whole_texts
         ),
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         devices_per_node=devices_per_node,
+        ranks=ranks,
     )
 
 

@@ -129,7 +129,9 @@ def offers(
             continue
         replicas = _replicas(kind, pool, node, fits)
         if replicas:
-            speed = measured.get((node.gpu or node.name, fits.dtype))
+            # Measured with one device a replica.
+            alone = fits.ranks == 1
+            speed = measured.get((node.gpu or node.name, fits.dtype)) if alone else None
             found.append(NodeOffer(node, fits, replicas, speed))
     return sorted(found, key=lambda offer: (offer.replica_hour, offer.node.name))
 
@@ -137,8 +139,8 @@ def offers(
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
     """The replicas that Ray places on a node, by what each reserves."""
     if kind == "gpu":
-        by_gpus = int(node.gpus / (pool.num_gpus or 1.0))
-        return min(by_gpus, int(node.cpus / (pool.num_cpus or 1.0)))
+        by_gpus = int(node.gpus / (pool.num_gpus or fits.ranks))
+        return min(by_gpus, int(node.cpus / (pool.num_cpus or fits.ranks)))
     # Without a number a replica takes a whole node's cores.
     return min(fits.replicas_per_node, int(node.cpus / (pool.num_cpus or node.cpus)))
 

@@ -30,7 +30,7 @@ SLOT = 1 << 22  # bytes of a piece; what is larger goes in several
 _LINE = 64  # bytes of a cache line, so that a rank's counting disturbs no other
 _LOOKS = 4000  # before a rank lets others have its core: longer than two ranks that both run differ
 _YIELDS = 2000  # of these before it sleeps
-_SLEEP = 5e-5
+_SLEEP, _NAP = 5e-5, 5e-3  # seconds
 _LATE = 5.0
 _MEETINGS, _FAILED, _ROUND = 0, 1, 2  # words of a line; rank 0's has the round
 
@@ -138,8 +138,9 @@ class SharedMemoryGroup(TensorParallelGroup):
         began = time.monotonic()
         while words[at] < wanted:
             self._look_for_failures(state)
-            time.sleep(_SLEEP)
             waited = time.monotonic() - began
+            # Longer and longer: one that waits for ever shall not look as if it computed.
+            time.sleep(min(max(_SLEEP, waited / 20), _NAP))
             if waited > late:
                 late *= 4
                 logger.warning("rank %d of %d is late by %.0f s", rank, self.size, waited)

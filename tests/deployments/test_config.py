@@ -56,10 +56,26 @@ def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
     """Bug: `num_gpus: 2` reserved two GPUs for each replica and used one, without a word."""
     for given in ("gpu: {num_gpus: 2}", "gpu: {num_gpus: 1.5}", "cpu: {num_gpus: 64}"):
         (found,) = faults(tmp_path, f"pools:\n  {given}")
-        assert "an engine uses one GPU" in found and "more replicas of one each" in found
+        assert "an engine uses a GPU for each rank" in found and "more replicas" in found
     for given in (0, 0.25, 1):
         pools = load_config(write(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}"), {}).pools
         assert pools["gpu"].num_gpus == given
+
+
+@pytest.mark.parametrize(
+    "pool, why",
+    [
+        ("gpu: {num_gpus: 1}", "num_gpus is 1 and tensor_parallel 2: each rank needs a GPU"),
+        ("gpu: {num_gpus: 0.5}", "num_gpus is 0.5 and tensor_parallel 2: each rank needs a GPU"),
+        ("gpu: {num_gpus: 3}", "num_gpus is 3 and tensor_parallel 2: an engine uses a GPU for"),
+        ("cpu: {num_cpus: 1}", "num_cpus is 1 and tensor_parallel 2: each rank needs a core"),
+    ],
+)
+def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, why):
+    """Bug: Ray gives a replica one GPU, and its second rank fails at the start, or shares it."""
+    (found,) = faults(tmp_path, f"engine: {{tensor_parallel: 2}}\npools:\n  {pool}")
+    assert why in found
+    load_config(write(tmp_path, "engine: {tensor_parallel: 2}\npools: {gpu: {}, cpu: {}}"), {})
 
 
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):

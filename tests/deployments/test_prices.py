@@ -97,6 +97,11 @@ def test_offers(tmp_path: Path) -> None:
     assert found["p5.4xlarge"].million_tokens is None  # not what was measured
     other = offers("gpu", PoolConfig(), model, config(dtype="float32"), prices, speeds)
     assert all(offer.million_tokens is None for offer in other)
+    ranks = offers("gpu", PoolConfig(), model, config(tensor_parallel=4), prices, speeds)
+    found = {offer.node.name: offer for offer in ranks}
+    assert found["p5en.48xlarge"].replicas == 2 and "p5.4xlarge" not in found  # 8 GPUs, and one
+    assert found["p5en.48xlarge"].million_tokens is None
+    assert found["p5en.48xlarge"].plan.weights < 0.35 * h200.plan.weights
     two = offers("gpu", PoolConfig(num_gpus=0.5), model, config(num_blocks=2048), prices, speeds)
     assert {o.node.name: o.replicas for o in two}["p5.4xlarge"] == 2
     cpus = offers("cpu", PoolConfig(num_cpus=8.0), model, config(), prices, speeds)

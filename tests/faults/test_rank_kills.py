@@ -1,0 +1,88 @@
+"""Kills of ranks: a replica in two parts loses one of them, and its streams go on elsewhere."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.serve_cluster import Cluster
+from tests.engine.test_process import running, wait_until
+from tests.faults.agents import agent_model
+from tests.faults.cluster import Broken, deployed
+
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2, reason="two ranks on the CPU need two cores"
+    ),
+]
+
+ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8, "tensor_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+    model = agent_model(tmp_path_factory.mktemp("model"))
+    # Cores of the cluster are those that Ray was told of.
+    with deployed(
+        shared_cluster,
+        model,
+        None,
+        replicas=2,
+        routers=1,
+        num_cpus=2.0,
+        router={"replicas": 1, "num_cpus": 0},
+        engine=ENGINE,
+    ) as found:
+        yield found
+
+
+def ranks_of(engine: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]
+
+
+def ended(*pids: int) -> bool:
+    return not any(map(running, pids))
+
+
+def test_a_killed_rank_ends_its_replica_and_no_stream(broken: Broken) -> None:
+    """Bugs: the streams of a replica wait for ever for the rank that is gone; their text is another
+    one elsewhere; the engine, or another rank, stays behind and holds the memory."""
+    question = {"messages": [{"role": "user", "content": "the cat"}], "ignore_eos": True}
+    asked = [
+        {**question, "max_tokens": 250, "temperature": 0},
+        {**question, "max_tokens": 250, "temperature": 0.9, "seed": 5},
+    ]
+
+    async def case() -> None:
+        await broken.settled(120)
+        wanted = await asyncio.gather(*map(broken.ask, asked))
+        assert not any(said.error for said in wanted), wanted
+        for _ in range(3):  # on a busy machine all may be said before the signal comes
+            tasks = [asyncio.create_task(broken.ask(body)) for body in asked]
+            victims: list[int] = []
+            while not victims and not all(task.done() for task in tasks):
+                replicas = (await broken.states())["replicas"]
+                victims = [one["engine_pid"] for one in replicas if one["running"]]
+            if victims:
+                (rank,) = ranks_of(victims[0])
+                os.kill(rank, signal.SIGKILL)
+                assert await asyncio.to_thread(wait_until, partial(ended, rank, victims[0]), 5.0), (
+                    "a process stayed behind"
+                )
+            said = await asyncio.gather(*tasks)
+            for got, right in zip(said, wanted, strict=True):
+                assert got.outcome == right.outcome
+            await broken.settled(120)  # another replica in its place
+            if victims and any(one.migrations for one in said):
+                break
+        assert any(one.migrations for one in said)
+        print(f"longest gap {max(one.gap for one in said):.2f} s")
+
+    asyncio.run(case())
