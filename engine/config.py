@@ -89,6 +89,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: reuse KV blocks of equal prefixes.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
         On the CPU, where a launch returns when the work is done, tokens would come a step late.
+    target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are
+        kept within; 0 = no bound. So many requests run, and so many prompt tokens are computed
+        beside them, as the last steps' times allow; the others wait. Less is a promise kept for
+        fewer requests at once.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
@@ -138,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int = 0
     prefix_caching: bool = True
     async_scheduling: bool | None = None
+    target_tpot_ms: float = 0.0
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] = ()
     admission: Literal["optimistic", "sum", "reserved", "peak"] = "optimistic"
@@ -183,6 +188,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_virtual_tokens",
             "lora_host_bytes",
             "lora_disk_bytes",
+            "target_tpot_ms",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)

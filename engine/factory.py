@@ -128,6 +128,7 @@ def build(
             kinds=kv_groups(resolved.model, resolved.ranks).kinds,
             prefix_caching=config.prefix_caching,
             async_scheduling=resolved.async_scheduling,
+            target_tpot=config.target_tpot_ms / 1000,
             admission=config.admission,
             batching=config.batching,
             eos_token_ids=tuple(resolved.model.eos_token_ids),

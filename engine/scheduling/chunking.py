@@ -61,12 +61,16 @@ class PromptPace:
         self._seconds = 0.0  # a prompt token; 0: not known
         self._decodes = (0.0, 0.0)  # the last two steps without prompt tokens
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step that computed so many prompt tokens took so long."""
+    def observe(self, decodes: int, tokens: int, seconds: float) -> None:
+        """A step with so many decodes and prompt tokens took so long."""
         if tokens == 0:
             self._decodes = (self._decodes[1], seconds)
         elif tokens >= _LEAST_TIMED:
             self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
+
+    def rows(self, most: int) -> int:
+        """Requests that may run at once; most: rows that there are."""
+        return most
 
     def limit(self, tokens: int, decodes: int) -> int:
         """`tokens`, or as many as there is time for. decodes: requests that wait for their next

@@ -241,9 +241,9 @@ class EngineCore:
             if self._good_steps % self._patience == 0:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
-            self.scheduler.pace.observe(
-                self.scheduler.in_flight[0].prompt_tokens, time.perf_counter() - began
-            )
+            done = self.scheduler.in_flight[0]
+            seconds = time.perf_counter() - began
+            self.scheduler.pace.observe(done.decodes, done.prompt_tokens, seconds)
             deltas += self.scheduler.update(result)
         if batch is not None and failure is None and self.scheduler.in_flight:
             newest = self.scheduler.in_flight[-1]
@@ -408,7 +408,7 @@ class EngineCore:
             finished=counters.finished,
             out_of_memory=counters.out_of_memory,
             draining=self.draining,
-            rows=min(scheduler.config.max_num_seqs, scheduler.config.max_num_batched_tokens),
+            rows=scheduler.rows,
             adapters=self._adapters.resident,
             adapter_loads=self._adapters.loads,
         )

@@ -14,6 +14,7 @@ class CoreConfig:
         request, prompt and output; the core lowers it to what num_blocks can hold.
     num_blocks, block_size: the KV cache, and tokens a block.
     async_scheduling: launch step n + 1 before the tokens of n are known.
+    target_tpot: seconds between a request's tokens that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, the order of a request's tables.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
@@ -30,6 +31,7 @@ class CoreConfig:
     kinds: tuple[KVKind, ...] = (Full(),)
     prefix_caching: bool = True
     async_scheduling: bool = True
+    target_tpot: float = 0.0
     admission: str = "optimistic"
     batching: str = "mixed"
     eos_token_ids: tuple[int, ...] = ()

@@ -45,6 +45,7 @@ from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
+from engine.scheduling.step_target import StepTarget
 
 logger = logging.getLogger("manta.engine")
 
@@ -76,11 +77,12 @@ class Scheduler:
         self.in_flight: deque[LaunchedStep] = deque()
         self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
-        self.pace = PromptPace()  # the core tells it what steps take
+        target = config.target_tpot  # the core tells the pace what steps take
+        self.pace = StepTarget(target) if target else PromptPace()
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         # Every running request must be able to decode in every step, so the budget bounds them.
-        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._free_rows = list(range(rows - 1, -1, -1))
+        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_rows = list(range(self._most_rows - 1, -1, -1))
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling)
@@ -101,6 +103,11 @@ class Scheduler:
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
         self.queue.put(request)
+
+    @property
+    def rows(self) -> int:
+        """Requests that may run at once, as things are."""
+        return self.pace.rows(self._most_rows)
 
     def next_arrival(self) -> int:
         self._arrivals += 1
@@ -247,7 +254,8 @@ class Scheduler:
         """Prompt tokens that this step may compute; of the whole budget, if no request decodes."""
         if not self.decoding:
             return self.pace.limit(self.token_limit, 0)
-        startable = min(len(self._free_rows), len(self.queue.waiting))
+        free = self.rows - len(self.running)
+        startable = max(0, min(free, len(self.queue.waiting)))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         waiting = queued + sum(r.remaining for r in self.computing)
         return self.pace.limit(prefill_tokens(waiting, self.token_limit), len(self.decoding))
@@ -309,8 +317,10 @@ class Scheduler:
     def _admit(self, builder: StepBuilder) -> None:
         """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
         memory = None
-        queue = self.queue
+        queue, rows = self.queue, self.rows
         while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
+            if len(self.running) >= rows:
+                return
             assert request.last_step <= self.done_step, "its token in flight is not known yet"
             if not queue.retry and self.running:
                 return
@@ -606,8 +616,9 @@ class Scheduler:
         held += [(release.row, release.blocks) for release in self.deferred_releases]
         self.blocks.check_integrity([blocks for _, blocks in held])
         rows = [row for row, _ in held]
-        total = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        assert sorted(rows + self._free_rows) == list(range(total)), "a row is lost or shared"
+        assert sorted(rows + self._free_rows) == list(range(self._most_rows)), (
+            "a row is lost or shared"
+        )
         phases = dict.fromkeys(RequestPhase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1

@@ -34,6 +34,7 @@ class LaunchedStep:
     token_lists: list[list[int]]  # [num_samples] the requests' token_ids, to append to
     firsts: list[int]  # entries that may bring their request's first delta
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
+    decodes: int = 0
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
@@ -193,5 +194,6 @@ class StepBuilder:
             group.token_lists + [r.token_ids for r, _ in self.sampling],
             firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
             finishing=[r.slot for r in group.last_samples(step)],
+            decodes=len(group),
             prompt_tokens=self.chunk_tokens,
         )
