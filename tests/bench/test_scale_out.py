@@ -59,7 +59,7 @@ def test_each_replica_gets_the_same_lengths() -> None:
     assert len({tuple(body["prompt"]) for body in server.seen}) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.serve
 @pytest.mark.timeout(240)
 def test_the_whole_of_it_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
