@@ -1,22 +1,38 @@
-"""`manta build`: Serve's config file of a configuration."""
+"""`manta build`: Serve's config file of a configuration, or a manifest for KubeRay around it."""
 
 import io
 import sys
+from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
 
 from deployments.cli.target import read_target
 
 
-def run(spec: str) -> int:
-    """Print Serve's config file. Raises ConfigError."""
+def run(
+    spec: str, kubernetes: bool = False, image: str = "", memory: list[str] | None = None
+) -> int:
+    """Print Serve's config file, or a RayService. Raises ConfigError."""
     config = read_target(spec)  # before Ray is imported, which takes a second
     from deployments.app import serve_config
+    from deployments.cli.kubernetes import IMAGE, memory_of, rayservice
 
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
-    text = io.StringIO()
-    yaml.dump(serve_config(config), text)
-    sys.stdout.write(text.getvalue())
+    if kubernetes:
+        built = rayservice(config, image or IMAGE, memory_of(memory or []))
+        inner = _yaml(built["spec"]["serveConfigV2"])
+        built["spec"]["serveConfigV2"] = LiteralScalarString(inner)
+    else:
+        built = serve_config(config)
+    sys.stdout.write(_yaml(built))
     return 0
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.width = 4096
+    yaml.representer.ignore_aliases = lambda _: True
+    text = io.StringIO()
+    yaml.dump(document, text)
+    return text.getvalue()

@@ -309,12 +309,25 @@ def status(
     raise typer.Exit(run(app, address, as_json=as_json, once=once, every=every))
 
 
-@cli.command(epilog="Example:  manta build manta.yaml > serve.yaml && serve deploy serve.yaml")
-def build(spec: _Spec) -> None:
-    """Serve's own config file for a configuration, for `serve deploy` and KubeRay."""
+@cli.command(
+    epilog="Examples:  manta build manta.yaml > serve.yaml && serve deploy serve.yaml  |  "
+    "manta build manta.yaml --kubernetes --image me/manta:1 | kubectl apply -f -"
+)
+def build(
+    spec: _Spec,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="A RayService, for KubeRay.")
+    ] = False,
+    image: Annotated[str, typer.Option(help="Of its pods: deploy/Dockerfile, built.")] = "",
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a group's pods: head, gpu or cpu, as in cpu=48Gi. Repeatable."),
+    ] = None,
+) -> None:
+    """Serve's own config file of a configuration, for `serve deploy`; or a manifest for KubeRay."""
     from deployments.cli.build import run
 
-    raise typer.Exit(run(spec))
+    raise typer.Exit(run(spec, kubernetes, image, memory))
 
 
 @cli.command(epilog="Example:  manta doctor manta.yaml && manta serve manta.yaml")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 import yaml  # Ray's own, with anchors, which our configuration refuses
 
-from deployments.app import as_config, cluster_environment, serve_config
+from deployments.app import as_config, cluster_environment
+from deployments.cli.kubernetes import memory_of, rayservice
 from deployments.config.load import load_config, parse_config
 from deployments.haproxy.settings import EdgeSettings
+from engine.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 AWS, GCP = ROOT / "cluster.yaml", ROOT / "deploy" / "gcp.yaml"
@@ -243,12 +246,12 @@ def test_rayservice_is_what_kuberay_and_serve_take() -> None:
 
     given = yaml.safe_load(spec["serveConfigV2"])
     ServeDeploySchema.model_validate(given)
-    wanted = serve_config(load_config(ROOT / "deploy" / "manta.yaml", {}))
-    hint = "run: manta build deploy/manta.yaml, and put it into deploy/rayservice.yaml"
-    (mine,), (theirs,) = given["applications"], wanted["applications"]
-    assert as_config(mine["args"]) == as_config(theirs["args"]), hint
-    assert mine["deployments"] == theirs["deployments"], hint
-    assert {**mine, "args": 0} == {**theirs, "args": 0}, hint
+    (mine,) = given["applications"]
+    built = rayservice(load_config(ROOT / "deploy" / "manta.yaml", {}))
+    theirs = built["spec"].pop("serveConfigV2")
+    hint = "run: manta build deploy/manta.yaml --kubernetes, and put it into deploy/rayservice.yaml"
+    assert given == json.loads(json.dumps(theirs)), hint
+    assert {**service, "spec": {"rayClusterConfig": cluster}} == built, hint
     ports = [
         port["containerPort"] for port in groups[0]["template"]["spec"]["containers"][0]["ports"]
     ]
@@ -261,6 +264,122 @@ def test_rayservice_is_what_kuberay_and_serve_take() -> None:
             pool["min_replicas"],
             pool["max_replicas"],
         )
+
+
+def pods(service: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+def test_pods_are_what_kubernetes_takes() -> None:
+    """A misspelt field of a pod: Kubernetes drops it, or refuses the manifest after an hour."""
+    import kubernetes_validate
+
+    config = parse_config(
+        {
+            "model": "org/name",
+            "pools": {
+                "gpu": {"num_gpus": 0.5, "max_replicas": 3, "min_replicas": 0},
+                "cpu": {"replicas": 2, "num_cpus": 6, "resources": {"pool_a": 0.001}},
+            },
+            "limits": {"drain_seconds": 200},
+            "http": {"connections": 64},
+        },
+        {},
+    )
+    built = rayservice(config, "me/manta:1", {"cpu": "8Gi"})
+    for template in (*pods(read(ROOT / "deploy" / "rayservice.yaml")), *pods(built)):
+        whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}}
+        kubernetes_validate.validate({**whole, "template": template}, "1.34", strict=True)
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        (container,) = template["spec"]["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        pod = {"spec": {"container": []}}
+        kubernetes_validate.validate({**whole, "template": pod}, "1.34", strict=True)
+    gpu, cpu = built["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (gpu["groupName"], gpu["minReplicas"], gpu["maxReplicas"]) == ("gpu", 0, 3)
+    assert (cpu["minReplicas"], cpu["maxReplicas"], cpu["labels"]) == (2, 2, {"pool": "cpu"})
+    assert json.loads(json.loads(cpu["rayStartParams"]["resources"])) == {"pool_a": 0.001}
+    spec = cpu["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] > 200
+    (container,) = spec["containers"]
+    assert container["resources"]["requests"] == {"cpu": "7", "memory": "8Gi"}
+    assert container["image"] == "me/manta:1"
+    (edge,) = [one["value"] for one in container["env"] if one["name"] == "MANTA_EDGE"]
+    assert EdgeSettings.decode(edge) == EdgeSettings(connections=64, prefix="/")
+    gpus = gpu["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus == "1"
+    with pytest.raises(ConfigError, match="num_cpus"):
+        rayservice(parse_config({"model": "org/name", "pools": {"cpu": {}}}, {}))
+    with pytest.raises(ConfigError, match="--memory all=1Gi"):
+        memory_of(["all=1Gi"])
+
+
+# -- containers
+
+
+def test_the_image_has_what_it_runs_and_its_user_has_no_rights() -> None:
+    """A folder that the build does not copy; a base or a package of the day; a root in there."""
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line.strip() and line[0] != "#"]
+    text = "\n".join(rest for _, rest in steps)
+    stages: dict[str, list[tuple[str, str]]] = {}
+    parents: dict[str, str] = {}
+    for word, rest in steps:
+        if word == "FROM":
+            parent, _, name = rest.split()
+            parents[name], stages[name] = parent, []
+        elif stages:
+            stages[name].append((word, rest))
+    (base,) = [rest.split("=", 1)[1] for word, rest in steps if rest.startswith("BASE=")]
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base) and parents["base"] == "${BASE}"
+    copied = [rest.split() for word, rest in stages["base"] if word == "COPY"]
+    sources = {name for names in copied for name in names[:-1]}
+    assert sources >= {*PACKAGES, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert all((ROOT / name).exists() for name in sources)
+    assert text.count("pip install") == text.count("-c /manta/constraints.txt /manta") == 2
+    for target in ("cpu", "cuda"):
+        told = dict(stages[target])
+        assert told["USER"] == "1000:1000" and "/health" in told["HEALTHCHECK"]
+        assert (told["ENTRYPOINT"], told["CMD"]) == ('["manta"]', '["serve", "default"]')
+        assert "useradd" not in parents[target] and parents[parents[target]] == "base"
+    kubernetes = pods(read(ROOT / "deploy" / "rayservice.yaml"))[0]["spec"]["containers"][0]
+    assert {one["mountPath"] for one in kubernetes["volumeMounts"]} == WRITTEN
+    for name in ("MANTA_CACHE", "HF_HOME", "TRITON_CACHE_DIR"):
+        assert f"{name}=/cache/" in text
+
+
+WRITTEN = {"/tmp", "/home/ray", "/cache"}  # all that a server writes to
+PACKAGES = ("deployments", "engine", "kernels", "loadtest")
+
+
+def test_compose_starts_what_the_file_builds() -> None:
+    """A key of a service that compose does not know; a port for everyone; a root folder that is
+    written to."""
+    found = read(ROOT / "deploy" / "compose.yaml")
+    assert set(found) == {"name", "x-manta", "services", "volumes"}
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    for service in found["services"].values():
+        # All of them are keys of a service in the Compose Specification.
+        assert set(service) <= {
+            *("command", "ports", "volumes", "read_only", "tmpfs", "shm_size", "init", "user"),
+            *("cap_drop", "security_opt", "stop_grace_period", "restart", "image", "build"),
+            *("profiles", "deploy"),
+        }
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        mounts = [mount.split(":")[0] for mount in service["tmpfs"]]
+        mounts += [mount.split(":")[1] for mount in service["volumes"]]
+        assert set(mounts) == WRITTEN and all("exec" in mount for mount in service["tmpfs"])
+        assert f"AS {service['build']['target']}\n" in dockerfile
+        assert (ROOT / "deploy" / service["build"]["context"]).resolve() == ROOT
+        assert (ROOT / service["build"]["dockerfile"]).exists()
+        seconds = int(service["stop_grace_period"].removesuffix("s"))
+        assert seconds > parse_config({}, {}).limits.drain_seconds
+    (device,) = found["services"]["manta-cuda"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
 def test_what_is_built_is_what_serve_takes(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""`manta build --kubernetes`: a RayService of a configuration, as KubeRay takes it."""
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from deployments.app import NodeCapacity, cluster_environment, pools, serve_config
+from deployments.config.load import MantaConfig
+from deployments.config.models import PoolConfig
+from deployments.haproxy.settings import VARIABLE, EdgeSettings
+from deployments.scaling import policy as autoscaling
+from engine.errors import ConfigError
+
+IMAGE = "REGISTRY/manta:0.1.0"
+MEMORY = {"head": "16Gi", "gpu": "32Gi", "cpu": "48Gi"}  # of a pod
+HEAD_CPUS = 4
+CACHE = "/cache"  # of models, kernels and the hub's client: where deploy/Dockerfile has them
+_EDGE = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
+_EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+_MARGIN = 20  # seconds between the end of a drain, that of its hook and that of its pod
+_WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
+
+
+def rayservice(
+    config: MantaConfig, image: str = IMAGE, memory: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The manifest. One pod is one replica; a pool is a worker group of the same name.
+
+    memory: of a pod by group ("head", "gpu", "cpu"), in Kubernetes' units. Raises ConfigError.
+    """
+    if "cpu" in config.pools and config.pools["cpu"].num_cpus is None:
+        raise ConfigError(
+            "pools.cpu.num_cpus must be there: how many cores a pod has is not known here",
+            param="pools.cpu.num_cpus",
+        )
+    memory = {**MEMORY, **(memory or {})}
+    # The image has haproxy, whatever this machine has.
+    http = config.http.model_copy(update={"proxy": "haproxy"})
+    env = [
+        {"name": name, "value": value}
+        for name, value in _environment(config.model_copy(update={"http": http})).items()
+    ]
+    head = _pod(image, env, {"cpu": str(HEAD_CPUS)}, memory["head"])
+    ports = {"gcs-server": 6379, "dashboard": 8265, "serve": config.http.port}
+    head["spec"]["containers"][0]["ports"] = [
+        {"name": name, "containerPort": port} for name, port in ports.items()
+    ]
+    drain = math.ceil(config.limits.drain_seconds)
+    workers = []
+    for name, pool in pools(config, NodeCapacity.here()).items():
+        workers.append(_group(name, pool, image, env, memory[name], drain))
+    schema = serve_config(config)
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": config.app_name},
+        "spec": {
+            "serveConfigV2": schema,
+            "rayClusterConfig": {
+                "rayVersion": version("ray"),
+                "enableInTreeAutoscaling": True,
+                "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": 300},
+                "authOptions": {"mode": "token"},
+                "gcsFaultToleranceOptions": {
+                    "redisAddress": "redis:6379",
+                    "redisPassword": {
+                        "valueFrom": {"secretKeyRef": {"name": "manta-redis", "key": "password"}}
+                    },
+                },
+                "headGroupSpec": {
+                    "labels": {"pool": "head"},
+                    # On the pod's loopback the operator could not reach it; the token keeps others
+                    # out.
+                    "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
+                    "template": head,
+                },
+                "workerGroupSpecs": workers,
+            },
+        },
+    }
+
+
+def _environment(config: MantaConfig) -> dict[str, str]:
+    """What names a folder or a port of this machine is left out: each pod has the defaults."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+        wanted = cluster_environment(config, folder)
+    for name, value in wanted.items():
+        if name == VARIABLE:
+            edge = msgspec.structs.replace(EdgeSettings.decode(value), host="", binary="")
+            if edge != EdgeSettings(prefix="/"):
+                found[name] = edge.encode()
+        elif not value.startswith(folder) and not name.endswith("_PORT"):
+            found[name] = value
+    return {**found, _EDGE_PATH: _EDGE}
+
+
+def _group(
+    name: str,
+    pool: PoolConfig,
+    image: str,
+    env: list[dict[str, str]],
+    memory: str,
+    drain: int,
+) -> dict[str, Any]:
+    assert pool.num_cpus is not None  # deployments.app.pools has decided it
+    cpus = math.ceil(pool.num_cpus) + 1  # for routers, the edge and Ray's own processes
+    resources = {"cpu": str(cpus)}
+    if pool.num_gpus:
+        resources["nvidia.com/gpu"] = str(math.ceil(pool.num_gpus))
+    if autoscaling.scales(pool):
+        limits = autoscaling.limits(pool)
+        least, most = limits["min_replicas"], limits["max_replicas"]
+    else:
+        least = most = pool.replicas
+    template = _pod(image, env, resources, memory)
+    hook = (
+        "ray drain-node --reason=DRAIN_NODE_REASON_PREEMPTION --reason-message=pod "
+        f"--deadline-remaining-seconds={drain + _MARGIN}; sleep {drain + _MARGIN}"
+    )
+    (container,) = template["spec"]["containers"]
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
+    # A spot node's end begins with SIGTERM: what runs has so long to end or move.
+    template["spec"]["terminationGracePeriodSeconds"] = drain + 2 * _MARGIN
+    params: dict[str, str] = {}
+    if pool.resources:  # quoted twice: KubeRay puts it into a command line
+        params["resources"] = json.dumps(json.dumps(dict(pool.resources)))
+    return {
+        "groupName": name,
+        "labels": dict(pool.labels) or {"pool": name},
+        "replicas": least,
+        "minReplicas": least,
+        "maxReplicas": max(most, 1),
+        "rayStartParams": params,
+        "template": template,
+    }
+
+
+def _pod(
+    image: str, env: list[dict[str, str]], resources: dict[str, str], memory: str
+) -> dict[str, Any]:
+    """Without root, and with a root folder that nothing writes to."""
+    limits = {name: amount for name, amount in resources.items() if name != "cpu"}
+    container = {
+        "name": "ray",
+        "image": image,
+        "env": [dict(one) for one in env],
+        "resources": {
+            "requests": {**resources, "memory": memory},
+            "limits": {**limits, "memory": memory},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in _WRITTEN.items()],
+    }
+    return {
+        "spec": {
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "runAsGroup": 1000,
+                "fsGroup": 1000,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": [{"name": name, "emptyDir": {}} for name in _WRITTEN],
+        }
+    }
+
+
+def memory_of(options: list[str]) -> dict[str, str]:
+    """`cpu=48Gi` as it is given on the command line, by group. Raises ConfigError."""
+    found = {}
+    for option in options:
+        name, equals, amount = option.partition("=")
+        if name not in MEMORY or not equals or not amount:
+            known = ", ".join(MEMORY)
+            raise ConfigError(
+                f"--memory {option}: it must be GROUP=AMOUNT, such as cpu=48Gi; groups: {known}",
+                param="--memory",
+            )
+        found[name] = amount
+    return found
