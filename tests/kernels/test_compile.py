@@ -357,7 +357,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "part"), cases())
+@pytest.mark.parametrize(("model", "part"), list(cases()))
 def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
     """A kernel that only the interpreter has run fails on its first step on a GPU."""
     PARTS[part](MODELS[model])
