@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 
+CLASSIFIER = "ForSequenceClassification"  # the end of its name in "architectures"
 MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
 
 
@@ -62,6 +63,11 @@ class Reader:
         """As raw; default for null too."""
         value = self.raw(key)
         return default if value is None else value
+
+    def classifies(self) -> bool:
+        """Whether the file is a sequence classifier's."""
+        named = self.get("architectures")
+        return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))

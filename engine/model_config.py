@@ -10,7 +10,7 @@ from typing import Any
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
 from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
-from engine.config_reader import MODULES, Reader
+from engine.config_reader import CLASSIFIER, MODULES, Reader
 from engine.errors import ConfigError
 from engine.quantized import Quantized, read_quantized
 
@@ -175,6 +175,7 @@ class ModelConfig:
     layer_input_size: int = 0  # of what each token has for each layer beside its embedding
     layer_input_rows: int = 0  # tokens that have it
     generates: bool = True  # False: the checkpoint has no head, and makes vectors of texts alone
+    classifies: bool = False  # the head gives a number for each label of a text: engine/pooling.py
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -228,6 +229,7 @@ class ModelConfig:
     def from_dicts(
         cls, config: Reader, generation: Reader, rope_scaling: Mapping[str, Any] | None = None
     ) -> "ModelConfig":
+        classifies = config.classifies()
         architecture, wrapper, config = _find(config)
         config = config.renamed(architecture.keys, architecture.defaults)
         _refuse_others(config, architecture)
@@ -258,7 +260,9 @@ class ModelConfig:
         experts = None
         if architecture.experts is not None:
             experts = architecture.experts(config, model)
-        generates = not architecture.encoder
+        if classifies:  # has no head over the vocabulary, whatever config.json says
+            model = replace(model, tie_embeddings=True, classifies=True)
+        generates = not architecture.encoder and not classifies
         return replace(model, attention=tuple(layers), experts=experts, generates=generates)
 
     @property
@@ -292,6 +296,8 @@ class ModelConfig:
         if self.wrapper and WRAPPERS[self.wrapper].ignores(stored):
             return True
         name = self.tensor_name(stored)
+        if self.classifies and name == "score.weight":  # read with the head: engine/pooling.py
+            return True
         return self.record.ignores(name, self.num_layers) or name in self._unread()
 
     def _unread(self) -> set[str]:
@@ -351,7 +357,7 @@ def _find(config: Reader) -> tuple[Architecture, str, Reader]:
 
 def _record_of(name: str) -> Architecture | None:
     """Qwen3Model is Qwen3ForCausalLM without its head, BertForMaskedLM is BertModel with one."""
-    base = name.removesuffix("Model").removesuffix("ForMaskedLM")
+    base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
     names = [name]
     if base != name:
         names += [f"{base}Model", f"{base}ForCausalLM", f"{base}LMHeadModel"]

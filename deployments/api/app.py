@@ -61,6 +61,7 @@ from deployments.api.http.exchange import (
 from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
 from deployments.api.requests_route import REQUESTS, explain_request
+from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
 from deployments.backend import DRAINING, Backend, ModelCard, RecalledChoice
 from engine.errors import MantaError, short_traceback
@@ -376,6 +377,10 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/embeddings": (_POST, embeddings),
     batches.FILES: (("GET", "HEAD", "POST"), batches.files),
     batches.BATCHES: (("GET", "HEAD", "POST"), batches.batches),
+    "/v1/rerank": (_POST, rerank),
+    "/v2/rerank": (_POST, rerank),
+    "/v1/score": (_POST, score),
+    "/v1/classify": (_POST, classify),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
     "/detokenize": (_POST, _detokenize),

@@ -10,6 +10,7 @@ from deployments.api.generation.openai_request import in_thread
 from deployments.api.http.errors import wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.pooled import PooledCall, pooled_call, take_prompts
+from engine.errors import no_vectors
 from engine.pooling import as_array
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     api.in_flight += 1
     try:
         call = await pooled_call(api, exchange, body, _FIELDS)
+        if call.pooling.labels:
+            raise no_vectors()
         form = body.get("encoding_format")
         if form is not None and form not in _FORMATS:
             raise wrong_type("encoding_format", " or ".join(_FORMATS))

@@ -81,6 +81,26 @@ class PooledCall:
             raise too_many_tokens(error, path) from None
         return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
 
+    def encode_pair(self, first: str, second: str, path: str) -> list[int]:
+        """Two texts as tokenizer.json puts them together. The second one is cut where a pair is too
+        long and `truncate` asks for it. Raises InvalidRequest context_length_exceeded."""
+        for text in (first, second):
+            if not self.truncate:
+                try:
+                    self.tokenizer.check_length(text, self.limit)
+                except TooManyTokens as error:
+                    raise too_many_tokens(error, path) from None
+        ids, cuttable = self.tokenizer.encode_pair(
+            first, second, add_special_tokens=self.special, max_tokens=self.limit
+        )
+        over = len(ids) - self.limit
+        if over <= 0:
+            return ids
+        if not self.truncate or over >= len(cuttable):
+            raise context_too_long(self.limit, len(ids), param=path, where=path)
+        dropped = set(cuttable[-over:])
+        return [token for place, token in enumerate(ids) if place not in dropped]
+
     def checked(self, ids: list[int], path: str) -> list[int]:
         if self.truncate:
             return ids[: self.limit]

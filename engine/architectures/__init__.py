@@ -12,6 +12,7 @@ from engine.architectures.mixtures import dbrx, families, llama4
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
+    HeadLayer,
     Read,
     Rows,
     Wrapper,
@@ -26,6 +27,7 @@ __all__ = [
     "WRAPPERS",
     "Architecture",
     "Gguf",
+    "HeadLayer",
     "Metadata",
     "Read",
     "Rows",

@@ -5,7 +5,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types
-from engine.architectures.record import Architecture, CheckpointTensor, Read, always
+from engine.architectures.record import (
+    Architecture,
+    CheckpointTensor,
+    HeadLayer,
+    Read,
+    ReadClassifier,
+    always,
+)
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -55,11 +62,43 @@ _ROBERTA: Mapping[str, Read] = {
         config.size("max_position_embeddings") - config.get("pad_token_id", 1) - 1
     ),
 }
-_IGNORED = ("pooler.*", "*.pooler.*", "cls.*", "lm_head.*", "*embeddings.position_ids")
+_IGNORED = (
+    "classifier.*",
+    "pooler.*",
+    "*.pooler.*",
+    "cls.*",
+    "lm_head.*",
+    "*embeddings.position_ids",
+)
+
+
+def _bert_head(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
+    return "cls", (HeadLayer("bert.pooler.dense", "Tanh"), HeadLayer("classifier"))
+
+
+def _roberta_head(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
+    return "cls", (HeadLayer("classifier.dense", "Tanh"), HeadLayer("classifier.out_proj"))
+
+
+def _modern_head(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
+    dense = HeadLayer(
+        "head.dense",
+        config.get("classifier_activation", "gelu"),
+        bias=config.flag("classifier_bias"),
+    )
+    eps = config.number("norm_eps", 1e-5)
+    norm = HeadLayer("head.norm", bias=config.flag("norm_bias"), eps=eps)
+    mode = config.one_of("classifier_pooling", ("cls", "mean"), "cls")
+    return mode, (dense, norm, HeadLayer("classifier"))
 
 
 def _record(
-    name: str, network: str, models: str, model_type: str, switches: Mapping[str, Read]
+    name: str,
+    network: str,
+    models: str,
+    model_type: str,
+    switches: Mapping[str, Read],
+    head: ReadClassifier,
 ) -> Architecture:
     return Architecture(
         name,
@@ -76,6 +115,7 @@ def _record(
         attention=_both_ways,
         ignored=_IGNORED,
         encoder=True,
+        classifier=head,
     )
 
 
@@ -125,17 +165,23 @@ _MODERN = Architecture(
     attention=_modern,
     ignored=("head.*", "decoder.*", "classifier.*"),
     encoder=True,
+    classifier=_modern_head,
     absent={"attention_norm": (0,)},  # the embedding's norm is right before it
 )
 ARCHITECTURES = (
-    _record("BertModel", "bert", "BERT, BGE, E5, GTE (vectors only)", "bert", _SWITCHES),
-    _record("RobertaModel", "roberta", "RoBERTa (vectors only)", "roberta", _ROBERTA),
+    _record(
+        "BertModel", "bert", "BERT, BGE, E5, GTE (vectors only)", "bert", _SWITCHES, _bert_head
+    ),
+    _record(
+        "RobertaModel", "roberta", "RoBERTa (vectors only)", "roberta", _ROBERTA, _roberta_head
+    ),
     _record(
         "XLMRobertaModel",
         "roberta",
         "XLM-RoBERTa, BGE-M3, multilingual E5 (vectors only)",
         "xlm-roberta",
         _ROBERTA,
+        _roberta_head,
     ),
     _MODERN,
 )

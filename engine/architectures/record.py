@@ -23,6 +23,8 @@ Read = Callable[[Reader], Any]
 Attend = Callable[[Reader, "LayerAttention", int], Sequence["LayerAttention"]]
 # (config.json, the model without its experts) -> these, or None where no layer has any
 ReadExperts = Callable[[Reader, "ModelConfig"], "Experts | None"]
+# config.json of a sequence classifier -> Pooling.mode, and the layers of its head
+ReadClassifier = Callable[[Reader], tuple[str, "tuple[HeadLayer, ...]"]]
 # Beginnings of names -> what stands there in ours. The first that fits is taken.
 Renames = tuple[tuple[str, str], ...]
 
@@ -50,6 +52,25 @@ class CheckpointTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A linear layer or a LayerNorm of a classifier's head, over one pooled hidden state.
+
+    name: of its tensors, without ".weight". activation: behind it, as torch.nn or config.json name
+        it. bias: whether it has one. eps: of a LayerNorm; None = a linear layer.
+    """
+
+    name: str
+    activation: str = "Identity"
+    bias: bool = True
+    eps: float | None = None
+
+
+def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
+    """transformers' *ForSequenceClassification of decoders."""
+    return "last", (HeadLayer("score", bias=False),)
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One value of "architectures" in config.json, or a variant of one.
 
@@ -71,6 +92,8 @@ class Architecture:
     network: the class that computes it, a key of `registry.MODELS`.
     encoder: it makes vectors of texts, and no text.
     absent: our name -> layers that do not have it.
+    classifier: of a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
+        and the layers over it; the last one gives a number for each label.
     """
 
     name: str
@@ -90,6 +113,7 @@ class Architecture:
     network: str = "decoder"
     encoder: bool = False
     absent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    classifier: ReadClassifier = score_of_last
 
     def ignores(self, name: str, layers: int) -> bool:
         """layers: of the model."""

@@ -137,7 +137,7 @@ class LLM(RequestManager):
         from engine.pooling import Pooling, as_array  # NumPy, for those alone who ask for vectors
 
         pooling = Pooling.from_folder(self.config.model)
-        if pooling is None:
+        if pooling is None or pooling.labels:
             raise no_vectors()
         if dimensions is not None:
             pooling.check_dimensions(dimensions, self.ready.vector_size)

@@ -154,6 +154,20 @@ class Tokenizer:
         kept = max(0, max_tokens - special)
         return ids[:before] + plain[:kept] + ids[before + len(plain) :]
 
+    def encode_pair(
+        self, first: str, second: str, *, add_special_tokens: bool = True, max_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Ids of two texts as tokenizer.json puts them together, and the places of the second's.
+
+        max_tokens: what is far behind so many tokens is left out of both texts.
+        """
+        most = (max_tokens + 1) * self._longest
+        found = self.backend.encode(
+            first[:most], second[:most], add_special_tokens=add_special_tokens
+        )
+        places = [place for place, part in enumerate(found.sequence_ids) if part == 1]
+        return found.ids, places
+
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:

@@ -210,7 +210,7 @@ def test_files(tmp_path: Path) -> None:
         ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "max_tokens is not"),
         ("1_Pooling/config.json", '{"pooling_mode": "max"}', "'max' is not supported"),
         ("1_Pooling/config.json", '{"include_prompt": false}', "include_prompt"),
-        ("2_Dense/config.json", '{"activation_function": "x.GELU"}', "'GELU' is not supported"),
+        ("2_Dense/config.json", '{"activation_function": "x.SiLU"}', "'SiLU' is not supported"),
         ("2_Dense/config.json", "{}", "in_features: is missing"),
     ],
 )

@@ -1,0 +1,136 @@
+"""/v1/rerank, /v2/rerank, /v1/score, /v1/classify: orders, pairs, and what is refused."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.pooling import Pooling, as_array
+from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend, vector_of
+
+RERANKER = Pooling("cls", labels=("relevance",), max_tokens=64)
+LABELS = tuple(f"kind {i}" for i in range(VECTOR))
+DOCUMENTS = [f"the answer is {number}" for number in range(9)]
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+def use(backend: FakeBackend, pooling: Pooling) -> None:
+    backend.cards[MODEL] = replace(backend.cards[MODEL], pooling=pooling, vector_size=VECTOR)
+
+
+def ask(client: Client, path: str, **body: Any) -> Reply:
+    return asyncio.run(client.post(path, {"model": MODEL, **body}))
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_rerank(client: Client, backend: FakeBackend, path: str) -> None:
+    """An index of the sorted list instead of the caller's; a document with another's score."""
+    use(backend, RERANKER)
+    documents: list[Any] = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]]
+    reply = ask(client, path, query="the sea", documents=documents, top_n=4, return_documents=True)
+    assert reply.status == 200, reply.json()
+    encode = backend.tokenizer(MODEL).backend.encode
+    pairs = [encode("the sea", document).ids for document in DOCUMENTS]
+    assert [request.token_ids for request in backend.requests] == pairs
+    scores = [RERANKER.relevance(as_array(vector_of(one))) for one in backend.requests]
+    best = sorted(range(9), key=lambda i: -scores[i])[:4]
+    results = reply.json()["results"]
+    assert [each["index"] for each in results] == best
+    for each in results:
+        assert each["relevance_score"] == scores[each["index"]]
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert reply.json()["usage"]["total_tokens"] == sum(map(len, pairs))
+    assert client.app.in_flight == 0 and not backend.live
+
+
+def test_score_of_pairs_and_of_vectors(client: Client, backend: FakeBackend) -> None:
+    """One against all, or pair by pair; an embedder's score is the cosine."""
+    use(backend, RERANKER)
+    one = ask(client, "/v1/score", text_1=DOCUMENTS[0], text_2=DOCUMENTS).json()["data"]
+    each = ask(client, "/v1/score", text_1=[DOCUMENTS[0]] * 9, text_2=DOCUMENTS).json()["data"]
+    assert one == each and [row["index"] for row in one] == list(range(9))
+    use(backend, Pooling("mean", (None,)))
+    backend.requests.clear()
+    cosine = ask(client, "/v1/score", text_1="the sea", text_2=["the sea", "a"]).json()["data"]
+    first, second = (as_array(vector_of(request)) for request in backend.requests)
+    assert [row["score"] for row in cosine] == pytest.approx([1.0, float(first @ second)])
+
+
+def test_classify(client: Client, backend: FakeBackend) -> None:
+    use(backend, Pooling("cls", labels=LABELS))
+    data = ask(client, "/v1/classify", input=DOCUMENTS).json()["data"]
+    for row, request in zip(data, backend.requests, strict=True):
+        logits = as_array(vector_of(request))
+        want = np.exp(logits) / np.exp(logits).sum()
+        assert row["probs"] == pytest.approx(want.tolist())
+        assert (row["label"], row["num_classes"]) == (LABELS[int(want.argmax())], VECTOR)
+
+
+def test_a_pair_that_is_too_long(client: Client, backend: FakeBackend) -> None:
+    """The query cut in the place of the document, or a pair cut though nobody asked for it."""
+    use(backend, RERANKER)
+    long = "the answer is the number of the words " * 20
+    refused = ask(client, "/v1/rerank", query="the sea", documents=["a", long])
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "documents[1]")
+    cut = ask(client, "/v1/rerank", query="the sea", documents=[long], truncate=True)
+    assert cut.status == 200, cut.json()
+    whole = backend.tokenizer(MODEL).backend.encode("the sea", long).ids
+    assert backend.requests[-1].token_ids == whole[:64]
+    alone = ask(client, "/v1/rerank", query=long, documents=["a"], truncate=True)
+    assert alone.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "pooling", "body", "param", "code"),
+    [
+        ("rerank", RERANKER, {"documents": ["a"]}, "query", "missing_field"),
+        ("rerank", RERANKER, {"query": "a"}, "documents", "missing_field"),
+        ("rerank", RERANKER, {"query": ["a"], "documents": ["a"]}, "query", "invalid_type"),
+        ("rerank", RERANKER, {"query": "a", "documents": "a"}, "documents", "invalid_type"),
+        ("rerank", RERANKER, {"query": "a", "documents": []}, "documents", "invalid_value"),
+        ("rerank", RERANKER, {"query": "a", "documents": [1]}, "documents[0]", "invalid_type"),
+        ("rerank", RERANKER, {"query": "a", "documents": [""]}, "documents[0]", "invalid_value"),
+        ("rerank", RERANKER, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", None),
+        ("score", RERANKER, {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "invalid_value"),
+        ("classify", Pooling("cls"), {"input": "a"}, "model", "classify_not_supported"),
+        (
+            "score",
+            Pooling("cls", labels=LABELS),
+            {"text_1": "a", "text_2": "b"},
+            "model",
+            "score_not_supported",
+        ),
+        (
+            "score",
+            replace(RERANKER, pairs=False),
+            {"text_1": "a", "text_2": "b"},
+            "model",
+            "score_not_supported",
+        ),
+        ("embeddings", RERANKER, {"input": "a"}, "model", "embeddings_not_supported"),
+    ],
+)
+def test_refusals(
+    client: Client,
+    backend: FakeBackend,
+    path: str,
+    pooling: Pooling,
+    body: dict[str, Any],
+    param: str,
+    code: str | None,
+) -> None:
+    """Each names its field, and nothing is run."""
+    use(backend, pooling)
+    reply = ask(client, f"/v1/{path}", **body)
+    error = reply.json()["error"]
+    assert reply.status == 400 and error["param"] == param, error
+    assert code is None or error["code"] == code
+    assert not backend.requests

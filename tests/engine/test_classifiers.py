@@ -1,0 +1,96 @@
+"""Sequence classifiers: the numbers of transformers' head, from encoders and decoders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from engine.errors import ConfigError
+from engine.model_config import ModelConfig
+from engine.pooling import Pooling
+from tests.engine.test_encoders import CASES, SIZES
+from tests.engine.test_pooling import PROMPTS, vectors
+from tests.parity.cases import randomise
+from tests.parity.engine_driver import engine
+
+DECODER = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "modernbert": {
+        **CASES["modernbert"],
+        "classifier_pooling": "mean",
+        "classifier_bias": True,
+        "norm_bias": True,
+    },
+    "qwen3": DECODER,
+    "llama": {**DECODER, "tie_word_embeddings": False},
+}
+
+
+def save_classifier(folder: Path, model_type: str, labels: int = 3, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    values = {**SIZES, **KINDS[model_type], "num_labels": labels, **changes}
+    config = AutoConfig.for_model(model_type, **values)
+    model = AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_numbers_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    """A head without its activation, norm or bias, or over another token's hidden state."""
+    theirs = save_classifier(tmp_path, model_type)
+    core = engine(tmp_path, max_model_len=64, max_num_batched_tokens=80)
+    model = ModelConfig.from_folder(tmp_path)
+    assert model.classifies and not model.generates
+    for ours, prompt in zip(vectors(core, PROMPTS), PROMPTS, strict=True):
+        with torch.inference_mode():
+            want = theirs(torch.tensor([prompt])).logits[0].numpy()
+        assert ours.shape == (3,)
+        assert np.abs(ours - want).max() < 1e-5 * max(1.0, np.abs(want).max())
+
+
+def test_scores(tmp_path: Path) -> None:
+    """A softmax where labels do not exclude each other; a sigmoid over what is a score already."""
+    logits = np.array([1.0, -2.0, 0.5], np.float32)
+    softmax = torch.softmax(torch.tensor(logits), 0).numpy()
+    sigmoid = torch.sigmoid(torch.tensor(logits)).numpy()
+    for kind, want in (
+        (None, softmax),
+        ("single_label_classification", softmax),
+        ("multi_label_classification", sigmoid),
+        ("regression", logits),
+    ):
+        save_classifier(tmp_path, "roberta", problem_type=kind)
+        pooling = Pooling.from_folder(tmp_path)
+        assert pooling is not None and pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+        assert np.allclose(pooling.probabilities(logits), want, atol=1e-6)
+    one = logits[:1]
+    for written, score in (("Sigmoid", sigmoid[0]), ("Identity", 1.0)):
+        function = f"torch.nn.modules.linear.{written}"
+        save_classifier(tmp_path, "roberta", 1, sentence_transformers={"activation_fn": function})
+        pooling = Pooling.from_folder(tmp_path)
+        assert pooling is not None and pooling.relevance(one) == pytest.approx(score)
+    assert pooling.pairs
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """By file, key and tensor. Two parts of a text are not told apart by a BERT of ours."""
+    save_classifier(tmp_path, "bert")
+    assert not Pooling.from_folder(tmp_path).pairs  # type: ignore[union-attr]
+    save_classifier(tmp_path, "modernbert", classifier_activation="silu")
+    with pytest.raises(ConfigError, match="classifier_activation: 'silu' is not supported"):
+        Pooling.from_folder(tmp_path)
+    save_classifier(tmp_path, "roberta")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["id2label"] = {"0": "a", "1": "b"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"classifier.out_proj.weight must be \[2, 32\]"):
+        engine(tmp_path, max_model_len=64)
