@@ -25,7 +25,8 @@ from engine.model_config import weight_files
 from engine.models.registry import Model, build_model
 from engine.parallel.opening import Open, alone, first, other
 from engine.parallel.ranks import Ranks
-from engine.pooling import Pooling, PoolingHead
+from engine.pooled_checkpoint import read_head, read_pooling
+from engine.pooling import Pooling
 from engine.resolve import Resolved, resolve
 from engine.runner.graphs import default_sizes
 from engine.runner.kv_cache import KVCache
@@ -117,7 +118,7 @@ def build(
     part = _build_part(config, 0, open_group, phases, progress, compilers)
     resolved, plan, pooling = part.resolved, part.plan, part.pooling
     assert plan is not None
-    head = None if pooling is None else PoolingHead(pooling, resolved.model.hidden_size)
+    head = None if pooling is None else read_head(pooling, resolved.model.hidden_size)
     core = EngineCore(
         CoreConfig(
             max_num_seqs=resolved.max_num_seqs,
@@ -221,7 +222,7 @@ def _build_part(
     group.least(rank)  # what is free now is what all weights leave
     phases.end("weights")
 
-    pooling = Pooling.from_folder(resolved.folder)
+    pooling = read_pooling(resolved.folder)
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())

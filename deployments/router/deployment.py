@@ -38,7 +38,7 @@ from deployments.router.serve import discovery, handle_call
 from deployments.router.serve.peers import PeerRouters
 from deployments.store import event_secret, first_served
 from engine.model_config import ModelConfig
-from engine.pooling import Pooling
+from engine.pooled_checkpoint import read_pooling
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Router:
         name, now = self._settings.model_name, int(time.time())
         model = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.load(folder)
-        pooling = Pooling.from_folder(folder)
+        pooling = read_pooling(folder)
         card = ModelCard(
             id=name,
             max_model_len=model.max_positions,

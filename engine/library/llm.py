@@ -134,9 +134,11 @@ class LLM(RequestManager):
         only the first elements, of models that were trained for it. truncate: a text that is too
         long is cut at its end. Raises InvalidRequest, EngineDead, RequestFailed.
         """
-        from engine.pooling import Pooling, as_array  # NumPy, for those alone who ask for vectors
+        # NumPy and torch, for those alone who ask for vectors
+        from engine.pooled_checkpoint import read_pooling
+        from engine.pooling import as_array
 
-        pooling = Pooling.from_folder(self.config.model)
+        pooling = read_pooling(self.config.model)
         if pooling is None or pooling.labels:
             raise no_vectors()
         if dimensions is not None:

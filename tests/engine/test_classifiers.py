@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
-from engine.pooling import Pooling
+from engine.pooled_checkpoint import read_pooling
 from tests.engine.test_encoders import CASES, SIZES
 from tests.engine.test_pooling import PROMPTS, vectors
 from tests.parity.cases import randomise
@@ -69,14 +69,14 @@ def test_scores(tmp_path: Path) -> None:
         ("regression", logits),
     ):
         save_classifier(tmp_path, "roberta", problem_type=kind)
-        pooling = Pooling.from_folder(tmp_path)
+        pooling = read_pooling(tmp_path)
         assert pooling is not None and pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
         assert np.allclose(pooling.probabilities(logits), want, atol=1e-6)
     one = logits[:1]
     for written, score in (("Sigmoid", sigmoid[0]), ("Identity", 1.0)):
         function = f"torch.nn.modules.linear.{written}"
         save_classifier(tmp_path, "roberta", 1, sentence_transformers={"activation_fn": function})
-        pooling = Pooling.from_folder(tmp_path)
+        pooling = read_pooling(tmp_path)
         assert pooling is not None and pooling.relevance(one) == pytest.approx(score)
     assert pooling.pairs
 
@@ -84,10 +84,10 @@ def test_scores(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     """By file, key and tensor. Two parts of a text are not told apart by a BERT of ours."""
     save_classifier(tmp_path, "bert")
-    assert not Pooling.from_folder(tmp_path).pairs  # type: ignore[union-attr]
+    assert not read_pooling(tmp_path).pairs  # type: ignore[union-attr]
     save_classifier(tmp_path, "modernbert", classifier_activation="silu")
     with pytest.raises(ConfigError, match="classifier_activation: 'silu' is not supported"):
-        Pooling.from_folder(tmp_path)
+        read_pooling(tmp_path)
     save_classifier(tmp_path, "roberta")
     config = json.loads((tmp_path / "config.json").read_text())
     config["id2label"] = {"0": "a", "1": "b"}

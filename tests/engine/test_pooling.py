@@ -15,6 +15,7 @@ from engine import LLM
 from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Delta, EngineRequest
 from engine.model_config import ModelConfig
+from engine.pooled_checkpoint import read_pooling
 from engine.pooling import Pooling, PoolingHead, as_array
 from engine.sampling_params import SamplingParams
 from tests.engine import small_tokenizers
@@ -176,14 +177,14 @@ def test_what_is_refused() -> None:
 
 def test_files(tmp_path: Path) -> None:
     """Pooling that is guessed where the files say something else."""
-    assert Pooling.from_folder(tmp_path) is None
+    assert read_pooling(tmp_path) is None
     pool(tmp_path, "cls", "Normalize")
     (tmp_path / "config_sentence_transformers.json").write_text(
         '{"prompts": {"query": "query: ", "passage": "passage: "}, "default_prompt_name": null}'
     )
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
     (tmp_path / "config.json").write_text('{"matryoshka_dimensions": [4, 8]}')
-    read = Pooling.from_folder(tmp_path)
+    read = read_pooling(tmp_path)
     assert read is not None
     assert (read.mode, read.steps, read.max_tokens) == ("cls", (None,), 48)
     assert read.prompt("query") == "query: "
@@ -198,7 +199,7 @@ def test_files(tmp_path: Path) -> None:
         Pooling("mean").check_dimensions(2, 16)
 
     (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
-    assert Pooling.from_folder(tmp_path).mode == "last"  # type: ignore[union-attr]
+    assert read_pooling(tmp_path).mode == "last"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_files_that_are_not_understood(file: str, text: str, match: str, tmp_pat
     (tmp_path / "2_Dense/config.json").write_text('{"in_features": 2, "out_features": 2}')
     (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=match) as error:
-        Pooling.from_folder(tmp_path)
+        read_pooling(tmp_path)
     assert str(tmp_path / file) in error.value.message
 
 

@@ -64,6 +64,7 @@ def test_score_of_pairs_and_of_vectors(client: Client, backend: FakeBackend) -> 
 
 
 def test_classify(client: Client, backend: FakeBackend) -> None:
+    """Bug: a softmax of another text, or a label of another number."""
     use(backend, Pooling("cls", labels=LABELS))
     data = ask(client, "/v1/classify", input=DOCUMENTS).json()["data"]
     for row, request in zip(data, backend.requests, strict=True):
