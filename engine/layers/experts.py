@@ -93,8 +93,9 @@ class Experts:
         add_to = out if self.group.size == 1 else None
         given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, add_to)
         if add_to is None:
-            given = self.group.all_reduce(given)
-            given = given if out is None else out.add_(given)
+            if out is None:
+                return self.group.all_reduce(given)
+            return self.group.add_reduced(given, out)
         return given
 
     def _routed(

@@ -94,5 +94,6 @@ class RowParallelLinear(Linear):
         y = self.method.apply(self.state, x)
         if lora is not None:  # of a sharded layer both are partial sums
             y = self._adapted(y, x, lora)
-        y = self.group.all_reduce(y)
-        return y if residual is None else residual.add_(y)
+        if residual is None:
+            return self.group.all_reduce(y)
+        return self.group.add_reduced(y, residual)

@@ -1,5 +1,6 @@
 """TensorParallelGroup: which part of a layer this process holds, and the sums between the parts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,22 @@ class TensorParallelGroup:
         """Sum of x over the ranks, in place: the same bits on every rank."""
         self._alone()
         return x
+
+    def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + the sum of x over the ranks, written over residual."""
+        return residual.add_(self.all_reduce(x))
+
+    @property
+    def recordable(self) -> bool:
+        """Whether sums can stand in a program (`kernels.cpu.program`)."""
+        return self.size == 1
+
+    def all_can(self, attempt: Callable[[], bool]) -> bool:
+        """Whether what each rank tries succeeds on all of them. Sums in it add up nothing."""
+        return attempt()
+
+    def check(self) -> None:
+        """After a program with sums in it. Raises RankFailed where one of them failed."""
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
         """[n, columns] of each rank, its `share` of total -> [n, total] on rank 0. What the others

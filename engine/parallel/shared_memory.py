@@ -11,28 +11,31 @@ and reads all slots. One wait is enough. A rank writes into the slots of meeting
 k + 2, and has then seen all others count k + 1, which they do when they have read those of k.
 """
 
-import logging
-import math
+import contextlib
 import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.parallel.group import TensorParallelGroup
-
-logger = logging.getLogger("manta.engine")
+from kernels.cpu.meeting import (
+    FAILED,
+    FAILED_ON,
+    LINE_WORDS,
+    ROUND,
+    CompilerUnavailable,
+    Meeting,
+)
 
 SLOT = 1 << 22  # bytes of a piece; what is larger goes in several
-_LINE = 64  # bytes of a cache line, so that a rank's counting disturbs no other
 _LOOKS = 4000  # before a rank lets others have its core: longer than two ranks that both run differ
 _YIELDS = 2000  # of these before it sleeps
 _SLEEP, _NAP = 5e-5, 5e-3  # seconds
-_LATE = 5.0
-_MEETINGS, _FAILED, _ROUND = 0, 1, 2  # words of a line; rank 0's has the round
 
 
 class RankFailed(Exception):
@@ -44,7 +47,9 @@ class _State:
     memory: mmap.mmap
     words: memoryview  # int64, of all lines
     slots: list[list[Tensor]]  # [2][size] uint8
-    meetings: int = 0
+    kernel: Meeting | None  # None: this machine generates none
+    dry: bool = False  # sums add up nothing
+    agrees: bool = False  # in `least`, where a rank may still read weights for minutes
     round: int = 0
     fence: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,26 +64,71 @@ class SharedMemoryGroup(TensorParallelGroup):
     def open(cls, rank: int, size: int, descriptor: int) -> "SharedMemoryGroup":
         """descriptor: of a file that all ranks have open; it can be closed afterwards. The file's
         pages are taken when they are first used."""
-        length = size * (_LINE + 2 * SLOT)
+        begin = size * 8 * LINE_WORDS
+        length = begin + size * 2 * SLOT
         os.ftruncate(descriptor, length)
         memory = mmap.mmap(descriptor, length)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        begin = size * _LINE
         slots = list(whole[begin:].view(2 * size, SLOT))
         words = memoryview(memory)[:begin].cast("q")
-        return cls(rank, size, _State(memory, words, [slots[:size], slots[size:]]))
+        kernel = None
+        with contextlib.suppress(CompilerUnavailable, AttributeError):
+            kernel = Meeting(rank, size, whole.data_ptr(), slots[0].data_ptr(), SLOT)
+        return cls(rank, size, _State(memory, words, [slots[:size], slots[size:]], kernel))
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return self._sum(x, None)
+
+    def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._sum(x, residual)
+
+    @property
+    def recordable(self) -> bool:
+        return self.state is not None and self.state.kernel is not None
+
+    def all_can(self, attempt: Callable[[], bool]) -> bool:
+        state = self.state
+        assert state is not None
+        state.dry = True
+        try:
+            able = attempt()
+        finally:
+            state.dry = False
+        return bool(self.least(able))
+
+    def check(self) -> None:
+        state = self.state
+        assert state is not None
+        if state.kernel is not None and state.kernel.broken:
+            self._look_for_failures(state)
+            raise RankFailed("the step was given up")
+
+    def _sum(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        state = self.state
+        assert state is not None
+        if state.dry:
+            return x if onto is None else onto
+        kernel, plain = state.kernel, x.dtype == torch.float32 and x.is_contiguous()
+        if onto is not None:
+            plain = plain and onto.dtype == torch.float32 and onto.is_contiguous()
+        if kernel is not None and plain and x.nbytes <= SLOT:
+            out = kernel.all_reduce(x, onto)
+            self.check()
+            return out
         flat = x.view(-1)
         step = SLOT // x.itemsize
         for at in range(0, len(flat), step):
             piece = flat[at : at + step]
+            if kernel is not None and plain:
+                kernel.all_reduce(piece)
+                self.check()
+                continue
             # In the order of ranks, on every rank.
             first, second, *others = self._meet(piece)
             torch.add(first, second, out=piece)
             for other in others:
                 piece.add_(other)
-        return x
+        return x if onto is None else onto.add_(x)
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
         rows = x.shape[0]
@@ -105,28 +155,31 @@ class SharedMemoryGroup(TensorParallelGroup):
         return x
 
     def least(self, number: int) -> int:
-        # Asked at the start, where a rank may read weights for minutes.
-        return min(int(each) for each in self._meet(torch.tensor([number]), math.inf))
-
-    def _meet(self, piece: Tensor, late: float = _LATE) -> list[Tensor]:
-        """What each rank brought, like `piece` but for its length; to be read before the next
-        meeting but one. late: seconds until the log names who is waited for. Raises RankFailed."""
         state = self.state
         assert state is not None
-        slots = state.slots[state.meetings & 1]
-        size = piece.nbytes
+        state.agrees = True
+        found = min(int(each) for each in self._meet(torch.tensor([number])))
+        state.agrees = False
+        return found
+
+    def _meet(self, piece: Tensor) -> list[Tensor]:
+        """What each rank brought, like `piece` but for its length; to be read before the next
+        meeting but one. Raises RankFailed."""
+        state = self.state
+        assert state is not None
+        words, mine = state.words, self.rank * LINE_WORDS
+        wanted, size = words[mine] + 1, piece.nbytes
+        slots = state.slots[words[mine] & 1]
         slots[self.rank][:size].view(piece.dtype).copy_(piece)
-        state.meetings += 1
         with state.fence:  # the piece is written before it is counted, on any processor
-            state.words[self.rank * _LINE // 8 + _MEETINGS] = state.meetings
+            words[mine] = wanted
         for rank in range(self.size):
-            if rank != self.rank:
-                self._wait(state, rank, late)
+            self._wait(state, rank * LINE_WORDS, wanted)
         with state.fence:
             return [slot[:size].view(piece.dtype) for slot in slots]
 
-    def _wait(self, state: _State, rank: int, late: float) -> None:
-        words, at, wanted = state.words, rank * _LINE // 8 + _MEETINGS, state.meetings
+    def _wait(self, state: _State, at: int, wanted: int) -> None:
+        words = state.words
         for _ in range(_LOOKS):
             if words[at] >= wanted:
                 return
@@ -138,36 +191,44 @@ class SharedMemoryGroup(TensorParallelGroup):
         began = time.monotonic()
         while words[at] < wanted:
             self._look_for_failures(state)
-            waited = time.monotonic() - began
             # Longer and longer: one that waits for ever shall not look as if it computed.
-            time.sleep(min(max(_SLEEP, waited / 20), _NAP))
-            if waited > late:
-                late *= 4
-                logger.warning("rank %d of %d is late by %.0f s", rank, self.size, waited)
+            time.sleep(min(max(_SLEEP, (time.monotonic() - began) / 20), _NAP))
 
     def _look_for_failures(self, state: _State) -> None:
-        if state.words[_ROUND] != state.round:
+        if state.words[ROUND] != state.round:
             raise RankFailed("the step was given up")
-        for rank in range(self.size):
-            if state.words[rank * _LINE // 8 + _FAILED] > state.round:
-                raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
+        if state.words[FAILED] > state.round:
+            rank = state.words[FAILED_ON]
+            raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
+
+    def late(self) -> list[tuple[int, int]]:
+        """Of ranks that this one waits for in a step: the number, and the meeting that it has come
+        to."""
+        state = self.state
+        assert state is not None
+        if state.agrees:
+            return []
+        met = [state.words[rank * LINE_WORDS] for rank in range(self.size)]
+        return [(rank, each) for rank, each in enumerate(met) if each < met[self.rank]]
 
     # ---- after a step that failed
 
     def fail(self) -> None:
         """This rank's step has failed: let those who wait for it know."""
         assert self.state is not None
-        self.state.words[self.rank * _LINE // 8 + _FAILED] = self.state.round + 1
+        self.state.words[FAILED_ON] = self.rank
+        self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
         """On rank 0: end all waits of the others for this round."""
         assert self.state is not None and self.rank == 0
-        self.state.words[_ROUND] += 1
+        self.state.words[ROUND] += 1
 
     def join_round(self) -> None:
         """With no other rank in a meeting or about to be: start counting anew."""
         state = self.state
         assert state is not None
-        state.round = state.words[_ROUND]
-        state.meetings = 0
-        state.words[self.rank * _LINE // 8 + _MEETINGS] = 0
+        state.round = state.words[ROUND]
+        state.words[self.rank * LINE_WORDS] = 0
+        if state.kernel is not None:
+            state.kernel.join(state.round)

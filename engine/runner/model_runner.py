@@ -185,8 +185,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         # Of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
-        # A program has no way to meet other ranks.
-        if not self._cuda and isinstance(model, Decoder) and model.group.size == 1:
+        if not self._cuda and isinstance(model, Decoder) and model.group.recordable:
             self.programs = StepPrograms(model, rows, kv)
 
     def launch(self, batch: Batch) -> DeviceResult:

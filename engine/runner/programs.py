@@ -43,6 +43,7 @@ class StepPrograms:
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
+        self._tried = model.group.size == 1
 
     def forget(self) -> None:
         """The KV cache has moved."""
@@ -58,8 +59,17 @@ class StepPrograms:
             return None
         residual = self._enter(step)
         program = self._programs.get(count)
+        if not self._tried:
+            # A rank that finds only in the middle of a step that it cannot would leave the others.
+            self._tried = True
+            self._able = self._model.group.all_can(lambda: self._can_record(step.metas, residual))
+            if not self._able:
+                return None
+            residual = self._enter(step)
         if program is not None:
-            return self._model.leave(program.play())
+            out = program.play()
+            self._model.group.check()
+            return self._model.leave(out)
         try:
             program = self._record(step.metas, residual)
         except NotRecordable as error:
@@ -68,6 +78,13 @@ class StepPrograms:
             return None
         self._programs[count] = program
         return self._model.leave(program.out)
+
+    def _can_record(self, metas: Sequence[AttentionMeta], residual: Tensor) -> bool:
+        try:
+            self._record(metas, residual)
+        except NotRecordable:
+            return False
+        return True
 
     def _enter(self, step: DeviceStep) -> Tensor:
         """The step's inputs, in their places."""

@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config_of(folder: Path, **changes: Any) -> EngineConfig:
-    values = {"num_blocks": 14, "max_num_seqs": 6, "num_threads": 1, "max_num_batched_tokens": 24}
+    values = {"num_blocks": 10, "max_num_seqs": 6, "num_threads": 1, "max_num_batched_tokens": 24}
     values |= {"max_loras": 2, "max_lora_rank": 8, "max_virtual_tokens": 5, "dtype": "float32"}
     return EngineConfig(model=str(folder), device="cpu", **{**values, **changes})
 
@@ -98,12 +98,16 @@ def everything(model: dict[str, Path]) -> list[EngineRequest]:
 
     def ask(adapter: str = "", **fields: Any) -> None:
         number = len(asked) + 1
-        prompt = [3 + (number % 3 + i * i) % 300 for i in range(10 + 17 * (number % 5))]
+        length = 8 if number <= 6 else 10 + 17 * (number % 5)
+        prompt = [3 + (number % 3 + i * i) % 300 for i in range(length)]
         params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **fields})
         asked.append(EngineRequest(number, prompt, len(prompt), params, number, adapter=adapter))
 
-    for adapter in ("", "lora", "prompt_tuning", "prefix_tuning"):
+    for number in range(6):  # a block each when they start, and three at their ends
+        ask(temperature=0.9 * (number % 2), max_tokens=32)
+    for adapter in ("lora", "prompt_tuning", "prefix_tuning"):
         ask(adapter, temperature=0.0)
+    for adapter in ("", "prefix_tuning"):
         ask(adapter, temperature=1.1, top_p=0.9, presence_penalty=0.5)
         ask(adapter, temperature=1.0, logprobs=2, prompt_logprobs=1)
     grammar = Grammar("json_schema", SCHEMA)

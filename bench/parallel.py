@@ -1,0 +1,109 @@
+"""Ranks on the CPU: one model in two parts of a core each, against one rank of two cores, in turns.
+
+    python -m bench.parallel --out bench/results               # the default model, in 16 bits
+    python -m bench.parallel --model ./folder --ranks 4 --dtype float32
+
+Cases: `single` is one stream, `batch` eight at once, `prompt` a long prompt and one token. Both
+engines are there all the time, and the one whose turn it is not sleeps. `ratio` is the seconds of
+one rank by those of several, the best of the rounds of each: 1 is as fast. `same` is the share of
+outputs that are equal; float32 promises all of them.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import print_ratios, write
+from deployments.checkpoints.resolve import resolve_model
+from engine import LLM, SamplingParams
+
+# name: requests, prompt tokens, output tokens
+CASES = {"single": (1, 32, 96), "batch": (8, 32, 64), "prompt": (1, 480, 1)}
+
+
+def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
+    """Seconds and outputs of one round. Prompts are new each round, so no prefix is there yet."""
+    requests, prompt, output = CASES[case]
+    draw = random.Random(f"{case} {number}")
+    top = llm.ready.vocab_size - 1
+    prompts = [[draw.randint(3, top) for _ in range(prompt)] for _ in range(requests)]
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, detokenize=False, progress=False)
+    return time.perf_counter() - began, [each.outputs[0].token_ids for each in outputs]
+
+
+def measure(
+    folder: Path, ranks: int, dtype: str, rounds: int, cores: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and raw lines. cores: of each side, so many threads of one rank."""
+    lines: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(
+                LLM(
+                    folder, device="cpu", dtype=dtype, tensor_parallel=count,
+                    num_threads=cores // count, max_num_seqs=8, kv_cache_bytes=256 << 20,
+                )
+            )
+            for name, count in (("one", 1), ("several", ranks))
+        }  # fmt: skip
+        for number in range(-1, rounds):  # one to warm up
+            for case in CASES:
+                for name, llm in sides.items():
+                    seconds, tokens = turn(llm, case, number)
+                    if number >= 0:
+                        lines.append(
+                            {"case": case, "side": name, "seconds": seconds, "tokens": tokens}
+                        )
+    return [row_of(case, lines) for case in CASES], lines
+
+
+def row_of(case: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    of = {
+        side: [line for line in lines if (line["case"], line["side"]) == (case, side)]
+        for side in ("one", "several")
+    }
+    best = {side: min(line["seconds"] for line in own) for side, own in of.items()}
+    pairs = [
+        ours == theirs
+        for mine, other in zip(of["several"], of["one"], strict=True)
+        for ours, theirs in zip(mine["tokens"], other["tokens"], strict=True)
+    ]
+    return {
+        "case": case,
+        "ours": round(best["several"], 3),
+        "peer": round(best["one"], 3),
+        "unit": "s",
+        "ratio": round(best["one"] / best["several"], 3),
+        "same": round(sum(pairs) / len(pairs), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    folder = resolve_model(args.model, blocks=False)
+    rows, lines = measure(folder, args.ranks, args.dtype, args.rounds, cores)
+    print_ratios(rows)
+    print(json.dumps({row["case"]: row["same"] for row in rows}))
+    if args.out:
+        settings = {"ranks": args.ranks, "dtype": args.dtype, "cores": cores}
+        peer = {"one": {"ranks": 1, "num_threads": cores}}
+        config = {"model": args.model, "ours": settings, "peers": peer}
+        write(args.out, "parallel", config, rows, lines)
+
+
+if __name__ == "__main__":
+    main()
