@@ -173,6 +173,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             usage_bytes=config.usage.bytes,
             usage_files=config.usage.files,
             batches=config.batch.settings(),
+            tracing=config.tracing.settings(),
             share_prefixes=http.share_prefixes,
             adapters=AdapterSettings(
                 model=config.name(),

@@ -52,6 +52,7 @@ class GenerationRequest:
     # Of a resumed stream: the tokens that each choice begins with; None: the choice has ended.
     emitted: list[list[int] | None] = field(default_factory=list)
     weights: str = ""  # of the model that emitted these (ModelIdentity); "" if unknown
+    trace: tuple[str, str] = ("", "")  # W3C's traceparent and tracestate, as they came
 
     @property
     def adapter_key(self) -> str:

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import secrets
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _TOKEN = "~/.ray/auth_token"  # Ray's default
@@ -14,6 +16,15 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "manta"
+
+
+@cache
+def installed_version() -> str:
+    """Of Manta."""
+    try:
+        return version("manta-serve")
+    except PackageNotFoundError:  # out of a folder
+        return "unknown"
 
 
 def gpus_here() -> int:

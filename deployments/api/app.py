@@ -5,8 +5,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,6 +63,7 @@ from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
 from deployments.backend import DRAINING, Backend, ModelCard, RecalledChoice
+from deployments.environment import installed_version
 from engine.errors import MantaError, short_traceback
 
 Handler = Callable[["Api", HttpExchange], Awaitable[None]]
@@ -232,7 +232,7 @@ class Api:
             self.charge(exchange, call.prompts)
             common = call.common
             common.request_id, common.owner = exchange.request_id, exchange.caller.id
-            common.key, common.deadline = key, deadline
+            common.key, common.deadline, common.trace = key, deadline, exchange.trace
             common.cache_salt, common.priority = salt, priority
             call.timing = exchange.values(b"x-return-timing") == [b"1"]
             if not call.stream:
@@ -348,15 +348,7 @@ async def _ready(api: Api, exchange: HttpExchange) -> None:
 
 
 async def _version(api: Api, exchange: HttpExchange) -> None:
-    await exchange.answer(200, msgspec.json.encode({"version": _installed()}))
-
-
-@cache
-def _installed() -> str:
-    try:
-        return version("manta-serve")
-    except PackageNotFoundError:  # out of a folder
-        return "unknown"
+    await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
 
 
 async def _metrics(api: Api, exchange: HttpExchange) -> None:

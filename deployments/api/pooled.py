@@ -129,6 +129,7 @@ class PooledCall:
             deadline=self.deadline,
             key=self.key,
             owner=self.exchange.caller.id,
+            trace=self.exchange.trace,
         )
 
 

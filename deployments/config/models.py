@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from deployments.api.batches.folder import BatchSettings
 from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
+from deployments.observe.otlp import TracingSettings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -485,6 +486,35 @@ class BatchConfig(_Section):
         )
 
 
+class TracingConfig(_Section):
+    """Spans of requests for an OpenTelemetry collector. See docs/observability.md."""
+
+    endpoint: str | None = Field(
+        None,
+        pattern=r"https?://[^/\s]+.*",
+        max_length=2048,
+        description="Where it takes OTLP over HTTP, such as http://127.0.0.1:4318; /v1/traces is "
+        "added. Default none: no span is made.",
+    )
+    sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="The part of the requests that are traced, of those that come without a "
+        "traceparent; one that has it says so itself.",
+    )
+    service: str = Field("manta", min_length=1, max_length=128, description="service.name.")
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="Of each request to the collector, such as a key."
+    )
+
+    def settings(self) -> TracingSettings | None:
+        """None: no span is made."""
+        if self.endpoint is None:
+            return None
+        return TracingSettings(self.endpoint, self.sample, self.service, self.headers)
+
+
 class LimitsConfig(_Section):
     """Bounds on what the service takes in."""
 
@@ -623,6 +653,7 @@ class MantaConfig(_Section):
     log: LogConfig = Field(default_factory=LogConfig)
     usage: UsageConfig = Field(default_factory=UsageConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":

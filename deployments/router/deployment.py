@@ -24,11 +24,14 @@ from deployments.api.batches.folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.backend import ModelCard
 from deployments.checkpoints.resolve import ModelIdentity
+from deployments.environment import installed_version
 from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
+from deployments.observe.otlp import SpanExporter, TracingSettings
 from deployments.observe.ray_exporter import ServeExport
 from deployments.router.batch_worker import BatchWorker, asker
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.inflight import InflightRequest
 from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
 from deployments.router.keys.sharing import SharedCounts
@@ -36,6 +39,7 @@ from deployments.router.keys.usage_log import UsageLog
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import discovery, handle_call
 from deployments.router.serve.peers import PeerRouters
+from deployments.router.spans import context_of, spans_of
 from deployments.store import event_secret, first_served
 from engine.model_config import ModelConfig
 from engine.pooled_checkpoint import read_pooling
@@ -56,7 +60,7 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 class RouterSettings:
     """model_name: the name that requests use. find_model: gives the local folder, and fetches the
     model if need be. usage_file: "" is none; see UsageConfig. seed: the engines'. batches,
-    grpc: None if they are not served."""
+    grpc: None if they are not served. tracing: None: no spans are made."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -71,6 +75,7 @@ class RouterSettings:
     usage_bytes: int = 2**26
     usage_files: int = 8
     batches: BatchSettings | None = None
+    tracing: TracingSettings | None = None
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
@@ -92,6 +97,7 @@ class Router:
         self._peer_calls = asyncio.Semaphore(_ASKERS)
         self._grpc: GrpcServer | None = None
         self._worker: BatchWorker | None = None
+        self._spans: SpanExporter | None = None
 
     async def __serve_build_asgi_app__(self) -> handle_call.AsgiApp:
         """Serve's hook: runs once on the loop that will carry the requests."""
@@ -149,7 +155,11 @@ class Router:
             dispatcher.metrics,
         )
         if not keeper.idle:
-            dispatcher.on_end = keeper.ended
+            dispatcher.on_end.append(keeper.ended)
+        if settings.tracing is not None:
+            self._spans = SpanExporter(settings.tracing, name, installed_version())
+            self._spans.start()
+            dispatcher.on_end.append(partial(_export, self._spans, settings.tracing, name))
         options = ApiOptions(
             strict=settings.strict,
             share_prefixes=settings.share_prefixes,
@@ -305,6 +315,8 @@ class Router:
             unsubscribe()
         if self._grpc is not None:  # Serve waits for requests over HTTP alone
             await self._grpc.stop()
+        if self._spans is not None:
+            await self._spans.close()
         if hasattr(self, "_dispatcher"):
             self._export.stop()
             if hasattr(self, "_keeper"):
@@ -312,3 +324,11 @@ class Router:
             if self._worker is not None:
                 self._worker.close()
             self._dispatcher.close()
+
+
+def _export(
+    exporter: SpanExporter, settings: TracingSettings, router: str, inflight: InflightRequest
+) -> None:
+    context = context_of(*inflight.request.trace, settings)
+    if context is not None:
+        exporter.add(spans_of(inflight.trace, context, router))

@@ -90,7 +90,7 @@ class Dispatcher:
         self._rates = CounterRates(time.monotonic())
         self._requests: set[InflightRequest] = set()
         self._random = Random()
-        self.on_end: Callable[[InflightRequest], None] | None = None  # of each prompt
+        self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
         self._draining = False
         self._replica_calls = ReplicaCalls()
         calls = self._adapter_calls = AdapterCalls(
@@ -282,8 +282,8 @@ class Dispatcher:
         self._requests.discard(inflight)
         self._traces.add(inflight.trace)
         log_trace(inflight.trace)
-        if self.on_end is not None:
-            self.on_end(inflight)
+        for tell in self.on_end:
+            tell(inflight)
         self._queue.ended(inflight)
 
     # -- from the replicas

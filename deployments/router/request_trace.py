@@ -129,6 +129,20 @@ class RequestTrace:
         """Replicas that the request was at, in order."""
         return [decision.replica for _, decision, _ in self._placements]
 
+    def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
+        """Of a request that has ended, its times at replicas: from, until, the decision, the tokens
+        before it, and why it was left ("" if it was not). A request whose choices move apart is at
+        several replicas at once."""
+        moves = list(self._moves)
+        found = []
+        for at, decision, emitted in self._placements:
+            left = next((m for m in moves if m[0] >= at and m[1] == decision.replica), None)
+            if left is not None:
+                moves.remove(left)
+            until, why = (self.ended, "") if left is None else (left[0], left[2])
+            found.append((at, until, decision, emitted, why))
+        return found
+
     def tell(self, router: str, now: float) -> dict[str, Any]:
         """As JSON. Times are milliseconds, of an unfinished request so far; null = not reached."""
         end = self.ended or now

@@ -15,6 +15,7 @@ from deployments.cli import status
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config import EngineConfig
+from tests.deployments.collector import Collector, attributes, collector
 from tests.deployments.live import parse_metrics
 from tests.deployments.serve_cluster import FAKE, Cluster, tiny_model
 
@@ -36,8 +37,16 @@ def talkative(settings: ReplicaSettings) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two routers and two fake engines, lines for every request, as JSON."""
+def spans() -> Iterator[Collector]:
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    shared_cluster: Cluster, spans: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """Two routers and two fake engines, lines for every request, as JSON; traced ones are told."""
     from ray import serve
 
     config = parse_config(
@@ -47,6 +56,7 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
             "pools": {"cpu": {"replicas": 2, "num_cpus": 0.2}},
             "router": {"replicas": 2},
             "log": {"level": "debug", "format": "json"},
+            "tracing": {"endpoint": spans.url, "sample": 0.0},
         },
         {},
     )
@@ -62,12 +72,12 @@ def cluster(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     serve.delete(APP)
 
 
-def ask(cluster: Cluster, id: str) -> dict[str, Any]:
+def ask(cluster: Cluster, id: str, **headers: str) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2}
     request = urllib.request.Request(
         f"http://127.0.0.1:{cluster.port}/v1/completions",
         json.dumps(body).encode(),
-        {"content-type": "application/json", "x-request-id": id},
+        {"content-type": "application/json", "x-request-id": id, **headers},
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.headers["x-request-id"] == id
@@ -123,6 +133,25 @@ def test_an_id_leads_through_all_logs(cluster: Cluster) -> None:
     assert ended["output_tokens"] == 8
     engines = {told["replica"] for kind, told in found.items() if "engine-cpu" in kind}
     assert len(engines) == 1 and ended["replicas"] == f"engine-cpu/{engines.pop()}"
+
+
+def test_a_callers_trace_goes_on(cluster: Cluster, spans: Collector) -> None:
+    """A slow request whose time is nobody's: the gateway's trace ends at the service."""
+    id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    ask(cluster, "not-traced")
+    ask(cluster, "traced-1", traceparent=f"00-{id}-{parent}-01")
+    found = {span["name"]: span for span in wait(lambda: spans.spans(id), 15)}
+    assert set(found) == {"manta.request", "router.queue", "replica"} | {
+        f"engine.{part}" for part in ("queue", "prefill", "decode")
+    }
+    root = found["manta.request"]
+    assert root["parentSpanId"] == parent and len(spans.spans()) == len(found)
+    told = attributes(root)
+    assert (told["manta.request_id"], told["gen_ai.usage.output_tokens"]) == ("traced-1", "8")
+    for span in found.values():
+        assert root["startTimeUnixNano"] <= span["startTimeUnixNano"] <= span["endTimeUnixNano"]
+        assert span["endTimeUnixNano"] <= root["endTimeUnixNano"]
+    assert attributes(found["replica"])["manta.replica"].startswith("engine-cpu/")
 
 
 def test_status_of_a_running_application(cluster: Cluster) -> None:

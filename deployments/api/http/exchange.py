@@ -79,6 +79,15 @@ class HttpExchange:
         """All values of a header; name in lower case."""
         return self._headers.get(name, [])
 
+    @property
+    def trace(self) -> tuple[str, str]:
+        """W3C's traceparent and tracestate, not checked; "" without one."""
+        parents = self.values(b"traceparent")
+        if len(parents) != 1:
+            return "", ""
+        state = b",".join(self.values(b"tracestate"))
+        return parents[0].decode("latin-1"), state.decode("latin-1")
+
     def check_envelope(self) -> None:
         """Sizes and framing, before anything is read. Raises ApiError 400, 414 or 431."""
         if self._url_bytes > MAX_URL_BYTES:

@@ -1,0 +1,61 @@
+"""A collector of spans: what OpenTelemetry's would be sent, kept."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Collector:
+    """posts: bodies. headers: of the last. status: of the answers."""
+
+    def __init__(self) -> None:
+        self.posts: list[dict[str, Any]] = []
+        self.headers: dict[str, str] = {}
+        self.status = 200
+        self.url = ""
+
+    def spans(self, trace: str = "") -> list[dict[str, Any]]:
+        return [
+            span
+            for post in self.posts
+            for resource in post["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+            if trace in ("", span["traceId"])
+        ]
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[Collector]:
+    found = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.path == "/v1/traces" and found.status == 200:
+                found.headers = {name.lower(): value for name, value in self.headers.items()}
+                found.posts.append(json.loads(body))
+            self.send_response(found.status if self.path == "/v1/traces" else 404)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def attributes(span: dict[str, Any]) -> dict[str, Any]:
+    """Of a span in OTLP's JSON: name -> value."""
+    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
