@@ -1,13 +1,13 @@
 # `make` lists the targets. Everything happens in .venv; nothing else on the machine is changed.
 #
-#   PYTHON=python3.12          another interpreter (3.11 or 3.12)
+#   PYTHON=python3.12          another interpreter (3.11 to 3.14)
 #   PIP_ARGS="--index-url …"   extra arguments for pip. A machine without a GPU saves 2 GB with PyTorch's CPU index.
 #   ONCE=1                     `make demo` ends after its answer
 #   LONG=1                     `make test-all` has those too that take minutes
 #   ARGS="-k router"           `make test` runs pytest once, in one process, with these arguments
 #   QUICK=1                    `make faults` runs each kind of fault once
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+PYTHON ?= $(firstword $(foreach version,11 12 13 14,$(shell command -v python3.$(version))) python3)
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ venv: $(STAMP) ## the virtual environment with Manta and its tools
 $(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
 	@echo "== Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
-	  echo "error: $(PYTHON) with venv is needed: apt-get install python3.11-venv, or PYTHON=... make" >&2; exit 1; }
+	  echo "error: $(PYTHON) with venv is needed: apt-get install python3-venv, or PYTHON=... make" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target $(VENV)/openai-1 -r tests/openai-1.txt

@@ -110,9 +110,9 @@ def model_checks(
 
 def _python() -> DoctorCheck:
     version = platform.python_version()
-    if (3, 11) <= sys.version_info[:2] < (3, 13):
+    if (3, 11) <= sys.version_info[:2] < (3, 15):
         return DoctorCheck("python", "ok", version)
-    return DoctorCheck("python", "MISSING", version, "use Python 3.11 or 3.12")
+    return DoctorCheck("python", "MISSING", version, "use Python 3.11 to 3.14")
 
 
 def _packages() -> Iterator[DoctorCheck]:
