@@ -128,7 +128,8 @@ class ModelConfig:
         "flat" = over all heads together. qk_norm_after: behind the rotation.
     qkv_clip: queries, keys and values are cut to [-clip, clip].
     position_offset, position_rows: of learned positions: rows before the first, and all.
-    token_types: learned kinds of tokens; all of ours are of the first.
+    token_types: learned kinds of tokens. separator: the id of which the first in a text ends the
+        tokens of the first kind; -1: all are of it.
     """
 
     architecture: str
@@ -164,6 +165,7 @@ class ModelConfig:
     position_offset: int
     position_rows: int
     token_types: int
+    separator: int
     hidden_act: str
     eos_token_ids: tuple[int, ...]
     max_positions: int
@@ -580,5 +582,6 @@ _SWITCHES: Mapping[str, Read] = {
     "position_offset": lambda config: 0,
     "position_rows": lambda config: 0,
     "token_types": lambda config: 0,
+    "separator": lambda config: -1,
     "hidden_act": _activation,
 }

@@ -123,7 +123,7 @@ def _classifier(folder: Path, config: Reader) -> Pooling:
         labels=tuple(labels),
         independent=kind == "multi_label_classification",
         raw=tuple(raw),
-        pairs=model.token_types <= 1,
+        pairs=model.token_types <= 1 or model.separator >= 0,
     )
 
 

@@ -60,7 +60,8 @@ class Pooling:
     independent: the labels do not exclude each other, so each has a sigmoid and not all a softmax.
     raw: "relevance" = the number of a reranker is its score as it is, without a sigmoid;
         "labels" = so are those of each label.
-    pairs: whether a text of two parts can be computed; a BERT tells them by learned token types.
+    pairs: whether a text of two parts can be computed; a BERT tells them by its separator, which
+        its tokenizer.json has.
     """
 
     mode: str

@@ -151,8 +151,8 @@ async def _scores(
         )
     if pooling.labels and not pooling.pairs:
         raise _unsupported(
-            "this model tells the two texts of a pair by token types, which are not supported; "
-            "RoBERTa, XLM-RoBERTa, ModernBERT and decoders need none",
+            "this model tells the two texts of a pair by the separator between them, and its "
+            "tokenizer.json names none",
             "score",
         )
     size = call.exchange.body_size

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL, WINDOW, layer_types
@@ -41,6 +42,18 @@ def _bert(network: str) -> Mapping[str, CheckpointTensor]:
     }
 
 
+def _separator(config: Reader) -> int:
+    """As tokenizer.json beside the file has it: config.json says nothing of it."""
+    folder = Path(config.path).parent
+    if config.size("type_vocab_size") < 2 or not (folder / "tokenizer.json").is_file():
+        return -1
+    beside = folder / "tokenizer_config.json"
+    named = Reader.from_file(beside).get("sep_token", "[SEP]") if beside.is_file() else "[SEP]"
+    text = named.get("content") if isinstance(named, dict) else named
+    added = Reader.from_file(folder / "tokenizer.json").get("added_tokens", [])
+    return next((int(token["id"]) for token in added if token.get("content") == text), -1)
+
+
 _SWITCHES: Mapping[str, Read] = {
     "norm": always("layer"),
     "norm_bias": always(True),
@@ -52,6 +65,7 @@ _SWITCHES: Mapping[str, Read] = {
     "post_norm": always(True),
     "position_rows": lambda config: config.size("max_position_embeddings"),
     "token_types": lambda config: config.size("type_vocab_size"),
+    "separator": _separator,
     "tie_embeddings": always(True),
 }
 # Positions are counted from the row behind padding's.

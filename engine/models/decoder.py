@@ -199,7 +199,11 @@ class Entrance:
             )
         self.types: Parameter | None = None
         if build.has("token_types"):
-            self.types = build.table("token_types", config.token_types, 0, 1, config.hidden_size)
+            kinds = 1 if config.separator < 0 else 2
+            self.types = build.table(
+                "token_types", config.token_types, 0, kinds, config.hidden_size
+            )
+        self.separator = config.separator
         self.norm: Norm | None = None
         if build.has("embedding_norm"):
             self.norm = build.norm("embedding_norm", config.hidden_size)
@@ -211,8 +215,9 @@ class Entrance:
         plain = all(other is None for other in others)
         return None if made.factor == 1 and plain else made
 
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, embedding_size], which may be written over; positions [n]."""
+    def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """x [n, embedding_size], which may be written over; token_ids and positions [n]. With types
+        that differ, texts are whole: a text begins at position 0."""
         if self.factor != 1:
             x = x.mul_(self.factor)
         if self.project is not None:
@@ -220,8 +225,16 @@ class Entrance:
         if self.positions is not None:
             x = x.add_(self.positions.tensor.index_select(0, positions))
         if self.types is not None:
-            x = x.add_(self.types.tensor)
+            types = self.types.tensor
+            x = x.add_(types if len(types) == 1 else types[self._kinds(token_ids, positions)])
         return x if self.norm is None else self.norm(x)
+
+    def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[n]: 0 up to the first separator of a text, 1 behind it."""
+        is_separator = (token_ids == self.separator).long()
+        before = is_separator.cumsum(0) - is_separator  # separators in front, of all texts
+        first = torch.arange(len(token_ids), device=positions.device) - positions
+        return (before > before[first]).long()
 
     @property
     def linears(self) -> list[Linear]:
@@ -349,7 +362,7 @@ class Decoder:
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
-        return residual if self.entrance is None else self.entrance(residual, positions)
+        return residual if self.entrance is None else self.entrance(residual, token_ids, positions)
 
     def through(
         self,

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from engine.errors import ConfigError
@@ -81,8 +83,30 @@ def test_scores(tmp_path: Path) -> None:
     assert pooling.pairs
 
 
+def test_the_second_text_of_a_pair(tmp_path: Path) -> None:
+    """Bug: a BERT takes both texts for one; or for a pair what stands in the same step."""
+    theirs = save_classifier(tmp_path, "bert", 1, type_vocab_size=2)
+    separator = 7
+    words = {f"<{i}>" if i != separator else "<sep>": i for i in range(SIZES["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, "<0>"))
+    tokenizer.add_special_tokens(["<sep>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"sep_token": "<sep>"}')
+    assert read_pooling(tmp_path).pairs  # type: ignore[union-attr]
+    prompts = [[1, 5, 9, 7, 4, 4, 7], [1, 2, 3], [9, 7, 8, 3, 7], [7]]
+    core = engine(tmp_path, max_model_len=64, max_num_batched_tokens=80)
+    for ours, prompt in zip(vectors(core, prompts), prompts, strict=True):
+        first = prompt.index(separator) if separator in prompt else len(prompt)
+        kinds = [int(place > first) for place in range(len(prompt))]
+        with torch.inference_mode():
+            want = theirs(torch.tensor([prompt]), token_type_ids=torch.tensor([kinds])).logits
+            one = theirs(torch.tensor([prompt])).logits
+        assert np.abs(ours - want[0].numpy()).max() < 1e-5
+        assert (max(kinds) == 1) == (abs(float(want - one)) > 1e-3)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
-    """By file, key and tensor. Two parts of a text are not told apart by a BERT of ours."""
+    """By file, key and tensor. A BERT without a separator cannot tell two texts apart."""
     save_classifier(tmp_path, "bert")
     assert not read_pooling(tmp_path).pairs  # type: ignore[union-attr]
     save_classifier(tmp_path, "modernbert", classifier_activation="silu")
