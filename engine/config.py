@@ -52,10 +52,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
         GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
-        (AWQ, GPTQ, compressed-tensors int4), and expands a .gguf file, such as the default model,
-        to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is "gguf" for such
-        a file where all replicas run on the CPU, dtype is "auto", deterministic is off and
-        tensor_parallel is 1, and "none" otherwise.
+        (GPTQ, AWQ, FP8 and others: docs/performance.md), and expands a .gguf file, such as the
+        default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is
+        "gguf" for such a file where all replicas run on the CPU, dtype is "auto", deterministic is
+        off and tensor_parallel is 1, and "none" otherwise.
         "int8" rounds weights to 8 bits with a scale an output: half the memory to read, for a small
         loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
         bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an

@@ -80,6 +80,15 @@ class ConfigError(MantaError, ValueError):
     code = "invalid_config"
 
 
+class TensorError(ConfigError):
+    """A tensor of a checkpoint cannot be used; loading adds in which file it is. tensor: by the
+    name that the model's record has for it."""
+
+    def __init__(self, tensor: str, message: str) -> None:
+        super().__init__(f"tensor {tensor}: {message}", param="model")
+        self.tensor = tensor
+
+
 class AdapterError(MantaError):
     """An adapter cannot be had; the model and the other adapters are unaffected.
 

@@ -12,7 +12,8 @@ from engine.architectures.experts import Experts
 from engine.architectures.record import renamed
 from engine.config_reader import CLASSIFIER, MODULES, Reader
 from engine.errors import ConfigError
-from engine.quantized import Quantized, read_quantized
+from engine.quantized import KEY, Quantized
+from engine.quantized_config import read_quantized
 
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
@@ -217,8 +218,12 @@ class ModelConfig:
         """The same of a config.json of any name, and what lies beside it."""
         folder = path.parent
         generation = folder / "generation_config.json"
+        config = Reader.from_file(path)
+        beside = folder / MODELOPT
+        if config.get(KEY) is None and beside.is_file():
+            config.values[KEY] = {**Reader.from_file(beside).values, "quant_method": "modelopt"}
         model = cls.from_dicts(
-            Reader.from_file(path),
+            config,
             Reader.from_file(generation) if generation.exists() else Reader({}, str(generation)),
             rope_scaling,
         )
@@ -316,6 +321,9 @@ class ModelConfig:
         kept = (layer.of_rank(ranks).kept for layer in self.attention)
         elements = sum(heads * dim for heads, dim in kept)
         return 2 * elements * dtype_bytes
+
+
+MODELOPT = "hf_quant_config.json"  # ModelOpt's quantization_config, where config.json has none
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,142 +1,136 @@
 """Quantized: what config.json says of weights that the checkpoint keeps in fewer bits. No torch
-here."""
+here. `engine.quantized_config` reads it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
+from typing import Literal
 
-from engine.config_reader import Reader
-
-CHECKPOINT_FORMATS = ("gguf", "gptq", "awq", "compressed-tensors")
 KEY = "quantization_config"
 # Types of GGUF blocks that are kept as they are; others are expanded to 16 bits.
 GGUF_BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
+Kind = Literal["gptq", "awq", "packed", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "llm-int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a matrix [out, in] is kept (`engine.quantization.layouts`).
+
+    kind: which tensors there are, and in what order their fields lie.
+    bits: of a code.
+    group, rows: inputs and outputs that share a scale; 0: all of them.
+    symmetric: there are no zero points.
+    zeros_less_one: "gptq": zero points are stored less one.
+    ordered: a tensor says of each input which group it is of.
+    weight, scale, total: names of the tensors behind the matrix's, where a kind has several.
+    divides: "nvfp4": the scale of the matrix divides.
+    nested: "nf4": scales are in 8 bits themselves.
+    """
+
+    kind: Kind
+    bits: int = 4
+    group: int = 0
+    rows: int = 1
+    symmetric: bool = True
+    zeros_less_one: bool = False
+    ordered: bool = False
+    weight: str = "weight"
+    scale: str = "weight_scale"
+    total: str = ""
+    divides: bool = False
+    nested: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.kind in ("gptq", "awq", "packed"):
+            return f"{self.bits} bits"
+        if self.kind == "fp8" and self.group:
+            return f"FP8 by {self.rows} x {self.group}"
+        return {"int8": "INT8", "llm-int8": "INT8"}.get(self.kind, self.kind.upper())
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """method: one of CHECKPOINT_FORMATS, which says how tensors are laid out
-        (`engine.quantization.stored`).
+    """method: as config.json names it.
 
-    bits, group, symmetric: of all matrices; group 0 is a whole row, and symmetric ones have no zero
-        points. Not for "gguf".
-    plain: patterns of matrices, without ".weight", that are kept as usual.
+    rules: of matrices, without ".weight": (patterns, how those are kept, or None as usual). The
+        first rule counts that has a pattern for a matrix; one that none has is kept as usual.
+        Patterns are as `modules` and `expression` make them.
     types: "gguf": matrix -> its type, of those in blocks.
-    zeros_less_one: "gptq": zero points are stored less one.
     """
 
     method: str
-    bits: int = 4
-    group: int = 0
-    symmetric: bool = True
-    plain: tuple[str, ...] = ()
+    rules: tuple[tuple[tuple[str, ...], Scheme | None], ...] = ()
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
-    zeros_less_one: bool = False
 
     @property
     def name(self) -> str:
         """For messages and tables: "awq, 4 bits"; "gguf Q4_K, Q6_K"."""
         if self.method == "gguf":
             return f"gguf {', '.join(sorted(set(self.types.values())))}"
-        return f"{self.method}, {self.bits} bits"
+        names = dict.fromkeys(scheme.name for _, scheme in self.rules if scheme is not None)
+        return ", ".join((self.method, *names))
+
+    def scheme(self, name: str) -> Scheme | None:
+        """Not for "gguf"."""
+        for patterns, scheme in self.rules:
+            if _any_of(patterns).fullmatch(name):
+                return scheme
+        return None
 
     def keeps(self, name: str) -> bool:
         """Whether this matrix is kept as usual."""
         if self.method == "gguf":
             return name not in self.types
-        return any(fnmatchcase(name, pattern) for pattern in self.plain)
+        return self.scheme(name) is None
+
+    def canonical(self, name: str) -> str:
+        """Of a tensor that files of one method call differently."""
+        if self.method == "fp8" and name.endswith(".weight_scale"):
+            return f"{name}_inv"
+        return name
 
     def ignores(self, name: str) -> bool:
-        """Tensors that say what config.json does already."""
-        return name.endswith((".g_idx", ".weight_g_idx", ".weight_shape"))
+        """Tensors that say what config.json does already, and scales that calibration found for
+        activations: these are rounded by their own size, or not at all."""
+        if name.endswith((".g_idx", ".weight_g_idx")):
+            scheme = self.scheme(name.rpartition(".")[0])
+            return scheme is None or not scheme.ordered
+        return name.endswith(
+            (
+                *(".weight_shape", ".weight_format"),
+                *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
+                *(".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+            )
+        )
 
 
-def read_quantized(config: Reader) -> Quantized | None:
-    """Raises ConfigError naming what is not supported."""
-    values = config.get(KEY)
-    if values is None:
-        return None
-    if not isinstance(values, dict):
-        raise config.error(KEY, f"must be an object, got {values!r}")
-    read = Reader(values, f"{config.path}: {KEY}")
-    method = read.one_of("quant_method", CHECKPOINT_FORMATS, "")
-    if method == "gguf":
-        types = read.get("types", {})
-        if not isinstance(types, dict):
-            raise read.error("types", f"must be an object, got {types!r}")
-        return Quantized(method, types={str(name): str(kind) for name, kind in types.items()})
-    if method == "compressed-tensors":
-        return _compressed(read)
-    bits, group = read.size("bits"), read.get("group_size", -1)
-    plain = read.get("modules_to_not_convert", [])
-    if method == "gptq":
-        if read.flag("desc_act") and group != -1:
-            raise read.error("desc_act", "groups of columns in another order are not supported")
-        if read.get("dynamic"):
-            raise read.error("dynamic", "bits that differ by layer are not supported")
-        symmetric = bool(read.get("sym", True))
-        head = bool(read.get("lm_head", False))
-    else:
-        read.one_of("version", ("gemm",), "gemm")
-        symmetric, head = not read.get("zero_point", True), False
-    return Quantized(
-        method,
-        _bits(read, "bits", bits, (4,) if method == "awq" else (4, 8)),
-        _group(read, "group_size", group),
-        symmetric,
-        _patterns([*plain, *([] if head else ["lm_head"])]),
-        zeros_less_one=method == "gptq" and read.get("checkpoint_format", "gptq") != "gptq_v2",
-    )
-
-
-def _compressed(read: Reader) -> Quantized:
-    groups = read.get("config_groups", {})
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise read.error("config_groups", "exactly one group of layers is supported")
-    (group,) = groups.values()
-    within = Reader(group if isinstance(group, dict) else {}, f"{read.path}: config_groups")
-    if within.get("input_activations") is not None:
-        raise within.error("input_activations", "quantized activations are not supported")
-    if within.get("targets", ["Linear"]) != ["Linear"]:
-        raise within.error("targets", f"{within.get('targets')!r} is not supported, only Linear")
-    read.one_of("format", ("pack-quantized",), "pack-quantized")
-    weights = Reader(within.get("weights", {}), f"{within.path}: weights")
-    weights.one_of("type", ("int",), "int")
-    strategy = weights.one_of("strategy", ("group", "channel"), "group")
-    if weights.get("actorder") not in (None, "weight", "static"):
-        raise weights.error("actorder", "groups of columns in another order are not supported")
-    return Quantized(
-        "compressed-tensors",
-        _bits(weights, "num_bits", weights.size("num_bits"), (4, 8)),
-        0 if strategy == "channel" else _group(weights, "group_size", weights.get("group_size")),
-        bool(weights.get("symmetric", True)),
-        _patterns(read.get("ignore", [])),
-    )
-
-
-def _bits(read: Reader, key: str, bits: int, allowed: tuple[int, ...]) -> int:
-    if bits not in allowed:
-        raise read.error(key, f"{bits} is not supported; supported: {', '.join(map(str, allowed))}")
-    return bits
-
-
-def _group(read: Reader, key: str, group: object) -> int:
-    if group == -1:
-        return 0
-    if not isinstance(group, int) or (group != 16 and (group < 32 or group % 32)):
-        raise read.error(key, f"{group!r} is not supported, only -1, 16 and multiples of 32")
-    return group
-
-
-def _patterns(names: list[str]) -> tuple[str, ...]:
-    """Of matrices, from names of modules, with all that is inside, or "re:" and an expression that
-    says no more than a pattern can."""
+def modules(*names: str) -> tuple[str, ...]:
+    """Patterns of modules, with all that is inside. A name may have the path of a text model in
+    another one before it, and stars."""
     found = []
     for name in names:
-        if name.startswith("re:"):
-            name = name.removeprefix("re:").replace(".*", "*").replace("\\.", ".").rstrip("$")
-        found += [name, f"{name}.*", f"*.{name}", f"*.{name}.*"]
+        inner = name.replace("language_model.model.", "model.")
+        inner = inner.replace("model.language_model.", "model.").removeprefix("language_model.")
+        glob = translate(inner).replace("(?s:", "(?:").removesuffix("\\Z").removesuffix("\\z")
+        found.append(rf"(?:.*\.)?{glob}(?:\..*)?")
     return tuple(found)
+
+
+def expression(text: str) -> str:
+    """The pattern of a regular expression that matches from the beginning of a name on. Raises
+    re.error."""
+    prefix = r"^\^?(?:model\\?\.language_model|language_model\\?\.model)\\?\."
+    found = f"(?:{re.sub(prefix, 'model.', text)}).*"
+    re.compile(found)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")

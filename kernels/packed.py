@@ -31,7 +31,8 @@ class Format:
     scale: dtype of scales and offsets.
     zero: a whole number.
     offset: "add" as above, "shift" for scale * (code + offset), or "none". Not with a zero.
-    table: of 4-bit codes: the 16 numbers, from 0 to 255, that they stand for.
+    table: of 4-bit codes: the 16 numbers that they stand for; the CPU's kernels take whole ones
+        from 0 to 255.
     code: "int", or "e4m3" for 8 bits that are a float of torch.float8_e4m3fn.
     rows: outputs that share a scale.
     """
@@ -41,7 +42,7 @@ class Format:
     scale: torch.dtype = torch.float16
     zero: int = 0
     offset: Literal["none", "add", "shift"] = "none"
-    table: tuple[int, ...] = ()
+    table: tuple[float, ...] = ()
     code: Literal["int", "e4m3"] = "int"
     rows: int = 1
 
@@ -84,15 +85,17 @@ def unpacked(form: Format, decoded: Decoded) -> Tensor:
     """float32 [n, in]: the weights that a layout's numbers stand for."""
     codes, scale, offset = decoded
     rows = codes.shape[0]
+    if form.rows > 1:
+        scale = scale.repeat_interleave(form.rows, 0)[:rows]
     if form.code == "e4m3":
         values = codes.view(torch.float8_e4m3fn).float().view(rows, scale.shape[1], -1)
     else:
         if form.bits == 4:
             codes = _unpaired(codes)
+        values = codes.float()
         if form.table:
-            table = torch.tensor(form.table, dtype=torch.uint8, device=codes.device)
-            codes = table[codes.long()]
-        values = (codes.to(torch.int16) - form.zero).float().view(rows, scale.shape[1], -1)
+            values = torch.tensor(form.table, dtype=torch.float32, device=codes.device)[codes.int()]
+        values = (values - form.zero).view(rows, scale.shape[1], -1)
     scales = scale.float().unsqueeze(-1)
     if offset is None:
         return (values * scales).view(rows, -1)
@@ -140,7 +143,8 @@ class PackedWeight:
         """Without the bias."""
         kept = form.scale.itemsize * (1 if form.offset == "none" else 2)
         groups = -(-outputs // form.rows) * (width // form.group)
-        return outputs * width * form.bits // 8 + groups * kept
+        table = 64 if form.table and form.table != E2M1 else 0
+        return outputs * width * form.bits // 8 + groups * kept + table
 
     def fill(self, first: int, decoded: Decoded) -> None:
         """Rows from first on, a multiple of form.rows.
@@ -190,7 +194,4 @@ class PackedWeight:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weights [out, in] in this dtype, rounded once."""
-        codes, scale, offset = self.decoded()
-        if self.form.rows > 1:
-            scale = scale.repeat_interleave(self.form.rows, 0)[: self.shape[0]]
-        return unpacked(self.form, (codes, scale, offset)).to(dtype)
+        return unpacked(self.form, self.decoded()).to(dtype)

@@ -436,7 +436,8 @@ class Decoder:
         return short
 
     def tensor_name(self, stored: str) -> str:
-        return self.config.tensor_name(stored)
+        name = self.config.tensor_name(stored)
+        return name if self.config.quantized is None else self.config.quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
         """A tied head may be in the checkpoint all the same; it is the embedding."""

@@ -1,19 +1,20 @@
 """Layouts: how checkpoints keep a matrix in fewer bits, and the one form that all are read into
 (`kernels.packed.Format`).
 
-A layout names the tensors of a matrix and decodes some rows of them. To add one: subclass Layout,
-and choose it in `layout_of`.
+A layout names the tensors of a matrix and decodes some rows of them. To add one: subclass Layout
+here or in `byte_layouts`, and choose it in `stored.layout_of`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TensorError
 from engine.quantization.gguf import BLOCK_TYPES
-from engine.quantized import KEY, Quantized
+from engine.quantized import KEY, Scheme
 from engine.weights.parameter import Parameter, Rows, Source
 from kernels.packed import BLOCK, Decoded, Format
 
@@ -26,6 +27,9 @@ class Layout(ABC):
 
     form: Format
     parameters: dict[str, Parameter]
+    scale_name: str  # of the tensor that errors of scales name
+    zero_scales = False  # whether files have groups that are all zeros, and a scale of 0
+    expands = False  # no kernel could read it: the matrix is kept in 16 bits
 
     def __init__(self, name: str, rows: int, width: int) -> None:
         self.name, self.rows, self.width = name, rows, width
@@ -35,19 +39,52 @@ class Layout(ABC):
         """Of these rows."""
 
     def decoded(self, step: int) -> Iterator[Decoded]:
-        """All rows, so many at a time. Raises ConfigError for a scale that is not finite."""
+        """All rows, so many at a time. Raises TensorError for a scale that is not finite, or zero
+        where none may be."""
         for begin in range(0, self.rows, step):
             codes, scale, offset = self.decode(begin, min(begin + step, self.rows))
             for part in (scale, offset):
                 if part is not None and not bool(part.isfinite().all()):
-                    raise ConfigError(
-                        f"tensor {self.name}: a scale is NaN or infinity", param="model"
+                    raise TensorError(
+                        f"{self.name}.{self.scale_name}", "a scale is NaN or infinity"
                     )
+            if not self.zero_scales and not bool(scale.all()):
+                raise TensorError(f"{self.name}.{self.scale_name}", "a scale is zero")
             yield codes, scale, offset
+
+    def add(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        source: Source,
+        shape: tuple[int, ...],
+        device: torch.device,
+        fill: float | Callable[[torch.Generator], None] | None = None,
+    ) -> Tensor:
+        """Allocate a parameter. fill: what made-up weights have there, or what makes them up."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if isinstance(fill, float):
+            fill = partial(_fill_with, tensor, fill)
+        name = f"{self.name}{key}" if key.startswith("_") else f"{self.name}.{key}"
+        self.parameters[key] = Parameter(name, tensor, (source,), fill=fill)
+        return tensor
+
+
+def _fill_with(tensor: Tensor, value: float, generator: torch.Generator) -> None:
+    tensor.fill_(value)
+
+
+def paired(codes: Tensor) -> Tensor:
+    """4-bit codes [n, in] -> two a byte, as `Decoded` has them."""
+    both = codes.reshape(codes.shape[0], -1, 2, 16)
+    return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
 
 
 class GgufLayout(Layout):
     """Blocks as in the file, row by row."""
+
+    scale_name = "weight"
+    zero_scales = True
 
     def __init__(
         self,
@@ -91,14 +128,14 @@ class IntegerLayout(Layout):
     low bits first."""
 
     def __init__(
-        self, name: str, quantized: Quantized, shape: tuple[int, int], device: torch.device
+        self, name: str, scheme: Scheme, shape: tuple[int, int], device: torch.device
     ) -> None:
         super().__init__(name, *shape)
-        self._quantized = quantized
+        self._scheme, self.expands = scheme, scheme.ordered
         out, width = shape
-        bits = quantized.bits
+        bits = scheme.bits
         assert bits in (4, 8)
-        group = quantized.group or width
+        group = scheme.group or width
         if width % group or group % 16 or (group != 16 and group % BLOCK) or out % 8:
             raise ConfigError(
                 f"tensor {name}: a matrix of {out} times {width} with groups of {group} is not "
@@ -108,33 +145,40 @@ class IntegerLayout(Layout):
         middle = 1 << (bits - 1)
         self.form = (
             Format(bits, group, torch.float32, zero=middle)  # type: ignore[arg-type]
-            if quantized.symmetric
+            if scheme.symmetric
             else Format(bits, group, torch.float32, offset="shift")  # type: ignore[arg-type]
         )
         fields, groups = 32 // bits, width // group
         self._fields = fields
         shapes: Mapping[str, tuple[int, int]]
-        if quantized.method == "compressed-tensors":
+        if scheme.kind == "packed":
             shapes = {"weight_packed": (out, width // fields), "weight_scale": (out, groups)}
-            if not quantized.symmetric:
+            if not scheme.symmetric:
                 shapes = {**shapes, "weight_zero_point": (out // fields, groups)}
         else:
-            along_out = quantized.method == "awq"
+            along_out = scheme.kind == "awq"
             weight = (width, out // fields) if along_out else (width // fields, out)
             shapes = {"qweight": weight, "scales": (groups, out)}
             # GPTQ files of symmetric weights have zero points too, which say the middle.
-            if not quantized.symmetric or quantized.method == "gptq":
+            if not scheme.symmetric or scheme.kind == "gptq":
                 shapes = {**shapes, "qzeros": (groups, out // fields)}
         self.parameters = {}
+        self.scale_name = "weight_scale" if scheme.kind == "packed" else "scales"
+        if scheme.ordered:
+            key = "weight_g_idx" if scheme.kind == "packed" else "g_idx"
+            tensor = torch.empty(width, dtype=torch.int32, device=device)
+            source = Source(f"{name}.{key}", (width,))
+            fill = self._fill_order
+            self.parameters["order"] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
         for key, size in shapes.items():
             scale = key in ("scales", "weight_scale")
             tensor = torch.empty(size, dtype=torch.float32 if scale else torch.int32, device=device)
             source = Source(f"{name}.{key}", size)
-            fill = self._fill_zeros if key == "qzeros" and quantized.symmetric else None
-            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
+            zeros = self._fill_zeros if key == "qzeros" and scheme.symmetric else None
+            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=zeros)
 
     def _fill_zeros(self, generator: torch.Generator) -> None:
-        stored = self.form.zero - self._quantized.zeros_less_one
+        stored = self.form.zero - self._scheme.zeros_less_one
         self.parameters["qzeros"].tensor.fill_(
             sum(stored << at for at in range(0, 32 - self.form.bits, self.form.bits))
             + ((stored - (1 << self.form.bits)) << (32 - self.form.bits))
@@ -142,9 +186,16 @@ class IntegerLayout(Layout):
             else sum(stored << at for at in range(0, 32, self.form.bits))
         )
 
+    def _fill_order(self, generator: torch.Generator) -> None:
+        tensor = self.parameters["order"].tensor
+        group = self._scheme.group
+        tensor.copy_(
+            torch.arange(self.width, device=tensor.device).div(group, rounding_mode="floor")
+        )
+
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
         """int32 [n, m] -> uint8 [n, m * fields]."""
-        bits = self._quantized.bits
+        bits = self._scheme.bits
         every = shifts or list(range(0, 32, bits))
         by = torch.tensor(every, dtype=torch.int32, device=words.device)
         return ((words.unsqueeze(-1) >> by) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
@@ -152,16 +203,26 @@ class IntegerLayout(Layout):
     def decode(self, begin: int, end: int) -> Decoded:
         codes, scale, zeros = self._fields_of(begin, end)
         if self.form.bits == 4:
-            both = codes.reshape(end - begin, -1, 2, 16)
-            codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
+            codes = paired(codes)
+        if "order" in self.parameters:
+            groups = self._groups(scale.shape[1])
+            scale = scale.index_select(1, groups)
+            zeros = zeros.index_select(1, groups) if zeros.numel() else zeros
         offset = None if self.form.offset == "none" else -zeros.float().contiguous()
         return codes.contiguous(), scale.contiguous(), offset
+
+    def _groups(self, count: int) -> Tensor:
+        """The group of each input; then a scale is an input's."""
+        order = self.parameters["order"]
+        if bool((order.tensor < 0).any()) or bool((order.tensor >= count).any()):
+            raise TensorError(order.name, f"there are groups 0 to {count - 1}, and it names others")
+        return order.tensor
 
     def _fields_of(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [n, in], scales [n, groups] and zero points of the same shape."""
         tensor = {key: parameter.tensor for key, parameter in self.parameters.items()}
         fields, none = self._fields, torch.empty(0)
-        if self._quantized.method == "compressed-tensors":
+        if self._scheme.kind == "packed":
             codes = self._unpacked(tensor["weight_packed"][begin:end])
             zeros = none
             if "weight_zero_point" in tensor:  # packed along outputs
@@ -170,7 +231,7 @@ class IntegerLayout(Layout):
         scale = tensor["scales"][:, begin:end].t()
         whole = slice(begin // fields, -(-end // fields))
         cut = slice(begin - whole.start * fields, end - whole.start * fields)
-        if self._quantized.method == "awq":
+        if self._scheme.kind == "awq":
             codes = self._unpacked(tensor["qweight"][:, whole], _AWQ_SHIFTS)[:, cut].t()
             zeros = none
             if "qzeros" in tensor:
@@ -178,12 +239,12 @@ class IntegerLayout(Layout):
             return codes, scale, zeros
         codes = self._unpacked(tensor["qweight"][:, begin:end].t())
         zeros = self._unpacked(tensor["qzeros"][:, whole])[:, cut].t()
-        if self._quantized.zeros_less_one:
-            zeros = (zeros + 1) & ((1 << self._quantized.bits) - 1)
-        if self._quantized.symmetric and not bool((zeros == self.form.zero).all()):
-            raise ConfigError(
-                f"tensor {self.name}.qzeros: config.json says that weights are symmetric, and "
-                "there are other zero points than the middle",
-                param=KEY,
+        if self._scheme.zeros_less_one:
+            zeros = (zeros + 1) & ((1 << self._scheme.bits) - 1)
+        if self._scheme.symmetric and not bool((zeros == self.form.zero).all()):
+            raise TensorError(
+                f"{self.name}.qzeros",
+                "config.json says that weights are symmetric, and there are other zero points than "
+                "the middle",
             )
         return codes, scale, zeros

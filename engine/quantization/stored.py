@@ -4,6 +4,7 @@ Packed once at load; what has no kernel (an odd size, a machine that cannot comp
 the model's 16 bits then.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.quantization.byte_layouts import EightBitLayout, FourBitFloats, Nf4Layout
 from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout
 from engine.quantization.method import (
     DenseState,
@@ -27,7 +29,32 @@ from engine.weights.parameter import Parameter, Source
 from kernels.dispatch import Kernels
 from kernels.packed import Format, unpacked
 
+logger = logging.getLogger(__name__)
+
 STEP = 4096  # rows that are decoded at once, a multiple of 64
+
+
+def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
+    """Of a matrix in fewer bits; None where its kind cannot be cut like this."""
+    shape = (part.out_features, part.in_features)
+    if part.columns != (0, part.in_features) or part.transposed:
+        return None
+    if quantized.method == "gguf":
+        rows = Source("", shape, part.rows).num_rows
+        kind = quantized.types[part.name]
+        return GgufLayout(part.name, kind, shape, part.rows, rows, device)
+    scheme = quantized.scheme(part.name)
+    assert scheme is not None
+    match scheme.kind:
+        case "fp8" | "int8" | "llm-int8":
+            return EightBitLayout(part.name, scheme, shape, part.rows, device)
+        case "nvfp4" | "mxfp4":
+            return FourBitFloats(part.name, scheme, shape, part.rows, device)
+    if not isinstance(part.rows, tuple) or part.rows != (0, part.out_features):
+        return None
+    if scheme.kind == "nf4":
+        return Nf4Layout(part.name, scheme, shape, device)
+    return IntegerLayout(part.name, scheme, shape, device)
 
 
 @dataclass(slots=True)
@@ -59,6 +86,7 @@ class Stored(LinearMethod):
         super().__init__(kernels)
         self._quantized = quantized
         self._dense = dense
+        self._said: set[str] = set()
 
     # ---- What back ends say
 
@@ -76,7 +104,9 @@ class Stored(LinearMethod):
 
     def packs(self, piece: LinearPiece) -> bool:
         spec = piece.spec
-        return bool(piece.layouts) and self.fits(piece.form, spec.out_features, spec.in_features)
+        if not piece.layouts or any(layout.expands for layout in piece.layouts):
+            return False
+        return self.fits(piece.form, spec.out_features, spec.in_features)
 
     # ---- Loading
 
@@ -116,20 +146,13 @@ class Stored(LinearMethod):
         quantized = self._quantized
         if quantized.keeps(part.name):
             return None
-        rows = 0
-        shape = (part.out_features, part.in_features)
-        whole = part.columns == (0, part.in_features) and not part.transposed
-        if quantized.method == "gguf":
-            if whole:
-                rows = Source("", shape, part.rows).num_rows
-                kind = quantized.types[part.name]
-                return GgufLayout(part.name, kind, shape, part.rows, rows, device)
-        elif whole and isinstance(part.rows, tuple) and part.rows == (0, part.out_features):
-            return IntegerLayout(part.name, quantized, shape, device)
-        raise ConfigError(
-            f"{part.name}: {quantized.method} weights cannot be divided or put in another order",
-            param=KEY,
-        )
+        found = layout_of(quantized, part, device)
+        if found is None:
+            raise ConfigError(
+                f"{part.name}: {quantized.name} weights cannot be divided or put in another order",
+                param=KEY,
+            )
+        return found
 
     def finish(self, state: StoredState) -> StoredState:
         biases: Sequence[Tensor | None] = [None] * len(state.pieces)
@@ -142,12 +165,27 @@ class Stored(LinearMethod):
             else:
                 dense = piece.state
                 if piece.layouts:
+                    self._say_expanded(piece)
                     dense = DenseState(_expanded(piece.layouts, piece.spec.dtype), None)
                 dense.bias = bias
                 piece.state = self._dense.finish(dense)
             piece.layouts = []
         state.bias = None
         return state
+
+    def _say_expanded(self, piece: LinearPiece) -> None:
+        """Once a format: the memory that its weights take is not the file's."""
+        name = piece.spec.parts[0].name
+        scheme = None if self._quantized.method == "gguf" else self._quantized.scheme(name)
+        kind = self._quantized.name if scheme is None else scheme.name
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(
+                "%s: weights in %s have no product here and are expanded to %s",
+                name,
+                kind,
+                str(piece.spec.dtype).removeprefix("torch."),
+            )
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         total = 0

@@ -23,11 +23,11 @@ class StoredCuda(Stored):
         return width % form.group == 0 and width % 32 == 0 and outputs % form.rows == 0
 
     def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
-        return PackedWeight.num_bytes(self._kept(form), outputs, width) + 2 * outputs * bias
+        return PackedWeight.num_bytes(self._kept(form, width), outputs, width) + 2 * outputs * bias
 
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedWeight:
         """With scales of 16 bits if these are the same numbers; nearly all files have such."""
-        spec, form = piece.spec, self._kept(piece.form)
+        spec, form = piece.spec, self._kept(piece.form, piece.spec.in_features)
         shape = (spec.out_features, spec.in_features)
         try:
             packed = PackedWeight(form, *shape, bias, spec.device)
@@ -36,9 +36,10 @@ class StoredCuda(Stored):
             packed = PackedWeight(piece.form, *shape, bias, spec.device)
             return packed.fill_all(_decoded(piece))
 
-    def _kept(self, form: Format) -> Format:
-        integers = self._quantized.method != "gguf" and form.code == "int"
-        return replace(form, scale=torch.float16) if integers else form
+    def _kept(self, form: Format, width: int) -> Format:
+        """Integers by group of GPTQ and its like have 16-bit scales; others are float32 numbers."""
+        integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
+        return replace(form, scale=torch.float16) if integers and form.group < width else form
 
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
         return self._dense.apply(piece.state, x)

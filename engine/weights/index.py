@@ -19,9 +19,12 @@ DTYPES = {
     "F16": torch.float16,
     "U8": torch.uint8,  # blocks of a GGUF file
     "I32": torch.int32,  # words of packed integers
-    # of tensors that are never read
-    "BOOL": torch.bool,
     "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,  # scales: powers of two
+    # of tensors that are never read
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
     "I16": torch.int16,
     "I64": torch.int64,
 }

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TensorError
 from engine.weights.converted import Manifest, as_converted, named
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
@@ -132,7 +132,11 @@ def _jobs(
         def run() -> None:
             _settle(parameters)
             parameters.clear()  # else what is packed is there twice
-            finish()
+            try:
+                finish()
+            except TensorError as error:
+                file = stored[error.tensor].file if error.tensor in stored else folder
+                raise ConfigError(f"{file}: {error}", param=error.param) from None
 
         return run
 
@@ -187,12 +191,20 @@ def _match(
                     f"config.json implies {list(source.shape)}",
                     param="model",
                 )
-            if found.dtype.is_floating_point != target.dtype.is_floating_point:
+            if found.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
+                found = replace(found, dtype=torch.uint8)  # the same bytes
+            # Codes are not converted as numbers are.
+            number = target.dtype.is_floating_point and target.dtype.itemsize > 1
+            fits = found.dtype.is_floating_point if number else found.dtype == target.dtype
+            if not fits:
                 raise ConfigError(
                     f"{found.file}: tensor {found.name}: dtype {CODES[found.dtype]}, config.json "
                     f"implies {CODES[target.dtype]}",
                     param="model",
                 )
+            if source.shorter:
+                count = prod(found.shape)
+                target, source = target[:count], replace(source, shape=(count,))
             if source.flat:
                 found = replace(found, shape=(prod(found.shape),))
             if source.at is not None:
@@ -219,9 +231,13 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor]]:
 
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
     """On CUDA; on the CPU they are looked at while they are read. A sum reads each weight once,
-    allocates nothing, and keeps any NaN or infinity. Integers have none; the scales among a block's
-    bytes are looked at when they are decoded."""
-    parameters = [each for each in parameters if each.tensor.is_floating_point()]
+    allocates nothing, and keeps any NaN or infinity. Integers have none; 8-bit floats
+    and the scales among a block's bytes are looked at when they are decoded."""
+    parameters = [
+        each
+        for each in parameters
+        if each.tensor.is_floating_point() and each.tensor.dtype.itemsize > 1
+    ]
     if not parameters:
         return
     sums = torch.stack([p.tensor.sum(dtype=torch.float32) for p in parameters])

@@ -56,6 +56,7 @@ class Source:
     flat: of any shape on disk, its elements are taken as a vector, of which rows are.
     at: the checkpoint keeps several like this in one tensor, along its first axis: this one's
         number. shape is the whole tensor's, whose first two axes may be one on disk.
+    shorter: bytes of which there may be fewer on disk; the others are not written.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Source:
     transpose: bool = False
     flat: bool = False
     at: int | None = None
+    shorter: bool = False
 
     def take(self, tensor: Tensor) -> Tensor:
         """What is taken of the checkpoint tensor; a view unless rows change their order."""
@@ -78,6 +80,8 @@ class Source:
 
     def fits(self, stored: tuple[int, ...]) -> bool:
         """Whether a checkpoint tensor of this shape holds it."""
+        if self.shorter:
+            return math.prod(stored) <= math.prod(self.shape)
         if self.flat:
             return math.prod(stored) == math.prod(self.shape)
         joined = (math.prod(self.shape[:2]), *self.shape[2:])

@@ -45,7 +45,8 @@ def fits(form: Format, outputs: int, width: int) -> bool:
     """Whether there is a kernel for a matrix of this size on this machine."""
     try:
         fitting = outputs % (4 * lanes()) == 0 and width % form.chunk == 0
-        return fitting and form.code == "int" and form.rows == 1
+        whole = all(isinstance(number, int) for number in form.table)
+        return fitting and form.code == "int" and form.rows == 1 and whole
     except CompilerUnavailable:
         return False
 

@@ -29,7 +29,8 @@ from engine.quantization.groups import GroupsCpu, rounded
 from engine.quantization.layouts import GgufLayout, IntegerLayout
 from engine.quantization.method import DenseState
 from engine.quantization.registry import AS_STORED, METHODS
-from engine.quantized import GGUF_BLOCKS, Quantized, read_quantized
+from engine.quantized import GGUF_BLOCKS, Scheme
+from engine.quantized_config import read_quantized
 from engine.weights import load_weights
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
@@ -154,7 +155,7 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
     """Bug: a damaged file is served, and all of its tokens are NaN."""
     raw = stored("Q4_0")
     raw[3, :2] = np.array([np.inf], dtype=np.float16).view(np.uint8)
-    with pytest.raises(ConfigError, match="tensor w: a scale is NaN or infinity"):
+    with pytest.raises(ConfigError, match=r"tensor w\.weight: a scale is NaN or infinity"):
         list(layout("Q4_0", raw).decoded(64))
 
 
@@ -200,9 +201,7 @@ def words(fields: np.ndarray[Any, Any], bits: int) -> Tensor:
     return torch.from_numpy((split << shifts).sum(-1).astype(np.uint32).view(np.int32)).contiguous()
 
 
-def integers(
-    scheme: Quantized, name: str, out: int, width: int
-) -> tuple[dict[str, Tensor], Tensor]:
+def integers(scheme: Scheme, name: str, out: int, width: int) -> tuple[dict[str, Tensor], Tensor]:
     """A random matrix as the method's own files have it, and its float32 weights."""
     rng = np.random.default_rng(len(name))
     bits, group = scheme.bits, scheme.group or width
@@ -214,7 +213,7 @@ def integers(
     scale = (rng.random((out, width // group)) * 0.02 + 0.001).astype(np.float16)
     whole = (codes.reshape(out, -1, group) - zeros[..., None]).astype(np.float32)
     weight = torch.from_numpy((scale.astype(np.float32)[..., None] * whole).reshape(out, width))
-    if scheme.method == "compressed-tensors":
+    if scheme.kind == "packed":
         tensors = {
             "weight_packed": words(codes, bits),
             "weight_scale": torch.from_numpy(scale),
@@ -222,7 +221,7 @@ def integers(
         }
         if not scheme.symmetric:
             tensors["weight_zero_point"] = words(zeros.T.copy(), bits).T.contiguous()
-    elif scheme.method == "gptq":
+    elif scheme.kind == "gptq":
         tensors = {
             "qweight": words(codes, bits).T.contiguous(),
             "qzeros": words(zeros.T - scheme.zeros_less_one, bits),
@@ -243,13 +242,15 @@ def integers(
     return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, weight
 
 
-def scheme(name: str) -> Quantized:
-    found = read_quantized(Reader({"quantization_config": SCHEMES[name]}, "config.json"))
+def scheme(name: str) -> Scheme:
+    quantized = read_quantized(Reader({"quantization_config": SCHEMES[name]}, "config.json"))
+    assert quantized is not None and quantized.keeps("lm_head")
+    found = quantized.scheme("model.layers.0.mlp.up_proj")
     assert found is not None
     return found
 
 
-def read(quantized: Quantized, tensors: dict[str, Tensor], out: int, width: int) -> Tensor:
+def read(quantized: Scheme, tensors: dict[str, Tensor], out: int, width: int) -> Tensor:
     found = IntegerLayout("w", quantized, (out, width), torch.device("cpu"))
     for parameter in found.parameters.values():
         parameter.tensor.copy_(tensors[parameter.name])
@@ -272,7 +273,7 @@ def test_packed_integers_are_read_exactly(name: str) -> None:
         ("gptq", {"zeros_less_one": False}),
         ("gptq-v2", {"zeros_less_one": True}),
         ("gptq", {"group": 32}),
-        ("awq", {"method": "gptq"}),
+        ("awq", {"kind": "gptq"}),
         ("compressed-zeros", {"symmetric": True}),
     ],
 )
@@ -313,7 +314,9 @@ def test_a_model_of_packed_integers(name: str, runs_on: str, tmp_path: Path) -> 
                 tensors[source.name] = torch.randn(source.shape).bfloat16()
                 weights[matrix] = tensors[source.name].float()
             else:
-                found, weights[matrix] = integers(config.quantized, matrix, *source.shape)
+                kept = config.quantized.scheme(matrix)
+                assert kept is not None
+                found, weights[matrix] = integers(kept, matrix, *source.shape)
                 tensors |= found
     save_file(tensors, tmp_path / "model.safetensors")
     made_up = build_on(runs_on, config)
@@ -523,12 +526,8 @@ def test_rows_of_a_step_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def refused() -> Iterator[tuple[dict[str, Any], str]]:
-    yield {"quant_method": "bitsandbytes"}, "quant_method.*bitsandbytes.*gguf, gptq"
+    yield {"quant_method": "quanto"}, "quant_method.*quanto.*gguf, gptq"
     yield {"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3 is not supported"
-    yield (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
-        "desc_act: groups of columns in another order",
-    )
     yield {"quant_method": "awq", "bits": 4, "group_size": 48}, "group_size: 48"
     yield {"quant_method": "awq", "bits": 4, "version": "gemv", "group_size": 64}, "version.*gemv"
 

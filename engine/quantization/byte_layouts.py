@@ -1,0 +1,252 @@
+"""Layouts whose codes are bytes or halves of bytes row by row: 8-bit floats and integers, 4-bit
+floats, NF4.
+
+Formulas: W = code * scale, the scale being that of an output, a block or a group. NVFP4's scales
+are 8-bit floats and divided, or multiplied (ModelOpt), by one float32 of the matrix. MXFP4's are
+powers of two (OCP Microscaling Formats 1.0). NF4: QLoRA (arXiv 2305.14314), with the bytes that
+bitsandbytes writes.
+"""
+
+import json
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, TensorError
+from engine.quantization.layouts import Layout, paired
+from engine.quantized import KEY, Scheme
+from engine.weights.parameter import Parameter, Rows, Source, num_rows, take_rows
+from kernels.packed import BLOCK, E2M1, Decoded, Format
+
+# The 16 quantiles of a normal distribution, at most 1 (bitsandbytes, functional.py).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_STATE_BYTES = 1024  # of the JSON that bitsandbytes writes beside a matrix
+_NAN = 127  # of an 8-bit float, without its sign
+
+
+class EightBitLayout(Layout):
+    """e4m3 or signed codes [out, in], with a scale for the matrix, for each output or each
+    block."""
+
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        rows: Rows,
+        device: torch.device,
+    ) -> None:
+        count, width = num_rows(rows), shape[1]
+        super().__init__(name, count, width)
+        self._scheme, self._rows = scheme, rows
+        self._floats = scheme.kind == "fp8"
+        if width % BLOCK:
+            raise ConfigError(
+                f"tensor {name}.weight: rows of {width} inputs are not supported, only multiples "
+                f"of {BLOCK}",
+                param=KEY,
+            )
+        # Where blocks do not divide the matrix, scales are repeated for parts that do.
+        group = gcd(scheme.group, width) if scheme.group else width
+        aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
+        band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
+        self.form = (
+            Format(8, group, torch.float32, code="e4m3", rows=band)
+            if self._floats
+            else Format(8, group, torch.float32, zero=128)
+        )
+        self.scale_name = scheme.scale
+        self.parameters: dict[str, Parameter] = {}
+        kind = torch.float8_e4m3fn if self._floats else torch.int8
+        source = Source(f"{name}.weight", shape, rows)
+        fill = self._make_up
+        codes = self.add("weight", kind, source, (count, width), device, fill)
+        self._codes = codes.view(torch.uint8)
+        key = scheme.scale
+        if scheme.group:
+            grid: tuple[int, ...] = (-(-shape[0] // scheme.rows), -(-width // scheme.group))
+            scale = Source(f"{name}.{key}", grid)
+        else:
+            grid = (shape[0] if scheme.rows else 1,)
+            scale = Source(f"{name}.{key}", grid, flat=True)
+        self._scale = self.add(key, torch.float32, scale, grid, device, 2e-3)
+
+    def _make_up(self, generator: torch.Generator) -> None:
+        self._codes.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # no NaN
+
+    def decode(self, begin: int, end: int) -> Decoded:
+        codes = self._codes[begin:end]
+        if not self._floats:
+            return codes ^ 128, self._scales(begin, end), None
+        if bool(((codes & _NAN) == _NAN).any()):
+            raise TensorError(f"{self.name}.weight", "holds NaN")
+        return codes, self._scales(begin, end), None
+
+    def _scales(self, begin: int, end: int) -> Tensor:
+        """[ceil(n / form.rows), groups] of the kept rows from begin to end."""
+        scheme, scale = self._scheme, self._scale
+        if not scheme.group:
+            if scheme.rows:
+                scale = take_rows(scale, self._rows)[begin:end]
+            if scheme.kind == "llm-int8":
+                scale = scale * (1 / 127)
+            return scale.view(-1, 1).expand(end - begin, 1).contiguous()
+        band = self.form.rows
+        if isinstance(self._rows, tuple):
+            rows = torch.arange(self._rows[0] + begin, self._rows[0] + end, band)
+        else:
+            rows = torch.from_numpy(self._rows[begin:end])
+        rows = (rows // scheme.rows).to(scale.device)
+        columns = torch.arange(0, self.width, self.form.group, device=scale.device) // scheme.group
+        return scale.index_select(0, rows).index_select(1, columns)
+
+
+class FourBitFloats(Layout):
+    """e2m1 codes, two a byte, low half first."""
+
+    zero_scales = True
+    scale_name = "weight_scale"
+
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        rows: Rows,
+        device: torch.device,
+    ) -> None:
+        count, width = num_rows(rows), shape[1]
+        super().__init__(name, count, width)
+        if width % BLOCK:
+            raise ConfigError(
+                f"tensor {name}.{scheme.weight}: rows of {width} inputs are not supported, only "
+                f"multiples of {BLOCK}",
+                param=KEY,
+            )
+        self._scheme, group = scheme, scheme.group
+        self.form = Format(4, group, torch.float32, zero=E2M1[0], table=E2M1)
+        self.parameters = {}
+        source = Source(f"{name}.{scheme.weight}", (shape[0], width // 2), rows)
+        self._codes = self.add(scheme.weight, torch.uint8, source, (count, width // 2), device)
+        grid = Source(f"{name}.{scheme.scale}", (shape[0], width // group), rows)
+        kept = (count, width // group)
+        if scheme.kind == "nvfp4":
+            self._scale = self.add(scheme.scale, torch.float8_e4m3fn, grid, kept, device, 1.0)
+            total = Source(f"{name}.{scheme.total}", (1,), flat=True)
+            some = 100.0 if scheme.divides else 0.01
+            self._total = self.add(scheme.total, torch.float32, total, (1,), device, some)
+        else:
+            self._scale = self.add(scheme.scale, torch.uint8, grid, kept, device, 120.0)
+
+    def decode(self, begin: int, end: int) -> Decoded:
+        codes = self._codes[begin:end]
+        codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)
+        # The table's numbers are twice the floats'.
+        return paired(codes), self._scales(self._scale[begin:end]) * 0.5, None
+
+    def _scales(self, stored: Tensor) -> Tensor:
+        if self._scheme.kind == "mxfp4":
+            return powers_of_two(stored)
+        if not bool((self._total > 0).all()) or not bool(self._total.isfinite().all()):
+            raise TensorError(
+                f"{self.name}.{self._scheme.total}", "the scale is zero, negative, NaN or infinity"
+            )
+        scale = stored.float()
+        return scale / self._total if self._scheme.divides else scale * self._total
+
+
+def powers_of_two(stored: Tensor) -> Tensor:
+    """E8M0 bytes -> float32; 255 is NaN."""
+    found = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+    return found.masked_fill_(stored == 255, torch.nan)
+
+
+class Nf4Layout(Layout):
+    """Runs of 64 inputs that share a largest magnitude, two codes a byte, high half first. nested:
+    these magnitudes are bytes, that a table of 256 and a number for each 256 of them explain, and
+    a number that is added to all."""
+
+    zero_scales = True
+    scale_name = "weight.absmax"
+
+    def __init__(
+        self, name: str, scheme: Scheme, shape: tuple[int, int], device: torch.device
+    ) -> None:
+        super().__init__(name, *shape)
+        out, width = shape
+        group = scheme.group
+        if width % group:
+            raise ConfigError(
+                f"tensor {name}.weight: rows of {width} inputs are not supported, only multiples "
+                f"of {group}, the numbers that share a scale",
+                param=KEY,
+            )
+        self._nested = scheme.nested
+        self.form = Format(4, group, torch.float32, table=NF4)
+        self.parameters = {}
+        half, runs = out * width // 2, out * width // group
+
+        def tensor(key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0) -> Tensor:
+            source = Source(f"{name}.{key}", (size,), flat=True, shorter=key == _STATE)
+            if isinstance(fill, Tensor):
+                return self.add(key, dtype, source, (size,), device, partial(self._put, key, fill))
+            return self.add(key, dtype, source, (size,), device, fill or None)
+
+        self._codes = tensor("weight", torch.uint8, half)
+        self._map = tensor("weight.quant_map", torch.float32, 16, torch.tensor(NF4))
+        values = {"blocksize": group, "shape": [out, width], "nested_offset": 0.02}
+        text = json.dumps(values).encode().ljust(_STATE_BYTES)
+        made_up = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._state = tensor(_STATE, torch.uint8, _STATE_BYTES, made_up)
+        self._state.zero_()
+        if not self._nested:
+            self._scale = tensor("weight.absmax", torch.float32, runs, 0.03)
+            return
+        self._scale = tensor("weight.absmax", torch.uint8, runs)
+        table = torch.linspace(-1, 1, 256)
+        self._table = tensor("weight.nested_quant_map", torch.float32, 256, table)
+        self._outer = tensor("weight.nested_absmax", torch.float32, -(-runs // 256), 0.01)
+
+    def _put(self, key: str, values: Tensor, generator: torch.Generator) -> None:
+        self.parameters[key].tensor.copy_(values)
+
+    def decode(self, begin: int, end: int) -> Decoded:
+        width = self.width
+        offset = self._values()["nested_offset"]
+        codes = self._codes.view(-1, width // 2)[begin:end]
+        codes = torch.stack((codes >> 4, codes & 15), 2).flatten(1)
+        return paired(codes), self._runs(begin, end, offset), None
+
+    def _runs(self, first: int, last: int, offset: float) -> Tensor:
+        """The scales of these rows, [n, groups]."""
+        groups = self.width // self.form.group
+        begin, end = first * groups, last * groups
+        scale = self._scale[begin:end]
+        if self._nested:
+            runs = torch.arange(begin, end, device=scale.device) // 256
+            scale = self._table[scale.int()] * self._outer[runs] + offset
+        return scale.view(-1, groups)
+
+    def _values(self) -> dict[str, Any]:
+        """What the JSON says. Raises TensorError where that is not what is supported."""
+        key = f"{self.name}.{_STATE}"
+        try:
+            found = json.loads(bytes(self._state.cpu().numpy()).rstrip(b"\0 "))
+            found["nested_offset"] = float(found.get("nested_offset", 0.0))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise TensorError(key, f"cannot be read: {error!r}") from None
+        for what, want in (("blocksize", self.form.group), ("shape", [self.rows, self.width])):
+            if found.get(what) != want:
+                raise TensorError(key, f"{what} is {found.get(what)}, and only {want} is supported")
+        if not torch.equal(self._map.cpu(), torch.tensor(NF4)):
+            raise TensorError(f"{self.name}.weight.quant_map", "is not the table of NF4")
+        return dict(found)

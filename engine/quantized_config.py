@@ -1,0 +1,332 @@
+"""Reading quantization_config: each method's keys -> Quantized. No torch here."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from engine.config_reader import Reader
+from engine.quantized import KEY, Kind, Quantized, Scheme, expression, modules
+
+_ALL = (".*",)
+_HEAD = "lm_head"  # of most methods, in 16 bits where config.json does not name it
+Rules = tuple[tuple[tuple[str, ...], Scheme | None], ...]
+
+
+def read_quantized(config: Reader) -> Quantized | None:
+    """Raises ConfigError naming what is not supported."""
+    values = config.get(KEY)
+    if values is None:
+        return None
+    if not isinstance(values, dict):
+        raise config.error(KEY, f"must be an object, got {values!r}")
+    read = Reader(values, f"{config.path}: {KEY}")
+    method = read.one_of("quant_method", tuple(_METHODS), "")
+    if method == "gguf":
+        types = read.get("types", {})
+        if not isinstance(types, dict):
+            raise read.error("types", f"must be an object, got {types!r}")
+        return Quantized(method, types={str(name): str(kind) for name, kind in types.items()})
+    return Quantized(method, _METHODS[method](read))
+
+
+# ---- GPTQ, AWQ, AutoRound ------------------------------------------------------------------------
+
+
+def _gptq(read: Reader) -> Rules:
+    scheme = _gptq_scheme(read, read)
+    plain = list(_names(read, "modules_to_not_convert"))
+    if not read.get("lm_head", False):
+        plain.append(_HEAD)
+    found: list[tuple[tuple[str, ...], Scheme | None]] = []
+    dynamic = read.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise read.error("dynamic", f"must be an object, got {dynamic!r}")
+    for name, other in dynamic.items():
+        pattern = _expression(read, "dynamic", name.removeprefix("-:").removeprefix("+:"))
+        if name.startswith("-:"):
+            found.append(((pattern,), None))
+        else:
+            over = Reader({**read.values, **(other or {})}, f"{read.path}: dynamic: {name}")
+            found.append(((pattern,), _gptq_scheme(over, read)))
+    return (*found, (modules(*plain), None), (_ALL, scheme))
+
+
+def _gptq_scheme(read: Reader, whole: Reader) -> Scheme:
+    group = _group(read, "group_size", read.get("group_size", -1))
+    version = whole.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    return Scheme(
+        "gptq",
+        _bits(read, "bits", read.size("bits"), (4, 8)),
+        group,
+        symmetric=bool(read.get("sym", True)),
+        zeros_less_one=version != "gptq_v2",
+        ordered=bool(read.get("desc_act", False)) and group != 0,
+    )
+
+
+def _awq(read: Reader) -> Rules:
+    read.one_of("version", ("gemm",), "gemm")
+    scheme = Scheme(
+        "awq",
+        _bits(read, "bits", read.size("bits"), (4,)),
+        _group(read, "group_size", read.get("group_size", -1)),
+        symmetric=not read.get("zero_point", True),
+    )
+    return (modules(*_names(read, "modules_to_not_convert"), _HEAD), None), (_ALL, scheme)
+
+
+def _auto_round(read: Reader) -> Rules:
+    packing = read.one_of(
+        "packing_format",
+        ("auto_round:auto_gptq", "auto_round:auto_awq"),
+        "auto_round:auto_gptq",
+    )
+    kind: Kind = "awq" if packing.endswith("awq") else "gptq"
+
+    def scheme(each: Reader) -> Scheme | None:
+        if each.size("bits") >= 16:
+            return None
+        each.one_of("data_type", ("int",), "int")
+        if each.get("act_bits", 16) < 16:
+            raise each.error("act_bits", "activations in fewer bits are not supported")
+        return Scheme(
+            kind,
+            _bits(each, "bits", each.size("bits"), (4,) if kind == "awq" else (4, 8)),
+            _group(each, "group_size", each.get("group_size", 128)),
+            # In files for GPTQ and AWQ alike zero points are there in any case.
+            symmetric=bool(each.get("sym", True)) and kind == "gptq",
+            zeros_less_one=kind == "gptq",
+        )
+
+    found: list[tuple[tuple[str, ...], Scheme | None]] = []
+    extra = read.get("extra_config") or {}
+    if not isinstance(extra, dict):
+        raise read.error("extra_config", f"must be an object, got {extra!r}")
+    regular = re.compile(r"[*\\^$+?\[(|]")
+    for name, other in extra.items():
+        over = Reader({**read.values, **(other or {})}, f"{read.path}: extra_config: {name}")
+        patterns = modules(name)
+        if regular.search(name):
+            patterns = (_expression(read, "extra_config", f".*{name}"),)
+        found.append((patterns, scheme(over)))
+    blocks = read.get("block_name_to_quantize") or []
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    names = [name.strip() for name in blocks]
+    inside = modules(*names) if names else _ALL
+    return (*found, (modules(_HEAD), None), (inside, scheme(read)))
+
+
+# ---- compressed-tensors --------------------------------------------------------------------------
+
+
+def _compressed(read: Reader) -> Rules:
+    sparse = read.get("sparsity_config") or {}
+    kind = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
+    if kind != "dense" or str(read.get("format", "")).startswith(("marlin-24", "sparse")):
+        raise read.error(
+            "sparsity_config" if kind != "dense" else "format",
+            "2:4 sparse weights are not supported: there is no product for them, and as dense "
+            "weights they would be larger than they are; take a checkpoint that is not sparse",
+        )
+    groups = read.get("config_groups", {})
+    if not isinstance(groups, dict) or not groups:
+        raise read.error("config_groups", "must have a group of layers at least")
+    named: list[tuple[tuple[str, ...], Scheme | None]] = []
+    others: list[tuple[tuple[str, ...], Scheme | None]] = []
+    for key, group in groups.items():
+        within = Reader(
+            group if isinstance(group, dict) else {}, f"{read.path}: config_groups: {key}"
+        )
+        scheme = _compressed_scheme(within, within.get("format") or read.get("format"))
+        targets = _names(within, "targets", ["Linear"])
+        if "Linear" in targets:
+            others.append((_ALL, scheme))
+        if patterns := _patterns(within, "targets", [each for each in targets if each != "Linear"]):
+            named.append((patterns, scheme))
+    if len(others) > 1:
+        raise read.error("config_groups", "more than one group has all linear layers")
+    return ((_patterns(read, "ignore", _names(read, "ignore")), None), *named, *others)
+
+
+def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
+    weights = Reader(group.get("weights") or {}, f"{group.path}: weights")
+    kind = weights.one_of("type", ("int", "float"), "int")
+    bits = weights.size("num_bits")
+    strategies = ("tensor", "channel", "group", "block", "tensor_group")
+    strategy = weights.one_of("strategy", strategies, "group")
+    symmetric = bool(weights.get("symmetric", True))
+    if kind == "float":
+        if bits == 4:
+            return _fp4(weights, file_format)
+        _bits(weights, "num_bits", bits, (4, 8))
+        weights.one_of("strategy", ("tensor", "channel", "block"), strategy)
+        if strategy == "block":
+            rows, inputs = _block(weights, "block_structure")
+            return Scheme("fp8", 8, inputs, rows)
+        return Scheme("fp8", 8, 0, 0 if strategy == "tensor" else 1)
+    if file_format in ("int-quantized", "naive-quantized"):
+        _bits(weights, "num_bits", bits, (8,))
+        weights.one_of("strategy", ("tensor", "channel"), strategy)
+        if not symmetric:
+            raise weights.error("symmetric", "zero points of int-quantized weights are not read")
+        return Scheme("int8", 8, 0, 0 if strategy == "tensor" else 1)
+    group.one_of("format", ("pack-quantized",), str(file_format or "pack-quantized"))
+    if file_format not in (None, "pack-quantized"):
+        raise group.error("format", f"{file_format!r} of whole numbers is not supported")
+    weights.one_of("strategy", ("channel", "group"), strategy)
+    inputs = (
+        0 if strategy == "channel" else _group(weights, "group_size", weights.get("group_size"))
+    )
+    return Scheme(
+        "packed",
+        _bits(weights, "num_bits", bits, (4, 8)),
+        inputs,
+        symmetric=symmetric,
+        ordered=weights.get("actorder") in ("group", True) and inputs != 0,
+    )
+
+
+def _fp4(weights: Reader, file_format: object) -> Scheme:
+    size = weights.get("group_size")
+    if file_format == "nvfp4-pack-quantized" or (file_format is None and size == 16):
+        return replace(_NVFP4, weight="weight_packed", total="weight_global_scale", divides=True)
+    if file_format == "mxfp4-pack-quantized":
+        return Scheme("mxfp4", 4, 32, weight="weight_packed")
+    raise weights.error("group_size", f"4-bit floats of format {file_format!r} are not supported")
+
+
+_NVFP4 = Scheme("nvfp4", 4, 16, total="weight_scale_2")
+
+
+# ---- FP8, ModelOpt, MXFP4, bitsandbytes ----------------------------------------------------------
+
+
+def _fp8(read: Reader) -> Rules:
+    read.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    read.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    scheme = Scheme("fp8", 8, 0, 0, scale="weight_scale_inv")
+    if read.get("weight_block_size") is not None:
+        rows, inputs = _block(read, "weight_block_size")
+        scheme = replace(scheme, rows=rows, group=inputs)
+    plain = [*_names(read, "modules_to_not_convert"), *_names(read, "ignored_layers"), _HEAD]
+    return (modules(*plain), None), (_ALL, scheme)
+
+
+_MODELOPT: dict[str, Scheme] = {
+    "FP8": Scheme("fp8", 8, 0, 0),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, 0, 1),
+    "FP8_PB_WO": Scheme("fp8", 8, 128, 128),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+}
+
+
+def _modelopt(read: Reader) -> Rules:
+    inner = read.get("quantization")
+    if isinstance(inner, dict):
+        read = Reader(inner, f"{read.path}: quantization")
+
+    def scheme(each: Reader) -> Scheme:
+        found = _MODELOPT[each.one_of("quant_algo", tuple(_MODELOPT), "")]
+        if found is _NVFP4 and each.get("group_size") not in (None, 0, 16):
+            raise each.error("group_size", f"{each.get('group_size')!r} of NVFP4 must be 16")
+        return found
+
+    names = [*_names(read, "exclude_modules"), *_names(read, "ignore")]
+    plain: tuple[tuple[str, ...], None] = (_patterns(read, "exclude_modules", names), None)
+    if read.get("quant_algo") != "MIXED_PRECISION":
+        return plain, (_ALL, scheme(read))
+    layers = read.get("quantized_layers", {})
+    if not isinstance(layers, dict) or not layers:
+        raise read.error("quantized_layers", "must name layers of MIXED_PRECISION")
+    each = (
+        (modules(name), scheme(Reader(values, f"{read.path}: quantized_layers: {name}")))
+        for name, values in layers.items()
+    )
+    return plain, *each
+
+
+def _mxfp4(read: Reader) -> Rules:
+    raise read.error(
+        "quant_method",
+        "'mxfp4', all experts of a layer in one tensor, is not supported; take a checkpoint in "
+        "16 bits",
+    )
+
+
+def _bitsandbytes(read: Reader) -> Rules:
+    plain = modules(*_names(read, "llm_int8_skip_modules"), _HEAD)
+    if read.get("load_in_8bit") or read.get("_load_in_8bit"):
+        return (plain, None), (_ALL, Scheme("llm-int8", 8, 0, 1, scale="SCB"))
+    if not (read.get("load_in_4bit") or read.get("_load_in_4bit")):
+        raise read.error("load_in_4bit", "neither load_in_4bit nor load_in_8bit is true")
+    read.one_of("bnb_4bit_quant_type", ("nf4",), "fp4")
+    nested = bool(read.get("bnb_4bit_use_double_quant", False))
+    return (plain, None), (_ALL, Scheme("nf4", 4, 64, nested=nested))
+
+
+_METHODS: dict[str, Callable[[Reader], Rules]] = {
+    "gguf": lambda read: (),
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+}
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+
+def _names(read: Reader, key: str, default: Iterable[str] = ()) -> list[str]:
+    found: Any = read.get(key)
+    found = list(default) if found is None else found
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise read.error(key, f"must be a list of names, got {found!r}")
+    return found
+
+
+def _patterns(read: Reader, key: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Of names, and of "re:" with an expression."""
+    found: list[str] = []
+    for name in names:
+        if name.startswith("re:"):
+            found.append(_expression(read, key, name.removeprefix("re:")))
+        else:
+            found += modules(name)
+    return tuple(found)
+
+
+def _expression(read: Reader, key: str, text: str) -> str:
+    try:
+        return expression(text)
+    except re.error as error:
+        raise read.error(key, f"{text!r} is no regular expression: {error}") from None
+
+
+def _bits(read: Reader, key: str, bits: int, allowed: tuple[int, ...]) -> int:
+    if bits not in allowed:
+        raise read.error(key, f"{bits} is not supported; supported: {', '.join(map(str, allowed))}")
+    return bits
+
+
+def _group(read: Reader, key: str, group: object) -> int:
+    if group == -1:
+        return 0
+    if not isinstance(group, int) or (group != 16 and (group < 32 or group % 32)):
+        raise read.error(key, f"{group!r} is not supported, only -1, 16 and multiples of 32")
+    return group
+
+
+def _block(read: Reader, key: str) -> tuple[int, int]:
+    found: Any = read.get(key)
+    sizes = isinstance(found, list) and len(found) == 2
+    if not sizes or not all(isinstance(size, int) and size >= 16 for size in found):
+        raise read.error(key, f"{found!r} is not supported, only two sizes such as [128, 128]")
+    return found[0], found[1]
