@@ -48,7 +48,8 @@ def measure(
             name: stack.enter_context(
                 LLM(
                     folder, device="cpu", dtype=dtype, tensor_parallel=count,
-                    num_threads=cores // count, max_num_seqs=8, kv_cache_bytes=256 << 20,
+                    num_threads=cores // count, max_num_seqs=8, max_model_len=1024,
+                    kv_cache_bytes=512 << 20,
                 )
             )
             for name, count in (("one", 1), ("several", ranks))

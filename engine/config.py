@@ -115,9 +115,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
         among the ranks, 2 on CUDA.
     tensor_parallel: ranks that the heads, the columns of products and the vocabulary are divided
-        among: so many GPUs of one machine, or processes on its CPU. It has to divide the model's
-        attention heads, and its key heads unless these are fewer. Needs weights that are not stored
-        in fewer bits. docs/parallel.md.
+        among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
+        the MLPs, and the attention heads if it is above the key heads. Needs weights that are not
+        stored in fewer bits. docs/parallel.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of the
         dummy weights, where None is 0.

@@ -337,7 +337,7 @@ def _build_runner(
 ) -> tuple[ModelRunner, MemoryPlan | None]:
     config, device, group = resolved.config, resolved.device, model.group
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
-    groups = kv_groups(resolved.model, resolved.ranks)
+    groups = kv_groups(resolved.model, resolved.ranks, group.rank)
     what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
         rows = RequestRows.allocate(

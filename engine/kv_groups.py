@@ -194,10 +194,10 @@ def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
     return blocks * -(-TYPICAL // size) // blocks_for(kinds, TYPICAL, size)
 
 
-def kv_groups(model: ModelConfig, ranks: int = 1) -> KVGroups:
+def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
     """The groups of a model's layers; those of one class follow each other. ranks: that the heads
-    are divided among; the groups are then those of one of them."""
-    attention = [layer.of_rank(ranks) for layer in model.attention]
+    are divided among; the groups are then those of one of them, and as many on each."""
+    attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):
         if layer.keys_of is not None:

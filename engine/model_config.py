@@ -59,6 +59,20 @@ class Rope:
     long_factors: tuple[float, ...] = ()
 
 
+def divide_heads(
+    num_heads: int, num_kv_heads: int, ranks: int, rank: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """A rank's half-open ranges of query and key heads: key heads with all that read them, the last
+    ranks one more where they do not divide. Where key heads are fewer than ranks, which they then
+    have to divide as ranks have to divide query heads, several ranks have the same one."""
+    if ranks > num_kv_heads:
+        each, key = num_heads // ranks, rank * num_kv_heads // ranks
+        return (rank * each, (rank + 1) * each), (key, key + 1)
+    begin, end = rank * num_kv_heads // ranks, (rank + 1) * num_kv_heads // ranks
+    readers = num_heads // num_kv_heads
+    return (begin * readers, end * readers), (begin, end)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How one decoder layer attends. The token at position t sees the keys at s <= t, and of these:
@@ -101,13 +115,12 @@ class LayerAttention:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
-    def of_rank(self, ranks: int) -> "LayerAttention":
-        """With the heads of one of so many ranks, which divide those of queries. Key heads that are
-        fewer than ranks are copied to several."""
+    def of_rank(self, ranks: int, rank: int) -> "LayerAttention":
+        """With the heads of one of so many ranks."""
         if ranks == 1:
             return self
-        kv_heads = max(1, self.num_kv_heads // ranks)
-        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
+        queries, keys = divide_heads(self.num_heads, self.num_kv_heads, ranks, rank)
+        return replace(self, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +328,10 @@ class ModelConfig:
         layers = [i for i, layer in enumerate(self.attention) if layer.keys_of is not None]
         return {f"{piece.replace('{i}', str(i))}.weight" for i in layers for piece in pieces}
 
-    def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1) -> int:
+    def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1, rank: int = 0) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them; on
         one of so many ranks."""
-        kept = (layer.of_rank(ranks).kept for layer in self.attention)
+        kept = (layer.of_rank(ranks, rank).kept for layer in self.attention)
         elements = sum(heads * dim for heads, dim in kept)
         return 2 * elements * dtype_bytes
 

@@ -11,7 +11,7 @@ import torch
 from engine.config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
 from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
-from engine.model_config import ModelConfig, no_folder
+from engine.model_config import LayerAttention, ModelConfig, no_folder
 from kernels.kv_format import FORMATS, KVFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -164,7 +164,7 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
             "quantization: none)"
         )
     for layer in model.attention:
-        if layer.num_heads % ranks or not _copies(layer.num_kv_heads, ranks):
+        if not _divides_heads(model, layer, ranks):
             raise refuse(
                 f"{model.architecture} has {layer.num_heads} attention heads and "
                 f"{layer.num_kv_heads} key heads, which cannot be divided so; {way_out}"
@@ -173,8 +173,13 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
         raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
 
 
-def _copies(kv_heads: int, ranks: int) -> bool:
-    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
+    """See `divide_heads`. Where ranks have unequally many, layers whose heads differ would be of
+    other groups on one rank than on another."""
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    if ranks > kv_heads:
+        return heads % ranks == 0 and ranks % kv_heads == 0
+    return kv_heads % ranks == 0 or len({each.kept for each in model.attention}) == 1
 
 
 def _divides(model: ModelConfig, ranks: int) -> bool:
@@ -184,9 +189,8 @@ def _divides(model: ModelConfig, ranks: int) -> bool:
         mixed = () if model.experts.beside_mlp else model.experts.layers
         widths += [model.experts.size, model.experts.shared_size]
     widths += [model.mlp_size(number) for number in range(model.num_layers) if number not in mixed]
-    heads = [layer.num_heads for layer in model.attention]
-    return not any(each % ranks for each in heads + widths) and all(
-        _copies(layer.num_kv_heads, ranks) for layer in model.attention
+    return not any(width % ranks for width in widths) and all(
+        _divides_heads(model, layer, ranks) for layer in model.attention
     )
 
 

@@ -153,7 +153,9 @@ def plan(
         bfloat16=device.bfloat16,
         float8=device.float8,
     )
-    parts, groups = _outline(resolved), kv_groups(resolved.model, resolved.ranks)
+    # A GPU holds a rank's, the CPU all of them.
+    part = (resolved.ranks, resolved.ranks - 1) if cuda else (1, 0)
+    parts, groups = _outline(resolved), kv_groups(resolved.model, *part)
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         check_weights(parts, device.memory - others[1], resolved.ranks_here)
@@ -192,7 +194,7 @@ def plan(
         active_parameters=whole.num_active_parameters,
         memory=memory,
         kv_per_token=tuple(
-            (_kept(kind), layers, resolved.ranks_here * taken)
+            (_kept(kind), layers, taken)
             for kind, (layers, taken) in groups.token_bytes(resolved.kv).items()
             if not resolved.model.whole_texts
         ),

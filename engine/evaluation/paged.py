@@ -83,7 +83,7 @@ class Paged:
         self.device = model.device
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
-        groups = kv_groups(model.config, model.group.size)
+        groups = kv_groups(model.config, model.group.size, model.group.rank)
         # Each group has blocks of its own, since all share one pool.
         count = num_blocks * len(groups.groups)
         self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device, form)

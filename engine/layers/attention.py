@@ -23,7 +23,7 @@ class Attention:
         layer = config.attention[build.layer]
         hidden, dim = config.hidden_size, layer.head_dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
-        begin, end = build.group.part(layer.num_heads, "num_attention_heads")
+        (begin, end), keys = build.group.heads(layer.num_heads, layer.num_kv_heads)
         self.kernels = build.kernels
         self.num_heads = end - begin
         self.head_dim = dim
@@ -32,8 +32,11 @@ class Attention:
         self.cos_sin = tables(layer.rope, dim)
         count = 3 - layer.value_is_key if layer.keys_of is None else 1
         ours, sizes = "qkv"[:count], (q, kv, kv)[:count]
-        self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, unit=dim)
-        self.out = build.row("out", hidden, q, bias=config.out_bias)
+        kept = ((begin, end), keys, keys)[:count]
+        ranges = [(first * dim, last * dim) for first, last in kept]
+        self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
+        columns = (begin * dim, end * dim)
+        self.out = build.row("out", hidden, q, bias=config.out_bias, columns=columns)
         self.linears = (self.qkv, self.out)
         self.stacks = ()
         names = ("q_norm", "k_norm")[: min(count, 2)]
@@ -47,7 +50,7 @@ class Attention:
         if layer.softcap:
             self.also["softcap"] = layer.softcap
         if layer.sinks:
-            sinks = build.sinks(layer.num_heads)
+            sinks = build.sinks(layer.num_heads, (begin, end))
             self.also["sinks"], self.others = sinks.tensor, (sinks,)
         if layer.slopes:
             self.also["slopes"] = torch.tensor(layer.slopes[begin:end], device=build.device)

@@ -56,30 +56,29 @@ class Builder:
         in_features: int,
         *,
         bias: bool = False,
-        unit: int = 1,
-        uneven: bool = False,
+        ranges: Sequence[tuple[int, int]] | None = None,
     ) -> Linear:
         """Output features are divided among the ranks.
 
         sizes: output features of each piece, one below the other.
-        unit: features that stay together (head_dim); a piece with fewer units than ranks is copied.
-        uneven: the last ranks may have fewer.
+        ranges: of each piece, those of this rank; None = equal parts.
         """
-        kept = []
-        for size in sizes:
-            if uneven:
-                begin, end = self.group.share(size // unit)
-            else:
-                begin, end = self.group.part_or_copy(size // unit, f"{ours} rows")
-            kept.append((begin * unit, end * unit))
+        kept = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
         parts = self._parts(ours, sizes, kept, in_features, (0, in_features))
         return Linear(self._spec(ours, parts, bias), self.method)
 
     def row(
-        self, ours: str, out_features: int, in_features: int, *, bias: bool = False
+        self,
+        ours: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        columns: tuple[int, int] | None = None,
     ) -> RowParallelLinear:
-        """Input features are divided among the ranks."""
-        columns = self.group.part(in_features, f"{ours} columns")
+        """Input features are divided among the ranks. columns: this rank's; None = an equal
+        part."""
+        columns = columns or self.group.part(in_features, f"{ours} columns")
         parts = self._parts(ours, (out_features,), [(0, out_features)], in_features, columns)
         if bias and self.group.rank:  # the first adds it
             self.elsewhere.update(f"{part.name}.bias" for part in parts)
@@ -133,10 +132,10 @@ class Builder:
             sources = (Source(f"{name}.weight", shape, rows, flat=True),)
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
-    def sinks(self, heads: int) -> Parameter:
+    def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:
         """This rank's heads' of a vector of all heads, float32, stored under the record's name."""
         (name,) = self.stored("sinks").names
-        begin, end = self.group.part(heads, "num_attention_heads")
+        begin, end = kept
         tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
         return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
 

@@ -70,7 +70,7 @@ class EditedAttention(Attention):
         self.clip = config.qkv_clip
         self.value_is_key = layer.value_is_key
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
-        begin, end = build.group.part_or_copy(kv_heads, "num_key_value_heads")
+        _, (begin, end) = build.group.heads(heads, kv_heads)
         self.heads = (self.num_heads, end - begin)  # this rank's
         self.turning: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()

@@ -35,7 +35,8 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
         if cuda:  # the CPU keeps prefixes where they were read to, too
-            token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, resolved.ranks)
+            part = resolved.ranks, model.group.rank
+            token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, *part)
         found.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
     return found
 

@@ -114,7 +114,7 @@ class VirtualTokensReader:
         host.copy_(read[0].view(shape))
         check_finite(stored, read, host)
         if prefix and self._group.size > 1:
-            begin, end = self._group.part_or_copy(shape[2], "num_key_value_heads")
+            _, (begin, end) = self._group.heads(self._model.num_heads, shape[2])
             host = host[:, :, begin:end].clone()
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
@@ -156,7 +156,7 @@ class VirtualTokensDevice:
         self._vectors = embedding[model.vocab_size :]
         self._uploader = uploader
         self._cuda = embedding.is_cuda
-        begin, end = group.part_or_copy(model.num_kv_heads, "num_key_value_heads")
+        _, (begin, end) = group.heads(model.num_heads, model.num_kv_heads)
         shape = (slots, max_tokens, 2 * model.num_layers, end - begin, model.head_dim)
         if not self._cuda:  # which uses host memory
             shape = (slots, 0, 0, 0, 0)

@@ -281,7 +281,7 @@ class Decoder:
         tables = Tables(config.max_positions, build.device)
         layer = ParallelLayer if config.parallel else DecoderLayer
         self.layers = [layer(build.at(index), tables) for index in range(config.num_layers)]
-        groups = kv_groups(config, build.group.size)
+        groups = kv_groups(config, build.group.size, build.group.rank)
         self._view_of = {
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
@@ -297,7 +297,9 @@ class Decoder:
         self._tied_head: Any = DenseState(self.embedding[first:end], None, "head")
         self.head: Linear | None = None
         if not config.tie_embeddings:
-            self.head = build.column("head", (vocab,), hidden, bias=config.head_bias, uneven=True)
+            self.head = build.column(
+                "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
+            )
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.model_config import divide_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,14 @@ class TensorParallelGroup:
         each = total // self.size
         return self.rank * each, (self.rank + 1) * each
 
-    def part_or_copy(self, total: int, what: str) -> tuple[int, int]:
-        """Like part; but fewer units than ranks are copied to neighbours (key heads under GQA)."""
-        if total < self.size and self.size % total == 0:
-            unit = self.rank // (self.size // total)
-            return unit, unit + 1
-        return self.part(total, what)
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """This rank's half-open ranges of query and key heads; see `divide_heads`. ConfigError if
+        they cannot be divided."""
+        if self.size > num_kv_heads:
+            self.part(num_heads, "num_attention_heads")
+            if self.size % num_kv_heads:
+                self.part(num_kv_heads, "num_key_value_heads")
+        return divide_heads(num_heads, num_kv_heads, self.size, self.rank)
 
     def share(self, total: int, rank: int | None = None) -> tuple[int, int]:
         """Like part; but the last ranks have fewer units where they do not divide, or none (rows of

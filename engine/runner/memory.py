@@ -63,7 +63,7 @@ def outline(resolved: Resolved) -> Model:
         "meta",
         kernels_for("cpu", config.deterministic),  # which is not asked for anything
         quantization=config.quantization,
-        group=TensorParallelGroup(0, resolved.ranks),
+        group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )
@@ -98,8 +98,8 @@ def plan_memory(
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
-    groups, block_size = kv_groups(resolved.model, resolved.ranks), config.block_size
-    here = resolved.ranks_here
+    ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
+    groups = kv_groups(resolved.model, ranks, model.group.rank)
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
     used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
     adapters = adapter_bytes(resolved, model)
@@ -112,7 +112,10 @@ def plan_memory(
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
     plan.groups, plan.block_size = groups, block_size
-    plan.block_bytes = here * groups.bytes_per_block(block_size, resolved.kv)
+    together = [groups]
+    if here > 1:
+        together = [kv_groups(resolved.model, ranks, rank) for rank in range(ranks)]
+    plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
     if config.num_blocks:

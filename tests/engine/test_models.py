@@ -138,7 +138,11 @@ def test_indivisible_shards_are_refused() -> None:
     """Three ranks and four heads must fail by name, not lose a head."""
     with pytest.raises(ConfigError, match="num_attention_heads: 4 cannot be divided"):
         TensorParallelGroup(0, 3).part(4, "num_attention_heads")
-    assert TensorParallelGroup(3, 4).part_or_copy(2, "key heads") == (1, 2)
+    with pytest.raises(ConfigError, match="num_key_value_heads: 3 cannot be divided"):
+        TensorParallelGroup(3, 4).heads(12, 3)
+    assert TensorParallelGroup(3, 4).heads(8, 2) == ((6, 8), (1, 2))  # two ranks have each
+    found = [TensorParallelGroup(rank, 2).heads(9, 3) for rank in range(2)]
+    assert found == [((0, 3), (0, 1)), ((3, 9), (1, 3))]  # key heads with all their readers
 
 
 def test_every_architecture_has_a_model() -> None:

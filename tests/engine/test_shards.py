@@ -22,6 +22,7 @@ RANKS = 2
 T = TypeVar("T")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a key head a rank": ("qwen3", {}),
+    "a key head more on the last": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "fewer key heads than ranks": ("qwen3", {"num_key_value_heads": 1}),
     "norms behind the rotation": ("hunyuan_v1_dense", {"head_dim": 16}),
     "a head that is the embedding": ("qwen3", {"tie_word_embeddings": True}),
