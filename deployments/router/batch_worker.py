@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -57,6 +58,8 @@ def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
         caller = known_caller(owner, options())
         if caller is None:
             return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
+        # Its key's other requests take turns beside its batches, and not behind them.
+        caller = replace(caller, turn=f"{owner}/batch")
         priority = max(PRIORITY, caller.least_priority)
         payload = msgspec.json.encode({**body, "priority": priority})
         return await post(app, path, payload, caller, id, seconds)

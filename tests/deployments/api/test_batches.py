@@ -102,6 +102,7 @@ def test_a_batch_is_answered_behind_all_others(tmp_path: Path) -> None:
         (failed,) = await content(client, batch["error_file_id"])
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 404
         assert {one.priority for one in api.backend.requests} == {PRIORITY}
+        assert {(one.key, one.owner) for one in api.backend.requests} == {("/batch", "")}
         assert (await look(client, "/v1/batches"))["data"] == [batch]
 
     asyncio.run(case())
