@@ -10,7 +10,7 @@ from tests.deployments.live import NAME
 
 WAYS = ("whole", "stream", "drop", "early", "half-close", "half a body")
 BUSY = "busy"  # refused with a time to come again: what a slow machine promises is not held
-PAUSES = (0.0, 2.0, 4.0, 8.0)  # seconds before each try
+PAUSES = (0.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each try
 WEIGHTS = (25, 25, 20, 12, 12, 6)
 _TEXT = "the sea is grey and old , we write a short line about it in two words or less"
 _WORDS = _TEXT.split()
@@ -83,11 +83,11 @@ async def exchange(port: int, order: random.Random) -> str:
         status = int(head_.split(b" ", 2)[1])
         if refused and way == "half-close" and not rest:
             return "half-close, cut"  # the body was to follow the head, on a connection now closed
+        if status == 503 and b"\r\nretry-after: " in head_ and b'"overloaded"' in rest:
+            return BUSY
         if refused:
             assert status == 400 and b'"invalid_value"' in rest, answer
             return "refused"
-        if status == 503 and b"\r\nretry-after: " in head_ and b'"overloaded"' in rest:
-            return BUSY
         if way == "half-close" and (status != 200 or not _is_whole(rest, body["stream"])):
             return "half-close, cut"
         assert status == 200 and b"x-request-id" in head_.lower(), answer
