@@ -48,7 +48,7 @@ class Scheme:
     @property
     def name(self) -> str:
         if self.kind in ("gptq", "awq", "packed"):
-            return f"{self.bits} bits"
+            return f"{self.bits} bits" + (", inputs in another order" if self.ordered else "")
         if self.kind == "fp8" and self.group:
             return f"FP8 by {self.rows} x {self.group}"
         return {"int8": "INT8", "llm-int8": "INT8"}.get(self.kind, self.kind.upper())

@@ -108,8 +108,8 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype, attention: str)
     kind = getattr(transformers, name, None)
     if kind is None:
         raise NoReference(f"transformers {transformers.__version__} has no code for {name}")
-    if config.quantized is not None and config.quantized.method == "gguf":
-        raise NoReference("the folder's matrices are in GGUF blocks")
+    if config.quantized is not None:  # transformers rounds what it expands, or needs a GPU for it
+        raise NoReference(f"the folder's weights are {config.quantized.name}")
     needed = _bytes(folder, dtype)
     if needed > (free := available_host_memory()):
         raise NoReference(

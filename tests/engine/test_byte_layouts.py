@@ -19,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config_reader import Reader
 from engine.errors import ConfigError
+from engine.evaluation.reference import NoReference, _load
 from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.quantization import byte_layouts
@@ -342,6 +343,13 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=r"dtype BF16, config\.json implies F8_E4M3"):
         load_weights(build_on("cpu", config), tmp_path)
+
+
+def test_transformers_is_not_asked(tmp_path: Path) -> None:
+    """Bug: `manta verify` ends in a traceback of transformers' products of two dtypes."""
+    config, _ = folder_of(tmp_path, "fp8-block")
+    with pytest.raises(NoReference, match="weights are fp8, FP8 by 128 x 128"):
+        _load(tmp_path, config, torch.float32, "eager")
 
 
 # ---- config.json ---------------------------------------------------------------------------------
