@@ -7,6 +7,7 @@ From Python:     serve.run(build("manta.yaml"), name="manta")
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
+from deployments import neighbours
 from deployments.adapters.registry import AdapterSettings
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.config.keys import read_api_keys
@@ -425,7 +427,9 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
 def deploy(schema: Mapping[str, Any]) -> None:
     """What `serve deploy` does with such a schema, without the dashboard that it needs: Serve is
     started if it is not there, and deploying a changed configuration again restarts only what
-    changed. Needs a connection to Ray.
+    changed. Other applications of the cluster stay as they are. Needs a connection to Ray.
+
+    Raises ConfigError: it cannot stand beside what is there; see `neighbours.check_beside`.
     """
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
@@ -433,4 +437,29 @@ def deploy(schema: Mapping[str, Any]) -> None:
     serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
     client = _get_global_client()
     assert client is not None  # it was started in the line above
-    client.deploy_apps(ServeDeploySchema.model_validate(schema))
+    neighbours.check_port(schema["http_options"]["port"], client.http_config.port)
+    wanted = ServeDeploySchema.model_validate(schema)
+    ours = {app.name for app in wanted.applications}
+    with neighbours.turn():
+        controller = cast(Any, client)._controller
+        there = serve.status().applications
+        # Serve remembers the configuration of an application that was deleted.
+        stay = {
+            name: app
+            for name, app in ray.get(controller.get_app_configs.remote()).items()
+            if name in there and there[name].status != "DELETING"
+        }
+        configs = {
+            name: neighbours.config_of(app.model_dump(exclude_unset=True))
+            for name, app in stay.items()
+        }
+        others = [one for name, one in configs.items() if one is not None and name not in ours]
+        for app in schema["applications"]:
+            if (config := neighbours.config_of(app)) is not None:
+                neighbours.check_beside(config, others, configs.get(config.app_name))
+        kept = {name: app for name, app in stay.items() if name not in ours}
+        now = time.time()
+        times = {name: there[name].last_deployed_time_s for name in kept}
+        neighbours.note_others(now, times)
+        wanted.applications += kept.values()
+        ray.get(controller.apply_config.remote(wanted, deployment_time=now))

@@ -297,13 +297,15 @@ def evaluate(
     epilog="Examples:  manta status  |  manta status --json | jq .pools  |  manta status -1"
 )
 def status(
-    app: Annotated[str, typer.Argument(help="The application: app_name of its file.")] = "manta",
+    app: Annotated[
+        str | None, typer.Argument(help="app_name of its file; all of the cluster if left out.")
+    ] = None,
     address: _Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,
     once: Annotated[bool, typer.Option("--once", "-1", help="Once, not live.")] = False,
     every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """What a running application does: pools, replicas, load, latency, scaling and why; live."""
+    """What running applications do: pools, replicas, load, latency, scaling and why; live."""
     from deployments.cli.status import run
 
     raise typer.Exit(run(app, address, as_json=as_json, once=once, every=every))

@@ -1,4 +1,4 @@
-"""`manta status`: what an application does now, on one page; live on a terminal, or as JSON.
+"""`manta status`: what each application does now, a page each; live on a terminal, or as JSON.
 
 Everything is asked of the routers, which hear of each replica with every step, and of Serve. Rates
 are differences between two looks.
@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -46,25 +47,31 @@ class StatusSnapshot:
     silent: int = 0
 
 
-def run(app: str, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
-    """Print until Ctrl-C, or once. Raises ClusterError: no cluster, or no such application."""
+def run(app: str | None, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
+    """Print until Ctrl-C, or once. app: None is every application of ours on the cluster.
+
+    Raises ClusterError: no cluster, or no such application; several of them as JSON."""
     _join(address)
-    before = _look(app)
+    before = _looks(app)
+    if as_json and len(before) > 1:
+        raise ClusterError(f"--json tells of one application; name one of {', '.join(before)}")
     if as_json or once or not out.is_terminal:
         time.sleep(_LOOK)
-        found = summarise(_look(app), before)
+        found = [summarise(now, before.get(name)) for name, now in _looks(app).items()]
         if as_json:
-            print(json.dumps(found, indent=2))
+            for one in found:
+                print(json.dumps(one, indent=2))
         else:
             width = out.width if out.is_terminal else _WIDTH
-            Console(highlight=False, width=width).print(page(found))
+            Console(highlight=False, width=width).print(pages(found))
         return 0
     with Live(console=out, auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            now = _look(app)
-            live.update(page(summarise(now, before)), refresh=True)
-            before = now
+            looks = _looks(app)
+            found = [summarise(now, before.get(name)) for name, now in looks.items()]
+            live.update(pages(found), refresh=True)
+            before = looks
 
 
 def _join(address: str | None) -> None:
@@ -78,12 +85,31 @@ def _join(address: str | None) -> None:
     logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)
 
 
-def _look(app: str) -> StatusSnapshot:
-    """Raises ClusterError, also when Ray does not answer any more."""
+def _looks(app: str | None) -> dict[str, StatusSnapshot]:
+    """By application. Raises ClusterError, also when Ray does not answer any more."""
     try:
-        return within(_LOOKS, lambda: look(app))
+        names = [app] if app is not None else within(_LOOKS, applications)
+        return {name: within(_LOOKS, partial(look, name)) for name in names}
     except TimeoutError as error:
         raise ClusterError(f"Ray has not answered for {_LOOKS:g} s") from error
+
+
+def applications() -> list[str]:
+    """Names of our applications, sorted. Raises ClusterError where there are none."""
+    from ray import serve
+
+    from deployments.scaling.policy import ROUTER
+
+    there = serve.status().applications
+    ours = sorted(
+        name
+        for name, found in there.items()
+        # One that is being built has no deployments yet, and one of others has no router.
+        if ROUTER in found.deployments or not found.deployments
+    )
+    if not ours:
+        raise ClusterError("no application runs on this cluster; `manta serve` starts one")
+    return ours
 
 
 def look(app: str) -> StatusSnapshot:
@@ -280,6 +306,14 @@ def _pool(
         "kv_used": round(sum(one["kv_used"] for one in mine) / len(mine), 3) if mine else None,
         "output_tokens_per_second": round(sum(rates), 1) if rates and None not in rates else None,
     }
+
+
+def pages(found: Sequence[Told]) -> RenderableType:
+    """The summaries of all applications, one below the other."""
+    parts: list[RenderableType] = []
+    for one in found:
+        parts += ([""] if parts else []) + [page(one)]
+    return Group(*parts)
 
 
 def page(found: Told) -> RenderableType:

@@ -625,7 +625,7 @@ class MantaConfig(_Section):
         "manta",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
         description="Serve application name, by which other Ray jobs find the application. "
-        "Deploying removes applications of other names: a cluster serves one configuration.",
+        "Applications of other names on the same cluster stay as they are.",
     )
     route_prefix: str = Field(
         "/",

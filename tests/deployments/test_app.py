@@ -289,11 +289,16 @@ def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch
 
 @pytest.mark.serve
 @pytest.mark.slow
-def test_the_default_model_on_two_replicas_by_config_file_and_again(cluster, fake, default_model):
-    """The whole way with a real model; and a redeploy without a change that restarts replicas."""
+def test_the_default_model_by_config_file_again_and_beside_another(
+    cluster, fake, default_model, tmp_path
+):
+    """The whole way with a real model; a redeploy without a change that restarts replicas; and
+    `manta serve` of another model, which deleted the first one's application."""
     from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
+
+    from deployments import app
+    from deployments.cli import status
+    from deployments.cli.serving import cluster as serving
 
     serve.delete("manta")
     config = parse_config(
@@ -305,14 +310,14 @@ def test_the_default_model_on_two_replicas_by_config_file_and_again(cluster, fak
             "router": {"replicas": 1},
             "engine": {"num_blocks": 200},
             "limits": {"drain_seconds": 5.0},
+            "http": {"port": cluster.port},
         },
         {},
     )
 
     def deploy(config: MantaConfig) -> None:
-        schema = ServeDeploySchema.model_validate(serve_config(config))
-        _get_global_client().deploy_apps(schema)
-        wait(lambda: serve.status().applications["real"].status == "RUNNING", 120)
+        app.deploy(serve_config(config))
+        wait(lambda: serve.status().applications[config.app_name].status == "RUNNING", 120)
 
     deploy(config)
     handle = serve.get_app_handle("real")
@@ -342,3 +347,34 @@ def test_the_default_model_on_two_replicas_by_config_file_and_again(cluster, fak
         lambda: len(found := handle.state.remote().result()["replicas"]) == 1 and set(found)
     )
     assert left < replicas, "scaling down replaced the replica that stays"
+
+    first = serving.Cluster(cluster.address)
+    first.note_deployment("real")
+    tiny = {
+        "model": str(tiny_model(tmp_path / "tiny")),
+        "app_name": "beside",
+        "pools": {"cpu": {"num_cpus": 0.4}},
+        "router": {"replicas": 1},
+        "engine": {"num_blocks": 50, "load_format": "dummy"},
+        "limits": {"drain_seconds": 1.0},
+        "http": {"port": cluster.port},
+    }
+    with pytest.raises(ConfigError, match="route_prefix: / is that of the application 'real'"):
+        deploy(parse_config(tiny, {}))
+    stream = cluster.stream("/v1/chat/completions", **body)
+    events = [next(stream)]
+    deploy(parse_config({**tiny, "route_prefix": "/beside"}, {}))
+    assert text_of([*events, *stream]) == whole
+    assert set(handle.state.remote().result()["replicas"]) == left
+    there = wait(lambda: cluster.post("/beside/v1/completions", model="tiny", prompt="a"))
+    assert there["usage"]["completion_tokens"]
+    assert status.applications() == ["beside", "real"]
+    engine = serve.get_deployment_handle("engine-cpu", "beside")
+    os.kill(engine.stats.remote().result()["engine_pid"], signal.SIGKILL)
+    assert status.look("beside").routers[0]["model"] == "tiny"
+    after = cluster.post("/v1/chat/completions", **body)
+    assert after["choices"][0]["message"]["content"] == whole
+    other = cluster.post("/v1/completions", model="tiny", prompt="a")["error"]
+    assert other["code"] == "model_not_found" and "default" in other["message"]
+    first._stop("real", 1.0)  # what Ctrl-C in the first shell does
+    wait(lambda: list(serve.status().applications) == ["beside"])

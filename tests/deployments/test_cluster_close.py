@@ -7,14 +7,18 @@ import ray
 from ray import serve
 
 from deployments.cli.serving.cluster import Cluster
+from deployments.neighbours import note_others
 
 
-@pytest.mark.parametrize(("replaced", "deleted"), [(False, ["manta"]), (True, [])])
+@pytest.mark.parametrize(
+    ("since", "deleted"), [("nothing", ["manta"]), ("replaced", []), ("beside", ["manta"])]
+)
 def test_what_was_deployed_in_its_place_stays(
-    monkeypatch: pytest.MonkeyPatch, replaced: bool, deleted: list[str]
+    monkeypatch: pytest.MonkeyPatch, since: str, deleted: list[str]
 ) -> None:
     """An update from another shell, and then Ctrl-C in the old one, which nobody needs any more:
-    the service is gone for everybody."""
+    the service is gone for everybody. An application beside it is no update, though Serve gives
+    both the same time."""
     app = SimpleNamespace(last_deployed_time_s=100.0)
     said: list[str] = []
     handle = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results=lambda **_: None))
@@ -25,9 +29,17 @@ def test_what_was_deployed_in_its_place_stays(
     gone: list[str] = []
     monkeypatch.setattr(serve, "delete", gone.append)
     monkeypatch.setattr("deployments.cli.serving.cluster.forget_app", lambda _: None)
+    kept: dict[str, bytes] = {}
+
+    def store(what: str, key: str, *value: bytes, **_: bool) -> bytes | None:
+        return kept.get(key) if what == "get" else kept.update({key: value[0]})
+
+    monkeypatch.setattr("deployments.neighbours.store", store)
     cluster = Cluster("10.0.0.1:6379")
     cluster.note_deployment("manta")
-    if replaced:
+    if since == "beside":
+        note_others(160.0, {"manta": 100.0})
+    if since != "nothing":
         app.last_deployed_time_s = 160.0
     cluster.close("manta", 1.0)
     assert gone == deleted and said == ["shutdown"]

@@ -19,6 +19,7 @@ from deployments.environment import (
     ray_address,
     set_for_children,
 )
+from deployments.neighbours import deployed_at
 from deployments.store import forget_app
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
@@ -30,11 +31,15 @@ _OBJECT_STORE = 256 << 20  # bytes; tokens never pass through it, only Serve's s
 
 
 def _deployed_at(app_name: str) -> float:
-    """Unix seconds; 0 if it is not there. Raises what `serve.status` does, and TimeoutError."""
+    """Unix seconds; 0 if it is not there. Raises what `serve.status` does, OSError and
+    TimeoutError."""
     from ray import serve
 
     app = within(_ANSWER, serve.status).applications.get(app_name)
-    return float(app.last_deployed_time_s) if app is not None else 0.0
+    if app is None:
+        return 0.0
+    told = float(app.last_deployed_time_s)
+    return within(_ANSWER, lambda: deployed_at(app_name, told))
 
 
 class Cluster:
@@ -84,7 +89,7 @@ class Cluster:
 
     def note_deployment(self, app_name: str) -> None:
         """Our application runs now; `close` leaves alone what others deploy in its place."""
-        with contextlib.suppress(TimeoutError):  # then it deletes what there is
+        with contextlib.suppress(TimeoutError, OSError):  # then it deletes what there is
             self._deployed = _deployed_at(app_name)
 
     def close(self, app_name: str, drain_seconds: float | None = None) -> None:

@@ -1,0 +1,123 @@
+"""Deploying beside other applications of a cluster: what collides, and whose turn it is.
+
+Serve takes the whole list of a cluster's applications and deletes those that are not in it. So the
+applications that are there are put into it again, as they were deployed: that restarts nothing.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from deployments.config.load import parse_config
+from deployments.config.models import MantaConfig
+from deployments.store import prefix, store
+from engine.errors import ConfigError, MantaError
+
+_TURN = "manta-deploying"  # who deploys now, in Ray's store
+_STALE = 30.0  # seconds after which one that deploys is taken for dead; it needs a few
+_WAIT = 60.0  # seconds that one waits for its turn
+_POLL = 0.1
+
+
+def check_beside(
+    config: MantaConfig, others: Sequence[MantaConfig], running: MantaConfig | None
+) -> None:
+    """Whether an application can stand beside others. running: what its own name serves now.
+
+    Raises ConfigError: another model under the same app_name, or a path, a gRPC port or a folder
+    of batches that another application has. Pure.
+    """
+    if running is not None and running.name() != config.name():
+        raise ConfigError(
+            f"app_name: {config.app_name!r} serves the model {running.name()!r} on this cluster, "
+            f"and this is {config.name()!r}. To serve it beside that one, set another app_name and "
+            f"route_prefix; to put it in its place, set served_name: {running.name()}, or stop "
+            "that one first",
+            param="app_name",
+        )
+    for other in others:
+        holder = f"the application {other.app_name!r} on this cluster"
+        if other.route_prefix == config.route_prefix:
+            raise ConfigError(
+                f"route_prefix: {config.route_prefix} is that of {holder}; set another, such as "
+                f"/{config.app_name}",
+                param="route_prefix",
+            )
+        if config.grpc.port is not None and other.grpc.port == config.grpc.port:
+            raise ConfigError(
+                f"grpc.port: {config.grpc.port} is that of {holder}; set another",
+                param="grpc.port",
+            )
+        if config.batch.folder is not None and other.batch.folder == config.batch.folder:
+            raise ConfigError(
+                f"batch.folder: {config.batch.folder} is that of {holder}, whose routers would "
+                "take these batches; set another",
+                param="batch.folder",
+            )
+
+
+def check_port(port: int, endpoint: int) -> None:
+    """endpoint: the port that the cluster's HTTP listens on. Raises ConfigError."""
+    if port != endpoint:
+        raise ConfigError(
+            f"http.port: {port}, and the one endpoint of this cluster listens on {endpoint} since "
+            f"its start; set http.port: {endpoint}",
+            param="http.port",
+        )
+
+
+def config_of(application: Mapping[str, Any]) -> MantaConfig | None:
+    """The configuration in an application of Serve's schema; None: it is not one of ours, or of a
+    release with other keys."""
+    given = application.get("args", {}).get("config")
+    if application.get("import_path") != "deployments.app:build" or not isinstance(given, Mapping):
+        return None
+    with suppress(ConfigError):
+        return parse_config(given, {}, check_model=False)  # it may be on another machine
+    return None
+
+
+# -- one at a time
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Two that deploy at once would each delete what the other has added. Raises MantaError after
+    a minute, and OSError if Ray's store does not answer."""
+    mine = json.dumps(time.time()).encode()
+    deadline = time.monotonic() + _WAIT
+    while store("put", _TURN, mine, overwrite=False):  # it was there already
+        held = store("get", _TURN)
+        if held is not None and time.time() - json.loads(held) > _STALE:
+            store("del", _TURN)
+        elif time.monotonic() > deadline:
+            raise MantaError("other applications are being deployed on this cluster; try again")
+        time.sleep(_POLL)
+    try:
+        yield
+    finally:
+        if store("get", _TURN) == mine:
+            store("del", _TURN)
+
+
+# -- when an application itself was deployed
+
+
+def _key(app: str) -> str:
+    return f"{prefix(app)}deployed"
+
+
+def deployed_at(app: str, told: float) -> float:
+    """Unix seconds at which somebody last deployed this very application. told: Serve's time,
+    which is also that of the last deployment beside it."""
+    record = store("get", _key(app))
+    seen, before = json.loads(record) if record else (told, told)
+    return float(before) if seen == told else told
+
+
+def note_others(now: float, others: Mapping[str, float]) -> None:
+    """Another application is deployed at `now`. others: Serve's time of each one beside it."""
+    for app, told in others.items():
+        store("put", _key(app), json.dumps([now, deployed_at(app, told)]).encode(), overwrite=True)
