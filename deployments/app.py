@@ -148,6 +148,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
     return router.bind(
         RouterSettings(
             model_name=config.name(),
+            aliases=tuple(config.aliases),
             # A pool's, so that a machine with both makes no folder for the router alone.
             find_model=partial(
                 resolve_model,

@@ -31,6 +31,7 @@ class ModelCard:
     seed: int | None = None  # EngineConfig's, of the replicas
     pooling: Pooling | None = None  # how texts become vectors; None: they do not
     vector_size: int = 0  # elements of a vector
+    aliases: tuple[str, ...] = ()  # patterns of other names for it; an adapter's are not used
 
 
 @dataclass(slots=True)

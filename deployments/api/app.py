@@ -295,6 +295,7 @@ async def _completions(api: Api, exchange: HttpExchange) -> None:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
+    aliases = {"aliases": card.aliases} if card.aliases and card.parent is None else {}
     return {
         "id": card.id,
         "object": "model",
@@ -303,6 +304,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "root": card.root or card.id,
         "parent": card.parent,
         "max_model_len": card.max_model_len,
+        **aliases,
     }
 
 

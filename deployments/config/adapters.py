@@ -2,7 +2,7 @@
 anything is started."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class AdaptersConfig(BaseModel):
                 raise ValueError(f"must be a folder or the URL of an object store: {path[:64]!r}")
         return value
 
-    def check_names(self, model: str) -> None:
+    def check_names(self, model: str, aliases: Sequence[str] = ()) -> None:
         """Raises ValueError. model: the base model's name."""
         for name in self.paths:
             try:
@@ -55,6 +55,8 @@ class AdaptersConfig(BaseModel):
                 raise ValueError(f"adapters.paths: {error.message}") from None
             if name == model:
                 raise ValueError(f"adapters.paths: {name} is the model's own name")
+            if name in aliases:
+                raise ValueError(f"adapters.paths: {name} is also in aliases")
 
     def check_folders(self) -> None:
         """What this machine can tell of the folders. Raises ConfigError naming the key."""

@@ -28,6 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+_ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
 _MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
@@ -621,6 +622,13 @@ class MantaConfig(_Section):
         description="The `model` that requests name. Default: the folder's, file's or hub model's "
         "name.",
     )
+    aliases: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Other names that requests may use for the model, such as `gpt-4o`, or "
+        "patterns of names (`*`, `?`, `[...]`), such as `claude-*`. Answers, keys and metrics "
+        "have the model's own name.",
+    )
     app_name: str = Field(
         "manta",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
@@ -655,6 +663,14 @@ class MantaConfig(_Section):
     batch: BatchConfig = Field(default_factory=BatchConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 
+    @field_validator("aliases")
+    @classmethod
+    def _are_names(cls, aliases: list[str]) -> list[str]:
+        for alias in aliases:
+            if not _ALIAS.fullmatch(alias):
+                raise ValueError(f"{alias!r} is no name of a model, and no pattern of names")
+        return aliases
+
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":
         if self.pools and "replicas" in self.model_fields_set:
@@ -671,7 +687,7 @@ class MantaConfig(_Section):
         for kind, pool in self.pools.items():
             self._check_ranks(kind, pool)
         if self.adapters != AdaptersConfig():
-            self.adapters.check_names(self.name())
+            self.adapters.check_names(self.name(), self.aliases)
             for pool in self.pools.values() or [PoolConfig()]:
                 if not self.engine_options(pool).get("max_loras"):
                     raise ValueError(

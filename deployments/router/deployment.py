@@ -58,9 +58,9 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """model_name: the name that requests use. find_model: gives the local folder, and fetches the
-    model if need be. usage_file: "" is none; see UsageConfig. seed: the engines'. batches,
-    grpc: None if they are not served. tracing: None: no spans are made."""
+    """model_name: the name that requests use; aliases: patterns of others. find_model: gives the
+    local folder, and fetches the model if need be. usage_file: "" is none; see UsageConfig. seed:
+    the engines'. batches, grpc: None if they are not served. tracing: None: no spans are made."""
 
     model_name: str
     find_model: Callable[[], Path]
@@ -70,6 +70,7 @@ class RouterSettings:
     share_by: str
     deadline_seconds: float | None
     adapters: AdapterSettings
+    aliases: tuple[str, ...] = ()
     keys: KeySettings = field(default_factory=KeySettings)
     usage_file: str = ""
     usage_bytes: int = 2**26
@@ -217,6 +218,7 @@ class Router:
             created=first_served(app, name, now),
             root=name,
             seed=self._settings.seed,
+            aliases=self._settings.aliases,
             pooling=pooling,
             vector_size=0 if pooling is None else pooling.size(model.hidden_size),
         )

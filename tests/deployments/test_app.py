@@ -353,6 +353,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     tiny = {
         "model": str(tiny_model(tmp_path / "tiny")),
         "app_name": "beside",
+        "aliases": ["claude-*"],
         "pools": {"cpu": {"num_cpus": 0.4}},
         "router": {"replicas": 1},
         "engine": {"num_blocks": 50, "load_format": "dummy"},
@@ -366,8 +367,9 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     deploy(parse_config({**tiny, "route_prefix": "/beside"}, {}))
     assert text_of([*events, *stream]) == whole
     assert set(handle.state.remote().result()["replicas"]) == left
-    there = wait(lambda: cluster.post("/beside/v1/completions", model="tiny", prompt="a"))
-    assert there["usage"]["completion_tokens"]
+    asked = {"model": "claude-opus", "prompt": "a"}
+    there = wait(lambda: cluster.post("/beside/v1/completions", **asked))
+    assert there["usage"]["completion_tokens"] and there["model"] == "tiny"
     assert status.applications() == ["beside", "real"]
     engine = serve.get_deployment_handle("engine-cpu", "beside")
     os.kill(engine.stats.remote().result()["engine_pid"], signal.SIGKILL)

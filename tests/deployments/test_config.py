@@ -134,6 +134,7 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
         ("http:\n  strict: 1", 2, "http.strict"),
         ("engine: []", 1, "engine"),
         ("served_name: ../x", 1, "served_name"),
+        ("aliases: ['claude-*', 'a b']", 1, "'a b' is no name of a model"),
         ("model: 5", 1, "model"),
         ("- a\n- b", 0, "must be a mapping"),
         ("just text", 0, "must be a mapping"),

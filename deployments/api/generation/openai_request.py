@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -142,7 +143,8 @@ def encode_texts(
 
 
 async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
-    """The model or adapter of this name: an adapter has two, "name" and "model:name".
+    """The model or adapter of this name: an adapter has two, "name" and "model:name", and a model
+    has its aliases.
 
     Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
     model_not_found: the caller's key may not use it.
@@ -191,7 +193,12 @@ def _known(name: str, backend: Backend) -> ModelCard | None:
         return card
     model, _, alias = name.rpartition(":")
     card = models.get(alias)
-    return card if card is not None and card.parent == model else None
+    if card is not None and card.parent == model:
+        return card
+    for card in models.values():  # the model itself is the first
+        if card.parent is None and any(fnmatchcase(name, one) for one in card.aliases):
+            return card
+    return None
 
 
 async def chat_call(

@@ -487,6 +487,39 @@ def test_a_model_that_is_not_there(client: Client, backend: FakeBackend) -> None
     assert 'served: "tiny"' in told["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("claude-opus-4", "tiny"),
+        ("gpt-4o", "tiny"),
+        ("tiny", "tiny"),
+        ("claude-law", "claude-law"),  # an adapter that is called so
+        ("gpt-4o-mini", None),
+        ("Claude-opus-4", None),
+    ],
+)
+def test_aliases_go_to_the_model(
+    client: Client, backend: FakeBackend, name: str, served: str | None
+) -> None:
+    """Clients with names of models built in got a 404 for each of them."""
+    card = replace(backend.cards["tiny"], aliases=("claude-*", "gpt-4o"))
+    law = replace(card, id="claude-law", parent="tiny")
+    backend.cards = {"tiny": card, "claude-law": law}
+    if served != "claude-law":
+        reply = run(client.chat(model=name)).json()
+        assert reply.get("model") == served
+        if served is None:
+            assert reply["error"]["code"] == "model_not_found"
+            assert 'served: "tiny"' in reply["error"]["message"]
+    told = run(client.request("GET", f"/v1/models/{name}")).json()
+    assert told.get("id") == served
+    listed = run(client.request("GET", "/v1/models")).json()["data"]
+    assert [(one["id"], one.get("aliases")) for one in listed] == [
+        ("tiny", ["claude-*", "gpt-4o"]),
+        ("claude-law", None),
+    ]
+
+
 def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
     """After the first token the only place is an event; [DONE] must not claim a good end."""
     backend.errors = {3: EngineDead("the engine is gone")}
