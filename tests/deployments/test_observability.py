@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.backend import BackendState
+from deployments.cli import status
 from deployments.cli.status import StatusSnapshot, page, summarise
 from deployments.observe.metrics import (
     PREFIX,
@@ -324,6 +325,27 @@ def test_status_without_an_earlier_look_or_any_router() -> None:
     fresh = router("new", RouterMetrics())
     before = StatusSnapshot(1.0, "manta", "RUNNING", {}, [router("gone", RouterMetrics())])
     page(summarise(StatusSnapshot(2.0, "manta", "RUNNING", {}, [fresh]), before))
+
+
+def test_status_without_a_name_shows_every_application(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`no application is called 'manta'`, on a cluster that serves two others."""
+    there = {
+        name: StatusSnapshot(1.0, name, "RUNNING", {"cpu": {"RUNNING": 1}}, [])
+        for name in ("one", "two")
+    }
+    monkeypatch.setattr(status, "_join", lambda _: None)
+    monkeypatch.setattr(status, "applications", lambda: list(there))
+    monkeypatch.setattr(status, "look", there.__getitem__)
+    monkeypatch.setattr(status, "_LOOK", 0.0)
+    assert status.run(None, None, as_json=False, once=True, every=1.0) == 0
+    shown = capsys.readouterr().out
+    assert 0 <= shown.find("one RUNNING") < shown.find("two RUNNING")
+    assert status.run("two", None, as_json=True, once=True, every=1.0) == 0
+    assert json.loads(capsys.readouterr().out)["application"] == "two"
+    with pytest.raises(status.ClusterError, match="name one of one, two"):
+        status.run(None, None, as_json=True, once=True, every=1.0)
 
 
 def test_quantiles() -> None:
