@@ -143,7 +143,7 @@ class ModelConfig:
     qkv_clip: queries, keys and values are cut to [-clip, clip].
     position_offset, position_rows: of learned positions: rows before the first, and all.
     token_types: learned kinds of tokens. separator: the id of which the first in a text ends the
-        tokens of the first kind; -1: all are of it.
+        tokens of the first kind; -1: all are of it, as to an embedder.
     """
 
     architecture: str

@@ -377,6 +377,7 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/score": (_POST, score),
     "/score": (_POST, score),
     "/v1/classify": (_POST, classify),
+    "/classify": (_POST, classify),
     adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
     "/tokenize": (_POST, _tokenize),
     "/detokenize": (_POST, _detokenize),

@@ -43,9 +43,11 @@ def _bert(network: str) -> Mapping[str, CheckpointTensor]:
 
 
 def _separator(config: Reader) -> int:
-    """As tokenizer.json beside the file has it: config.json says nothing of it."""
+    """As tokenizer.json beside the file has it: config.json says nothing of it. Only classifiers
+    read pairs: to an embedder a text is one text, whatever ids are in it."""
     folder = Path(config.path).parent
-    if config.size("type_vocab_size") < 2 or not (folder / "tokenizer.json").is_file():
+    pairs = config.classifies() and config.size("type_vocab_size") > 1
+    if not pairs or not (folder / "tokenizer.json").is_file():
         return -1
     beside = folder / "tokenizer_config.json"
     named = Reader.from_file(beside).get("sep_token", "[SEP]") if beside.is_file() else "[SEP]"

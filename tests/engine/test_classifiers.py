@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 from engine.pooled_checkpoint import read_pooling
-from tests.engine.test_encoders import CASES, SIZES
-from tests.engine.test_pooling import PROMPTS, vectors
+from tests.engine.test_encoders import CASES, SIZES, save_encoder
+from tests.engine.test_pooling import PROMPTS, pool, vectors
 from tests.parity.cases import randomise
 from tests.parity.engine_driver import engine
 
@@ -83,15 +83,34 @@ def test_scores(tmp_path: Path) -> None:
     assert pooling.pairs
 
 
-def test_the_second_text_of_a_pair(tmp_path: Path) -> None:
-    """Bug: a BERT takes both texts for one; or for a pair what stands in the same step."""
-    theirs = save_classifier(tmp_path, "bert", 1, type_vocab_size=2)
-    separator = 7
+def save_separator(folder: Path, separator: int = 7) -> int:
+    """A tokenizer.json in which this id is the separator."""
     words = {f"<{i}>" if i != separator else "<sep>": i for i in range(SIZES["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, "<0>"))
     tokenizer.add_special_tokens(["<sep>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"sep_token": "<sep>"}')
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"sep_token": "<sep>"}')
+    return separator
+
+
+def test_a_text_of_an_embedder_is_one(tmp_path: Path) -> None:
+    """Bug: a separator that a text is made of turns its rest into another text's, and the vector is
+    not the one that it was indexed under."""
+    theirs = save_encoder(tmp_path, "bert")
+    separator = save_separator(tmp_path)
+    pool(tmp_path, "mean")
+    prompts = [[1, 5, separator, 4, 9, separator], [separator, 8]]
+    core = engine(tmp_path, max_model_len=64, max_num_batched_tokens=80)
+    for ours, prompt in zip(vectors(core, prompts), prompts, strict=True):
+        with torch.inference_mode():
+            want = theirs(torch.tensor([prompt])).last_hidden_state[0].mean(0).numpy()
+        assert np.abs(ours - want).max() < 1e-5
+
+
+def test_the_second_text_of_a_pair(tmp_path: Path) -> None:
+    """Bug: a BERT takes both texts for one; or for a pair what stands in the same step."""
+    theirs = save_classifier(tmp_path, "bert", 1, type_vocab_size=2)
+    separator = save_separator(tmp_path)
     assert read_pooling(tmp_path).pairs  # type: ignore[union-attr]
     prompts = [[1, 5, 9, 7, 4, 4, 7], [1, 2, 3], [9, 7, 8, 3, 7], [7]]
     core = engine(tmp_path, max_model_len=64, max_num_batched_tokens=80)

@@ -63,10 +63,11 @@ def test_score_of_pairs_and_of_vectors(client: Client, backend: FakeBackend) -> 
     assert [row["score"] for row in cosine] == pytest.approx([1.0, float(first @ second)])
 
 
-def test_classify(client: Client, backend: FakeBackend) -> None:
+@pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
+def test_classify(client: Client, backend: FakeBackend, path: str) -> None:
     """Bug: a softmax of another text, or a label of another number."""
     use(backend, Pooling("cls", labels=LABELS))
-    data = ask(client, "/v1/classify", input=DOCUMENTS).json()["data"]
+    data = ask(client, path, input=DOCUMENTS).json()["data"]
     for row, request in zip(data, backend.requests, strict=True):
         logits = as_array(vector_of(request))
         want = np.exp(logits) / np.exp(logits).sum()
