@@ -106,6 +106,11 @@ class KVGroup:
     attention: LayerAttention
 
     @property
+    def tensors(self) -> int:
+        """See `LayerAttention`."""
+        return self.attention.tensors
+
+    @property
     def elements(self) -> int:
         """Of one token's keys, or values, in one layer."""
         heads, dim = self.attention.kept
@@ -157,6 +162,11 @@ class KVGroups:
         return sum(group.kind.whole for group in self.groups)
 
     @property
+    def tensors(self) -> int:
+        """Of each place: keys and values, or latents where no layer has others."""
+        return max(group.tensors for group in self.groups)
+
+    @property
     def elements(self) -> int:
         """Of one token's keys, or values, in one place."""
         return max(group.elements for group in self.groups)
@@ -166,7 +176,7 @@ class KVGroups:
         return max(group.token_bytes(form) for group in self.groups)
 
     def bytes_per_block(self, size: int, form: KVFormat) -> int:
-        return 2 * self.slots * self.place_bytes(form) * size
+        return self.tensors * self.slots * self.place_bytes(form) * size
 
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
         """Of each kind: layers that keep keys and values so, and bytes that a token takes there."""
@@ -174,7 +184,7 @@ class KVGroups:
         for group in self.groups:
             layers, taken = found.get(group.kind, (0, 0))
             count = len(group.layers)
-            more = 2 * count * group.token_bytes(form)
+            more = group.tensors * count * group.token_bytes(form)
             found[group.kind] = (layers + count, taken + more)
         return found
 
@@ -198,13 +208,13 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
     """The groups of a model's layers; those of one class follow each other. ranks: that the heads
     are divided among; the groups are then those of one of them, and as many on each."""
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
-    classes: dict[tuple[KVKind, int, int, int], list[int]] = {}
+    classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):
         if layer.keys_of is not None:
             continue
-        shape = (layer.num_heads, *layer.kept)
+        shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
-    largest = max(kv_heads * dim for _, _, kv_heads, dim in classes)
+    largest = max(kv_heads * dim for _, _, kv_heads, dim, _ in classes)
     # How many layers of each class find room in one place.
     fit = {key: largest // (key[2] * key[3]) for key in classes}
     needed = {key: -(-len(layers) // fit[key]) for key, layers in classes.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
 from engine.architectures.experts import Experts
+from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
 from engine.config_reader import CLASSIFIER, MODULES, Reader
 from engine.errors import ConfigError
@@ -88,6 +89,8 @@ class LayerAttention:
     value_norm: values are divided by their root mean square.
     keys_of: the layer before it whose keys and values it reads; it has none of its own.
     bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
+    latent: its keys and values are of latents, of which the cache has one "head" a token, and no
+        values beside it; head_dim is that head's.
     """
 
     num_heads: int
@@ -106,6 +109,12 @@ class LayerAttention:
     value_norm: bool = False
     keys_of: int | None = None
     bidirectional: bool = False
+    latent: Latent | None = None
+
+    @property
+    def tensors(self) -> int:
+        """What the cache has of each token: keys and values, or latents alone."""
+        return 1 if self.latent is not None else 2
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -331,9 +340,11 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1, rank: int = 0) -> int:
         """Bytes that the keys and values of one token take over all layers, while all keep them; on
         one of so many ranks."""
-        kept = (layer.of_rank(ranks, rank).kept for layer in self.attention)
-        elements = sum(heads * dim for heads, dim in kept)
-        return 2 * elements * dtype_bytes
+        elements = 0
+        for layer in self.attention:
+            heads, dim = layer.of_rank(ranks, rank).kept
+            elements += layer.tensors * heads * dim
+        return elements * dtype_bytes
 
 
 MODELOPT = "hf_quant_config.json"  # ModelOpt's quantization_config, where config.json has none

@@ -78,6 +78,12 @@ def decide(
     """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
     check_ranks(model, config.tensor_parallel)
+    if cuda and any(layer.latent for layer in model.attention):
+        raise ConfigError(
+            f"device: {model.architecture} has latent attention, for which there are no CUDA "
+            "kernels yet; use device: cpu",
+            param="device",
+        )
     max_model_len = model.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > model.max_positions:
@@ -243,6 +249,12 @@ def _kv_format(
     if cuda:
         raise ConfigError(
             f"kv_dtype: {name} is not supported on CUDA; leave it out, or use device: cpu",
+            param="kv_dtype",
+        )
+    if any(layer.latent for layer in model.attention):
+        raise ConfigError(
+            f"kv_dtype: {name} is of keys and values, and {model.architecture} keeps latents, "
+            "which are as small as that already; leave it out",
             param="kv_dtype",
         )
     if len({layer.kept for layer in model.attention}) > 1 or kv_groups(model).borrowed:

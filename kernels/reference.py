@@ -24,6 +24,7 @@ from torch.nn.functional import (
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
+from kernels.attention.latent import attend_latent_chunk, attend_latent_decodes
 from kernels.attention.reference import (
     Scores,
     attend_chunk,
@@ -259,6 +260,61 @@ class Kernels:
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, how, chunk)
         return out.view(num_tokens, num_heads * head_dim)
+
+    def latent_write(
+        self,
+        q: Tensor,  # [num_tokens, heads, nope + rope]
+        latents: Tensor,  # [num_tokens, rank + rope]
+        norm: Tensor,  # [rank]
+        eps: float,
+        cos_sin: Tensor,  # [max_positions, rope] float32: cosines, then sines
+        cache: Tensor,  # [num_blocks, 1, block_size, rank + rope], written at meta.slots
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """The first `rank` elements of a latent are normed, the `rope` behind them are a key that
+        all heads share; it and the last `rope` elements of queries turn. Latents go to the cache.
+
+        q and latents may have rows of any stride. Returns q, contiguous.
+        """
+        rank = norm.shape[0]
+        plan = plan_of(meta, cache)
+        rotation = plan.rotations.get(cos_sin.data_ptr())
+        if rotation is None:
+            rotation = _rotation(cos_sin, meta.positions)
+            plan.rotations[cos_sin.data_ptr()] = rotation
+        normed = self.rms_norm(latents[:, :rank].contiguous(), norm, eps)
+        key = _rotate(latents[:, None, rank:].float(), *rotation)[:, 0]
+        new = torch.cat((normed, key.to(normed.dtype)), dim=1)
+        write_cache(cache, plan.write_rows, new if plan.written is None else new[plan.written])
+        nope = q.shape[2] - cos_sin.shape[1]
+        turned = _rotate(q[..., nope:].float(), *rotation).to(q.dtype)
+        return torch.cat((q[..., :nope], turned), dim=-1)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        up: Tensor,
+        scale: float,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Causal attention of each entry's queries over its latents, this step's included.
+
+        q: of latent_write. up [heads, nope + value, rank]: its products with a latent are a head's
+        key, before the shared one, and its value. Returns [num_tokens, heads * value]; of padding
+        tokens finite values of no meaning.
+        """
+        num_tokens, heads, head_dim = q.shape
+        value = up.shape[1] - (head_dim - (cache.shape[3] - up.shape[2]))
+        plan = plan_of(meta, cache)
+        if plan.whole is not None:
+            return attend_latent_decodes(q, cache, up, scale, plan.whole).flatten(1)
+        out = q.new_zeros(num_tokens, heads, value)
+        for part in plan.decodes:
+            out[part.tokens] = attend_latent_decodes(q[part.tokens], cache, up, scale, part)
+        for chunk in plan.chunks:
+            out[chunk.begin : chunk.end] = attend_latent_chunk(q, cache, up, scale, chunk)
+        return out.flatten(1)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -6,9 +6,20 @@ architecture a model is of.
 """
 
 from engine.architectures import encoders
-from engine.architectures.dense import cohere, gemma, gemma4, glm, gpt, llama, olmo, phi, remote
+from engine.architectures.dense import (
+    cohere,
+    gemma,
+    gemma4,
+    glm,
+    gpt,
+    latent,
+    llama,
+    olmo,
+    phi,
+    remote,
+)
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
-from engine.architectures.mixtures import dbrx, families, llama4
+from engine.architectures.mixtures import dbrx, deepseek, families, llama4
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -48,6 +59,8 @@ _MODULES = (
     families,
     llama4,
     dbrx,
+    deepseek,
+    latent,
     gemma4,
     encoders,
 )

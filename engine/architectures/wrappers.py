@@ -16,6 +16,7 @@ _OTHERS = (
     "visual.*",
     "multi_modal_projector.*",
     "mlp1.*",
+    "mm_projector.*",
     "audio_tower.*",
     "image_newline",
     "model.vision_tower.*",
@@ -42,6 +43,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
         _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)"),
+        _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
         _wrapper("InternVLForConditionalGeneration", "InternVL 3"),
@@ -58,4 +60,5 @@ TEXT_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "gemma3": "gemma3_text",
+    "kimi_k2": "deepseek_v3",
 }

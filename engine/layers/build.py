@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.architectures import CheckpointTensor
-from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
@@ -111,6 +111,13 @@ class Builder:
         if weight is None:
             return self.unit_norm(size, eps)
         return RMSNorm(self.kernels, weight, eps)
+
+    def head_products(
+        self, ours: str, out_features: int, rank: int, rows: tuple[int, int]
+    ) -> HeadProducts:
+        """rows: this rank's."""
+        parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
+        return HeadProducts(self._spec(ours, parts, False), self.method, self.activation_dtype)
 
     def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
         """An RMS norm without weights."""

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from engine.layers.bidirectional_attention import BidirectionalAttention
 from engine.layers.build import Builder
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
 from engine.model_config import LayerAttention, ModelConfig
@@ -17,11 +18,13 @@ from kernels.metadata import AttentionMeta
 from kernels.quantized_kv import Cache
 
 
-def attention_block(build: Builder, tables: Tables) -> Attention:
+def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention:
     """The plain block wherever it serves."""
     if build.config.attention[build.layer or 0].bidirectional:
         return BidirectionalAttention(build, tables)
     layer = build.config.attention[build.layer or 0]
+    if layer.latent is not None:
+        return LatentAttention(build, tables)
     if layer.keys_of is not None:
         return BorrowingAttention(build, tables)
     edits = _edits(build.config, layer)

@@ -11,17 +11,20 @@ layer cost beside its kernels.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.layers.norm import Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod, LinearSpec
+from engine.quantization.method import DenseState, LinearMethod, LinearSpec
 from engine.weights.parameter import Parameter
 from kernels.metadata import LoraLinear, LoraStep
 
 
 class Linear:
     """x [n, in] -> [n, out]. Parts of several checkpoint matrices are merged along the output."""
+
+    adaptable = True  # adapters may change it
 
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.spec = spec
@@ -97,3 +100,32 @@ class RowParallelLinear(Linear):
         if residual is None:
             return self.group.all_reduce(y)
         return self.group.add_reduced(y, residual)
+
+
+class HeadProducts(Linear):
+    """What makes keys and values of a latent, as numbers: decodes multiply queries by the one part
+    and what was attended by the other, so that no key or value is made. Adapters cannot change it,
+    as every token of a step would need its own."""
+
+    adaptable = False
+
+    def __init__(self, spec: LinearSpec, method: LinearMethod, dtype: torch.dtype) -> None:
+        """dtype: of activations, which the weight is kept in."""
+        super().__init__(spec, method)
+        self.dtype = dtype
+        self.weight: Tensor  # [out, rank], from `finish` on
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spec.out_features * self.spec.in_features * self.dtype.itemsize
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """However the method keeps the weight, its product with a one is a column of it."""
+        super().finish()
+        if isinstance(self.state, DenseState):
+            self.weight = self.state.weight.to(self.dtype)
+        else:
+            ones = torch.eye(self.spec.in_features, dtype=self.dtype, device=self.spec.device)
+            self.weight = self.method.apply(self.state, ones).t().to(self.dtype).contiguous()
+        self.state = None

@@ -80,6 +80,12 @@ class VirtualTokensReader:
                 f"{folder}: prefix tuning is not supported where layers see a part of the context",
                 code="adapter_incompatible",
             )
+        if config.kind == PREFIX and groups[0].attention.latent is not None:
+            raise AdapterError(
+                f"{folder}: prefix tuning is not supported where layers keep latents in the place "
+                "of keys and values",
+                code="adapter_incompatible",
+            )
         layers, heads = config.layers, config.heads
         if config.kind == PREFIX and (
             layers not in (0, model.num_layers) or heads not in (0, model.num_kv_heads)

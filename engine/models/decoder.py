@@ -326,6 +326,9 @@ class Decoder:
             self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def linears(self) -> Iterator[Linear]:
+        return (each for each in self._in_layers() if each.adaptable)
+
+    def _in_layers(self) -> Iterator[Linear]:
         return chain.from_iterable(layer.linears for layer in self.layers)
 
     def _stacks(self) -> list[Stack]:
@@ -340,7 +343,7 @@ class Decoder:
         entrance = [] if self.entrance is None else [*self.entrance.linears]
         entrance += [] if self.layer_inputs is None else [self.layer_inputs.project]
         ends = [each for each in (self.project_out, self.head) if each is not None]
-        return [*entrance, *self.linears(), *ends]
+        return [*entrance, *self._in_layers(), *ends]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
         """Of what the head's method makes of the embedding, beside it."""

@@ -18,7 +18,8 @@ from kernels.quantized_kv import Cache, QuantizedKV, turned
 @dataclass(slots=True)
 class KVCache:
     """One (keys, values) pair a layer, each [blocks, num_kv_heads, block_size, head_dim]; a layer
-    that reads another's has that one's. blocks: num_blocks, or `KVView.parts` times as many.
+    that reads another's has that one's, and one of latents has them twice. blocks: num_blocks, or
+    `KVView.parts` times as many.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
     several groups lie in the same memory, of which a block belongs to one group at a time. Keys and
@@ -27,7 +28,7 @@ class KVCache:
 
     groups: KVGroups
     layers: list[tuple[Cache, Cache]]
-    # All of them: [slots, 2, num_blocks, block_size * elements (or bytes) of a token]
+    # All: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
     num_blocks: int
     block_size: int
@@ -55,7 +56,7 @@ class KVCache:
         form = form if form.name else KVFormat(bits=8 * dtype.itemsize)
         dtype = torch.uint8 if form.name else dtype
         width = block_size * groups.place_bytes(form) // dtype.itemsize
-        storage = _allocate((groups.slots, 2, num_blocks, width), dtype, device)
+        storage = _allocate((groups.slots, groups.tensors, num_blocks, width), dtype, device)
         kv = cls(groups, [], storage, num_blocks, block_size, form)
         kv.layers += kv._views()
         return kv
@@ -67,7 +68,8 @@ class KVCache:
             parts = self.groups.elements // group.elements
             shape = (self.num_blocks * parts, heads, self.block_size, dim)
             for index, layer in enumerate(group.layers):
-                keys, values = self.storage[index // parts]
+                place = self.storage[index // parts]
+                keys, values = place[0], place[group.tensors - 1]
                 if self.form.name:
                     found[layer] = (
                         QuantizedKV.over(self.form, keys, *shape[1:]),

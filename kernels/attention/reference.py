@@ -114,6 +114,12 @@ class _Gather:
         self.key, self.value = (half.view(shape) for half in self.into)
         self.flat = buffer.view(-1, cache.shape[3])  # [2 * n * block_size, head_dim]
 
+    def read_keys(self, cache: Tensor) -> Tensor:
+        """Of a cache that has no values."""
+        half = self.into[0]
+        torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
+        return self.key
+
     def read(self, k_cache: Cache, v_cache: Cache) -> tuple[Tensor, Tensor]:
         for cache, half in zip((k_cache, v_cache), self.into, strict=True):
             if isinstance(cache, QuantizedKV):
@@ -125,7 +131,7 @@ class _Gather:
 
 
 @dataclass(slots=True)
-class _DecodeBatch:
+class DecodeBatch:
     """Entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
@@ -152,8 +158,8 @@ class PrefillChunk:
 class ReferencePlan:
     write_rows: Tensor  # [num_written * num_kv_heads] int64: rows of a cache seen as [-1, head_dim]
     written: Tensor | None  # tokens that have a slot; None = all
-    whole: _DecodeBatch | None = None  # the step is one batch of decodes in order
-    decodes: list[_DecodeBatch] = field(default_factory=list)
+    whole: DecodeBatch | None = None  # the step is one batch of decodes in order
+    decodes: list[DecodeBatch] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     # By the address of the table: (cos, sin), each [num_tokens, 1, rotary_dim] float32, as _rotate
     # takes them.
@@ -200,7 +206,7 @@ def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 
 def _plan_decodes(
     meta: AttentionMeta, cache: Cache, entries: list[int], seen: list[int]
-) -> _DecodeBatch:
+) -> DecodeBatch:
     """seen: of each entry, its keys from the first block on that its query sees."""
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
@@ -221,7 +227,7 @@ def _plan_decodes(
     mask.masked_fill_(outside, float("-inf"))
     gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
     ahead = position - (kv_len - 1)
-    return _DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
+    return DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
 
 
 def plan_chunks(meta: AttentionMeta, cache: Cache) -> list[PrefillChunk]:
@@ -280,7 +286,7 @@ def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def attend_decodes(
-    q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: _DecodeBatch
+    q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, part: DecodeBatch
 ) -> Tensor:
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     key, value = part.gather.read(k_cache, v_cache)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
+from kernels.experts.routing import Routing
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.quantized_kv import Cache
 
@@ -74,6 +75,16 @@ class Deterministic(PlannedByFirstLayer):
 
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         return _by_row(super().xielu, x, parameters)
+
+    def route(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = [
+            super(Deterministic, self).route(row.clone(), routing, correction)
+            for row in logits.split(1)
+        ]
+        weights, ids = zip(*rows, strict=True)
+        return torch.cat(weights), torch.cat(ids)
 
     def experts(
         self,
@@ -154,6 +165,31 @@ class Deterministic(PlannedByFirstLayer):
             for row, part in zip(q.split(1), plan.apart, strict=True)
         ]  # fmt: skip
         return torch.cat(rows)
+
+    def latent_write(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        cache: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        if meta.plan is None:
+            meta.plan = _DeterministicPlan(meta)
+        write = super().latent_write
+        rows = zip(q.split(1), latents.split(1), meta.plan.apart, strict=True)
+        return torch.cat(
+            [write(row, latent, norm, eps, cos_sin, cache, part) for row, latent, part in rows]
+        )
+
+    def latent_attention(
+        self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        attend = super().latent_attention
+        rows = zip(q.split(1), meta.plan.apart, strict=True)
+        return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:

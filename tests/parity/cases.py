@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -55,6 +56,7 @@ class Case:
     attention: transformers' way to compute it.
     calm: factor of the weights of queries' norms, where nothing else divides the scores; sharp ones
         make much of the last bit.
+    network: transformers' class, where it knows no other way from a text model's configuration.
     """
 
     model_type: str
@@ -65,6 +67,7 @@ class Case:
     logits: Logits = plainly
     attention: str = "eager"
     calm: float = 1.0
+    network: str = ""
 
 
 def save(case: Case, folder: Path) -> PreTrainedModel:
@@ -72,9 +75,11 @@ def save(case: Case, folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key not in case.drop}
     config = AutoConfig.for_model(case.model_type, **{**sizes, **case.changes})
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=case.attention
-    )
+    options = {"dtype": torch.float32, "attn_implementation": case.attention}
+    if case.network:
+        model = getattr(transformers, case.network)._from_config(config, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **options)
     randomise(model, case.calm)
     model.eval().save_pretrained(folder)
     if case.rewrite is not None or case.architecture:
@@ -593,6 +598,57 @@ EXPERTS: dict[str, Case] = {
     "ernie 4.5 moe": Case(
         "ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
     ),
+}
+_MLA: dict[str, Any] = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+}
+_MLA_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+_MLA_YARN.pop("llama_4_scaling_beta")
+_DENSE_MLA = {
+    key: value for key, value in _MLA.items() if key not in {*_ROUTED, "first_k_dense_replace"}
+}
+# Latent attention; three layers, of which the first is dense where others are mixtures.
+LATENT: dict[str, Case] = {
+    "deepseek v2 lite": Case(
+        "deepseek_v2",
+        {**_MLA, "q_lora_rank": None, "v_head_dim": 24, "rope_parameters": _MLA_YARN},
+    ),
+    "deepseek v2": Case(
+        "deepseek_v2",
+        {
+            **_MLA,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    "deepseek v3": Case(
+        "deepseek_v3", {**_MLA, "n_group": 3, "topk_group": 2, "rope_parameters": _MLA_YARN}
+    ),
+    "kimi k2.5": Case(
+        "deepseek_v3",
+        {**_MLA, "n_group": 1, "topk_group": 1},
+        architecture="KimiK25ForConditionalGeneration",
+        rewrite=wrapped("language_model."),
+    ),
+    "glm 4.7 flash": Case("glm4_moe_lite", _MLA),
+    "mistral 4": Case(
+        "mistral4",
+        {**_MLA, "rope_parameters": _YARN},
+        network="Mistral4ForCausalLM",
+        architecture="Mistral3ForConditionalGeneration",
+        rewrite=wrapped("language_model."),
+    ),
+    "minicpm 3": Case("minicpm3", {**_DENSE_MLA, "scale_emb": 3.0, "dim_model_base": 16}),
+    "youtu": Case("youtu", _DENSE_MLA),
 }
 _SLOPES = [2 ** (-8 * (h + 1) / 32) for h in range(32)] + [
     2 ** (-8 * (h + 0.5) / 32) for h in range(8)

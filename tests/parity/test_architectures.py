@@ -13,10 +13,10 @@ from engine.kv_groups import kv_groups
 from engine.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
 from tests.engine.checkpoints import Paged, adapter_on, load_model
-from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, Case, relative, save
+from tests.parity.cases import ALIBI, CASES, EXPERTS, LATENT, WINDOWS, Case, relative, save
 
 BOUND = 1e-5
-ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
+ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.sampling_params import SamplingParams
-from tests.parity.cases import EXPERTS, save
+from tests.parity.cases import EXPERTS, LATENT, save
 from tests.parity.engine_driver import engine, run
 
 pytestmark = pytest.mark.slow
@@ -17,11 +17,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 # Blocks: fewer than all requests want at once.
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("qwen 2 moe", 24), ("gpt-oss", 38), ("gemma 4 e2b", 38)],
+    [("qwen 2 moe", 24), ("gpt-oss", 38), ("gemma 4 e2b", 38), ("deepseek v3", 24)],
 )
 def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path: Path) -> None:
     """A token that gets another's experts where steps are cut otherwise."""
-    theirs = save(EXPERTS[name], tmp_path)
+    theirs = save({**EXPERTS, **LATENT}[name], tmp_path)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 20, 33, 18)]
     want = []

@@ -1,14 +1,14 @@
 """Models whose code is only in their repositories, which we do not run: names and layouts as their
 files have them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.architectures.dense.alibi import slopes
 from engine.architectures.dense.llama import LAYER, LLAMA
 from engine.architectures.layout import grouped
-from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ def _baichuan_record(name: str, models: str) -> Architecture:
         attention=_baichuan,
     )
 
+
+MINICPM: Mapping[str, Read] = {
+    "embedding_scale": lambda config: config.number("scale_emb", 1.0),
+    "residual_scale": lambda config: (
+        config.number("scale_depth", 1.0) / config.size("num_hidden_layers") ** 0.5
+    ),
+    "logit_scale": lambda config: config.number("dim_model_base", 1.0) / config.size("hidden_size"),
+}
 
 ARCHITECTURES = (
     Architecture(
@@ -106,15 +114,7 @@ ARCHITECTURES = (
         LLAMA,
         models="MiniCPM 1 and 2",
         model_type="minicpm",
-        switches={
-            "embedding_scale": lambda config: config.number("scale_emb", 1.0),
-            "residual_scale": lambda config: (
-                config.number("scale_depth", 1.0) / config.size("num_hidden_layers") ** 0.5
-            ),
-            "logit_scale": lambda config: (
-                config.number("dim_model_base", 1.0) / config.size("hidden_size")
-            ),
-        },
+        switches=MINICPM,
         defaults={"tie_word_embeddings": True},
         only={"num_experts": (0, None)},
     ),

@@ -59,7 +59,7 @@ _MIXTRAL: Mapping[str, CheckpointTensor] = {
     **without(LLAMA, "gate_up", "down"),
     **experts_at("block_sparse_moe.gate", *_W),
 }
-_DEEPSEEK: Mapping[str, CheckpointTensor] = {
+DEEPSEEK: Mapping[str, CheckpointTensor] = {
     **_QWEN,
     **QK_NORM,
     **_shared("shared_experts"),
@@ -92,7 +92,7 @@ def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
     return replace(found, shared_size=shared, shared_gate=True)
 
 
-def _deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
+def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
     """Sigmoids and a correction, behind some dense layers; beside it an MLP of some experts'
     size."""
     dense = config.get("first_k_dense_replace", 0)
@@ -208,9 +208,9 @@ def _qk_norm(config: Reader) -> str:
 
 
 _LOCAL = {"num_experts": "num_local_experts"}
-_ROUTED = {"num_experts": "n_routed_experts"}
+ROUTED = {"num_experts": "n_routed_experts"}
 _ONE_STREAM = {"use_sliding_window": (False,)}
-_MTP = ("*.rotary_emb.inv_freq", "model.layers.{layers}.*")
+MTP = ("*.rotary_emb.inv_freq", "model.layers.{layers}.*")
 
 ARCHITECTURES = (
     Architecture(
@@ -271,34 +271,34 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Glm4MoeForCausalLM",
-        _DEEPSEEK,
+        DEEPSEEK,
         models="GLM-4.5, 4.6 and 4.7",
         model_type="glm4_moe",
         switches={"qk_norm": _qk_norm, "out_bias": always(False)},
-        keys=_ROUTED,
+        keys=ROUTED,
         defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-        ignored=_MTP,
-        experts=_deepseek,
+        ignored=MTP,
+        experts=deepseek,
     ),
     Architecture(
         "SolarOpenForCausalLM",
-        without(_DEEPSEEK, "q_norm", "k_norm", "gate_up", "down"),
+        without(DEEPSEEK, "q_norm", "k_norm", "gate_up", "down"),
         models="Solar Open",
         model_type="solar_open",
-        keys=_ROUTED,
+        keys=ROUTED,
         defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "intermediate_size": 1},
-        experts=_deepseek,
+        experts=deepseek,
     ),
     Architecture(
         "Dots1ForCausalLM",
-        _DEEPSEEK,
+        DEEPSEEK,
         models="dots.llm1",
         model_type="dots1",
         switches={"qk_norm": always("head")},
-        keys=_ROUTED,
+        keys=ROUTED,
         defaults={"norm_topk_prob": False},
         attention=_dots,
-        experts=_deepseek,
+        experts=deepseek,
     ),
     Architecture(
         "MiniMaxM2ForCausalLM",
@@ -327,7 +327,7 @@ ARCHITECTURES = (
         model_type="hy_v3",
         switches={"qk_norm": always("head")},
         defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
-        ignored=_MTP,
+        ignored=MTP,
         experts=_hy3,
     ),
     Architecture(

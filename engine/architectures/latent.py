@@ -1,0 +1,125 @@
+"""Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): what a record says of it, and the ordinary
+names, layouts and ways to read it. No torch here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import alike
+from engine.architectures.record import CheckpointTensor, Read, Rows
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.model_config import LayerAttention, ModelConfig
+
+NORM_EPS = 1e-6  # of the latents' norms, whatever the file says of others
+_ATTENTION = "model.layers.{i}.self_attn."
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Keys and values of all heads are products of one latent a token, which is what the cache has.
+
+    rank: elements of the latent. rope: of the key that all heads share and that turns, which the
+        cache has behind the latent. nope: of a head's query and key, before the `rope` elements
+        that turn. value: of a head's value.
+    query_rank: of the latent that queries are products of; 0 = they are of the hidden state.
+    neighbours: the checkpoint has what turns with each other side by side.
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int = 0
+    neighbours: bool = True
+
+
+# For `Architecture.made`: what is cached is one key head, of latent and shared key.
+ONE_KEY_HEAD: Mapping[str, Read] = {
+    "num_key_value_heads": lambda config: 1,
+    "head_dim": lambda config: config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),
+    "rotary_dim": lambda config: config.size("qk_rope_head_dim"),
+}
+
+
+def latent_attention(
+    config: Reader, plain: "LayerAttention", layers: int
+) -> Sequence["LayerAttention"]:
+    """All layers. Yarn's mscale_all_dim is a factor of the scores, twice."""
+    heads = config.size("num_attention_heads")
+    latent = Latent(
+        config.size("kv_lora_rank"),
+        config.size("qk_rope_head_dim"),
+        config.size("qk_nope_head_dim"),
+        config.size("v_head_dim", config.size("hidden_size") // heads),
+        config.size_or_none("q_lora_rank") or 0,
+        config.flag("rope_interleave", True),
+    )
+    scale = (latent.nope + latent.rope) ** -0.5 * _mscale(config) ** 2
+    return alike(config, replace(plain, latent=latent, scale=scale), layers)
+
+
+def _mscale(config: Reader) -> float:
+    rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        return 1.0
+    factor, all_dim = rope.number("factor", 1.0), rope.number("mscale_all_dim", 0.0)
+    return 0.1 * all_dim * math.log(factor) + 1.0 if all_dim and factor > 1 else 1.0
+
+
+def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]":
+    """Rows of heads of `before` elements and `rope` that turn, these in our order."""
+    import numpy as np
+
+    rows = np.arange(heads * (before + latent.rope)).reshape(heads, -1)
+    if latent.neighbours:
+        turned = rows[:, before:].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
+        rows = np.concatenate((rows[:, :before], turned), axis=1)
+    return rows.ravel()
+
+
+def _of(model: "ModelConfig") -> Latent:
+    latent = model.attention[0].latent
+    assert latent is not None
+    return latent
+
+
+def _queries(model: "ModelConfig") -> "NDArray[np.int64]":
+    return _last_halves(_of(model), _of(model).nope, model.num_heads)
+
+
+def _behind(queries: Rows) -> Rows:
+    """The rows of latent and shared key, behind those of queries."""
+
+    def rows(model: "ModelConfig") -> "NDArray[np.int64]":
+        import numpy as np
+
+        before = queries(model)
+        return np.concatenate((before, len(before) + _last_halves(_of(model), _of(model).rank, 1)))
+
+    return rows
+
+
+def _query_latents(model: "ModelConfig") -> "NDArray[np.int64]":
+    import numpy as np
+
+    return np.arange(_of(model).query_rank)
+
+
+_KV_A = f"{_ATTENTION}kv_a_proj_with_mqa"
+# A model has qkv, or where queries have a latent of their own qkv_a, query_norm and q_b.
+LATENT: Mapping[str, CheckpointTensor] = {
+    "qkv": CheckpointTensor((f"{_ATTENTION}q_proj", _KV_A), _behind(_queries)),
+    "qkv_a": CheckpointTensor((f"{_ATTENTION}q_a_proj", _KV_A), _behind(_query_latents)),
+    "query_norm": CheckpointTensor((f"{_ATTENTION}q_a_layernorm",)),
+    "q_b": CheckpointTensor((f"{_ATTENTION}q_b_proj",), _queries),
+    "latent_norm": CheckpointTensor((f"{_ATTENTION}kv_a_layernorm",)),
+    "kv_b": CheckpointTensor((f"{_ATTENTION}kv_b_proj",)),
+}
+# Biases of some of the matrices that are one product here; no model has them.
+UNBIASED = {"attention_bias": (False,)}

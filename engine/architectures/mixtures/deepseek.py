@@ -1,0 +1,133 @@
+"""DeepSeek V2 and V3, and what was made like them: latent attention, mixtures of experts behind
+some dense layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.dense.llama import LAYER, without
+from engine.architectures.experts import Experts
+from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_attention
+from engine.architectures.mixtures.families import DEEPSEEK, MTP, ROUTED, deepseek
+from engine.architectures.record import Architecture, CheckpointTensor
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import LayerAttention, ModelConfig
+
+_TENSORS = {**without(DEEPSEEK, "q_norm", "k_norm"), **LATENT}
+_UNCORRECTED = without(_TENSORS, "router_correction")
+_GROUPED = "group_limited_greedy"
+
+
+def _v2(config: Reader, model: "ModelConfig") -> Experts | None:
+    """Softmax; of groups, which count as their best expert, where topk_method says so."""
+    found = _softmax(config, model)
+    if found is None:
+        return None
+    routing = replace(found.routing, renormalise=False, group_best=1)
+    if config.get("topk_method", "greedy") != _GROUPED:
+        routing = replace(routing, groups=1, top_groups=1)
+    return replace(found, routing=routing)
+
+
+def _softmax(config: Reader, model: "ModelConfig") -> Experts | None:
+    found = deepseek(config, model)
+    return found and replace(found, routing=replace(found.routing, score="softmax"))
+
+
+def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return deepseek(config, model)
+    found = deepseek(config, model)
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+    return found and (replace(found, layers=layers) if layers else None)
+
+
+def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Queries grow with their position, as Llama 4's."""
+    rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
+    if rope.get("llama_4_scaling_beta") is not None:
+        trained = rope.size(
+            "original_max_position_embeddings", config.size("max_position_embeddings")
+        )
+        plain = replace(plain, temperature=(rope.number("llama_4_scaling_beta"), trained, 0))
+    return latent_attention(config, plain, layers)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "DeepseekV2ForCausalLM",
+        _UNCORRECTED,
+        models="DeepSeek V2, V2.5, V2-Lite, Coder-V2",
+        model_type="deepseek_v2",
+        keys=ROUTED,
+        defaults={"n_shared_experts": 2, "topk_group": 1, "n_group": 1},
+        made=ONE_KEY_HEAD,
+        only={
+            **UNBIASED,
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", _GROUPED),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
+        attention=latent_attention,
+        experts=_v2,
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        _TENSORS,
+        models="DeepSeek V3, V3.1 and R1, Kimi-K2, Moonlight",
+        model_type="deepseek_v3",
+        keys=ROUTED,
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        made=ONE_KEY_HEAD,
+        only={
+            **UNBIASED,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        ignored=MTP,
+        attention=latent_attention,
+        experts=deepseek,
+    ),
+    Architecture(
+        "Glm4MoeLiteForCausalLM",
+        _TENSORS,
+        models="GLM-4.7-Flash",
+        model_type="glm4_moe_lite",
+        keys=ROUTED,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+        made=ONE_KEY_HEAD,
+        only={**UNBIASED, "topk_method": ("noaux_tc",)},
+        ignored=MTP,
+        attention=latent_attention,
+        experts=_glm_lite,
+    ),
+    Architecture(
+        "Mistral4ForCausalLM",
+        {
+            **_UNCORRECTED,
+            "experts_gate_up": CheckpointTensor((f"{LAYER}mlp.experts.gate_up_proj",)),
+            "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",)),
+        },
+        models="Mistral 4",
+        model_type="mistral4",
+        keys=ROUTED,
+        made=ONE_KEY_HEAD,
+        only={**UNBIASED, "n_group": (1, None)},
+        attention=_mistral4,
+        experts=_softmax,
+    ),
+)

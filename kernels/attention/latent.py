@@ -1,0 +1,69 @@
+"""Attention over latents in plain torch, as `kernels.reference.Kernels.latent_attention` says it:
+the oracle of every back end.
+
+Decodes are absorbed: a query is multiplied by what would make keys of latents, and attends to these
+as to one key head's; what it finds is multiplied by what makes values. That reads a latent once for
+all heads. Many queries of one entry share keys and values that are made for them, which are shorter
+than latents: prefill is not absorbed.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kernels.attention.reference import DecodeBatch, PrefillChunk
+
+_KEYS_BYTES = 64 << 20  # of keys and values that are made at once
+
+
+def attend_latent_decodes(
+    q: Tensor, cache: Tensor, up: Tensor, scale: float, part: DecodeBatch
+) -> Tensor:
+    """q [n, heads, nope + rope] of the part's entries -> [n, heads, value]."""
+    latents = part.gather.read_keys(cache)
+    part.gather.flat.index_fill_(0, part.unused, 0.0)
+    latents = latents[:, 0].to(q.dtype)  # [n, keys, rank + rope]
+    rank = up.shape[2]
+    nope = q.shape[2] - (latents.shape[2] - rank)
+    absorbed = torch.einsum("nhd,hdr->nhr", q[..., :nope], up[:, :nope])
+    score = torch.cat((absorbed, q[..., nope:]), -1) @ latents.transpose(1, 2)
+    weight = (score.float() * scale + part.mask[:, 0].float()).softmax(-1).to(q.dtype)
+    found = weight @ latents[..., :rank]
+    return torch.einsum("nhr,hvr->nhv", found, up[:, nope:])
+
+
+def attend_latent_chunk(
+    q: Tensor, cache: Tensor, up: Tensor, scale: float, chunk: PrefillChunk
+) -> Tensor:
+    """q [num_tokens, heads, nope + rope] -> the chunk's rows of the result, [length, heads,
+    value]."""
+    latents = chunk.gather.read_keys(cache)[0, 0, : chunk.num_keys].to(q.dtype)
+    heads, both, rank = up.shape
+    rope = latents.shape[1] - rank
+    nope = q.shape[2] - rope
+    value = both - nope
+    # All of one width: SDPA keeps every score in memory where values have another than keys.
+    width = max(nope + rope, value)
+    queries = _widened(q[chunk.begin : chunk.end].transpose(0, 1), width)
+    shared = latents[:, rank:].expand(1, -1, -1)
+    mask = None if chunk.mask is None else chunk.mask.to(q.dtype)
+    causal = mask is None and chunk.end - chunk.begin > 1
+    found = []
+    count = max(1, _KEYS_BYTES // (len(latents) * (both + 2 * width) * q.element_size()))
+    for some in range(0, heads, count):
+        made = latents[:, :rank] @ up[some : some + count].transpose(1, 2)
+        key = torch.cat((made[..., :nope], shared.expand(len(made), -1, -1)), -1)
+        attended = scaled_dot_product_attention(
+            queries[None, some : some + count],
+            _widened(key, width)[None],
+            _widened(made[..., nope:], width)[None],
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+        )
+        found.append(attended[0, ..., :value])
+    return torch.cat(found).transpose(0, 1)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))

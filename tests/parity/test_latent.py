@@ -1,0 +1,137 @@
+"""Latent attention beside what test_architectures.py compares: deterministic mode, weights in fewer
+bits, ranks, memory, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from deployments.plan.memory import GIB, Hardware, plan
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_groups import Full, kv_groups
+from engine.layers.linear import HeadProducts
+from engine.model_config import ModelConfig
+from engine.models.registry import build_model
+from engine.resolve import decide
+from engine.sampling_params import SamplingParams
+from engine.weights import load_weights
+from kernels.dispatch import kernels_for
+from kernels.kv_format import KVFormat
+from tests.engine.checkpoints import load_model
+from tests.engine.test_ranks import start, two_cores
+from tests.parity.cases import LATENT, save
+from tests.parity.engine_driver import run
+from tests.parity.test_deterministic import all_cuts
+
+__all__ = ["two_cores"]  # a fixture
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latent")
+    case = LATENT["deepseek v3"]
+    save(replace(case, changes={**case.changes, "max_position_embeddings": 256}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = (1, 15, 16, 17, 40, 33, 48, 41)
+    found = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+    found[5][:32] = found[6][:32] = found[7][:32]  # something for the prefix cache
+    return found
+
+
+@pytest.mark.slow
+def test_deterministic(folder: Path, prompts: list[list[int]]) -> None:
+    """A chunk that is not absorbed, where its tokens alone would be."""
+    longer = [prompts[4] + prompts[6] + prompts[5], prompts[4] * 3, prompts[7] * 2, prompts[6] * 2]
+    sizes: dict[str, Any] = {"max_model_len": 256}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+    assert all_cuts(folder, prompts + longer, params, dtype="float32", deterministic=True, **sizes)
+
+
+def test_one_latent_a_token(folder: Path) -> None:
+    """Memory for values that no layer keeps; or a plan that counts a head's keys."""
+    model = ModelConfig.from_folder(folder)
+    groups = kv_groups(model)
+    assert groups.kinds == (Full(),)
+    assert model.kv_bytes_per_token(4) == 3 * (16 + 8) * 4
+    assert groups.bytes_per_block(16, KVFormat(bits=32)) == 16 * 3 * (16 + 8) * 4
+    planned = plan(model, EngineConfig(model="", dtype="float32"), Hardware("CPU", "cpu", 8 * GIB))
+    assert [taken for _, _, taken in planned.kv_per_token] == [3 * (16 + 8) * 4]
+
+
+def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
+    """A packed weight whose numbers come out in another order, or for another rank."""
+    config = ModelConfig.from_folder(folder)
+    exact = load_model(folder)
+    made = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"), quantization="int8")
+    load_weights(made, folder)
+    pairs = zip(exact.layers, made.layers, strict=True)  # type: ignore[attr-defined]
+    for one, other in pairs:
+        ours, theirs = one.attention.block.up, other.attention.block.up
+        assert isinstance(ours, HeadProducts) and theirs.weight.dtype == torch.float32
+        assert (ours.weight - theirs.weight).abs().max() < 0.02 * ours.weight.abs().max()
+        assert theirs.num_bytes == theirs.weight.nbytes
+
+
+def test_two_ranks(folder: Path, prompts: list[list[int]], two_cores: None) -> None:
+    """Heads that are divided over a latent that is not."""
+    values: dict[str, Any] = {
+        "num_blocks": 400,
+        "block_size": 4,
+        "num_threads": 1,
+        "max_model_len": 64,
+    }
+    texts = []
+    for count in (1, 2):
+        config = EngineConfig(
+            model=str(folder), device="cpu", dtype="float32", tensor_parallel=count, **values
+        )
+        core, ranks = start(config)
+        texts.append([each.token_ids for each in run(core, prompts, GREEDY)])
+        if ranks is not None:
+            ranks.close()
+    assert texts[0] == texts[1]
+
+
+def changed(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention_bias", True), ("scoring_func", "softmax"), ("topk_method", "greedy")],
+)
+def test_refused_keys(folder: Path, tmp_path: Path, key: str, value: Any) -> None:
+    """A model that loads and answers wrongly."""
+    with pytest.raises(ConfigError, match=key):
+        ModelConfig.from_folder(changed(folder, tmp_path, **{key: value}))
+
+
+def test_refused_settings(folder: Path) -> None:
+    """A start that fails far behind the setting that is at fault."""
+    model, config = ModelConfig.from_folder(folder), EngineConfig(model=str(folder))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"kv_dtype: int8 .* latents"):
+        decide(msgspec.structs.replace(config, kv_dtype="int8"), model, cpu)
+    with pytest.raises(ConfigError, match=r"device: .* latent attention"):
+        decide(config, model, gpu)
+
+
+def test_no_adapter_between_latents_and_heads(folder: Path) -> None:
+    """An adapter on kv_b_proj that is taken and never applied."""
+    names = {part.name for linear in load_model(folder).linears() for part in linear.spec.parts}
+    assert "model.layers.0.self_attn.q_b_proj" in names
+    assert not any(name.endswith("kv_b_proj") for name in names)
