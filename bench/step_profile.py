@@ -37,7 +37,7 @@ COPY = "Memcpy"
 KINDS = (
     ("decode attention", re.compile(r"_decode_kernel|_merge_kernel|_plan_kernel")),
     ("prefill attention", re.compile(r"_prefill_kernel|flash|fmha")),
-    ("rope and KV write", re.compile(r"_rope_kv_write")),
+    ("rope and KV write", re.compile(r"_rope_kv_write|_latent_write")),
     ("norm", re.compile(r"_rms_norm")),
     ("gate", re.compile(r"_gated_kernel")),
     ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),

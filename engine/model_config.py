@@ -117,6 +117,11 @@ class LayerAttention:
         return 1 if self.latent is not None else 2
 
     @property
+    def rank(self) -> int:
+        """Of the latents that the cache has; 0 = it has keys and values."""
+        return 0 if self.latent is None else self.latent.rank
+
+    @property
     def kept(self) -> tuple[int, int]:
         """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
         sees both ways; the cache's blocks count its tokens all the same."""

@@ -78,11 +78,11 @@ def decide(
     """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
     check_ranks(model, config.tensor_parallel)
-    if cuda and any(layer.latent for layer in model.attention):
+    if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
-            f"device: {model.architecture} has latent attention, for which there are no CUDA "
-            "kernels yet; use device: cpu",
-            param="device",
+            f"deterministic: {model.architecture} has latent attention, whose CUDA kernels split "
+            "keys by what else runs; leave it out, or use device: cpu",
+            param="deterministic",
         )
     max_model_len = model.max_positions
     if config.max_model_len is not None:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kernels import activation, kv_write, lora, norm
 from kernels.attention.decode import attention_decode, plan
+from kernels.attention.latent_decode import latent_decode, plan_latent
+from kernels.attention.latent_prefill import latent_prefill
+from kernels.attention.latent_write import latent_write
 from kernels.attention.prefill import attention_prefill
 from kernels.experts import few, topk
 from kernels.experts.few_route import few_route, few_route_fits
@@ -133,12 +136,17 @@ class Cuda(Kernels):
                 return cublaslt.linear_add_(x, dense, residual)
         return y if gate is None else self.GATES[gate](y)
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
         """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
         _count(meta)
         if meta.num_decodes:
             assert meta.counts is not None
             kv_len = meta.kv_len[: meta.num_decodes]
+            if rank:
+                meta.plan = plan_latent(
+                    kv_len, num_heads, rank, k_cache, meta.max_kv_len, meta.counts[:1]
+                )
+                return
             meta.plan = plan(
                 kv_len, num_heads, k_cache, meta.max_kv_len, meta.counts[:1],
                 meta.window, meta.chunk,
@@ -185,6 +193,36 @@ class Cuda(Kernels):
         if num_tokens > meta.num_decodes:
             attention_prefill(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
         return out
+
+    def latent_write(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        cache: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        return latent_write(q, latents, norm, eps, cos_sin, cache, meta)
+
+    def latent_attention(
+        self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        """Absorbed, chunks too: neither makes keys or values, whose number the host knows not."""
+        num_tokens, heads, head_dim = q.shape
+        rank = up.shape[2]
+        nope = head_dim - (cache.shape[3] - rank)
+        if meta.counts is None:
+            self.prepare(meta, heads, cache, rank)
+        absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope])
+        found = q.new_empty(num_tokens, heads, rank)
+        if meta.num_decodes:
+            latent_decode(absorbed, q, cache, found, meta.block_table, scale, meta.plan)
+        if num_tokens > meta.num_decodes:
+            latent_prefill(absorbed, q, cache, found, scale, meta)
+        values = torch.bmm(found.transpose(0, 1), up[:, nope:].transpose(1, 2))
+        return values.transpose(0, 1).flatten(1)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -68,7 +68,7 @@ class CudaDeterministic(Cuda):
     ) -> Tensor:
         return grouped(x, weights, ids, stack, residual, FIXED)
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
         _count(meta)
 
     def attention(

@@ -106,8 +106,9 @@ class Paged:
             metas.append(meta.elsewhere(slots, meta.block_table * count + number))
         metas = in_views(groups, metas, size)
         for view, each in zip(groups.views, metas, strict=True):
-            heads = groups.groups[view.group].attention.num_heads
-            self.kernels.prepare(each, heads, self.kv.layers[view.layers[0]][0])
+            attention = groups.groups[view.group].attention
+            cache = self.kv.layers[view.layers[0]][0]
+            self.kernels.prepare(each, attention.num_heads, cache, attention.rank)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -18,7 +18,7 @@ from engine.layers.build import Builder
 from engine.layers.edited_attention import attention_block
 from engine.layers.experts import Stack, experts_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
-from engine.layers.linear import Linear, RowParallelLinear
+from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables
@@ -402,6 +402,8 @@ class Decoder:
             for each in layer.sublayers:
                 onto_residual = each.after is None and self.build.group.size == 1
                 for linear in each.block.linears:
+                    if isinstance(linear, HeadProducts):
+                        continue
                     spec = linear.spec
                     added = onto_residual and isinstance(linear, RowParallelLinear)
                     key = (spec.out_features, spec.in_features, added)

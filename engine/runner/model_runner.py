@@ -341,7 +341,8 @@ class ModelRunner:
         for view, meta in zip(groups.views, views, strict=True):
             attention = groups.groups[view.group].attention
             if not attention.bidirectional:
-                self.kernels.prepare(meta, attention.num_heads, layers[view.layers[0]][0])
+                cache = layers[view.layers[0]][0]
+                self.kernels.prepare(meta, attention.num_heads, cache, attention.rank)
         return self.model.forward(token_ids, views, layers)
 
     def _replayed(self, step: DeviceStep) -> Tensor | None:

@@ -34,7 +34,7 @@ WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
 TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
 
 
-class _DecodeLaunch(NamedTuple):
+class DecodeLaunch(NamedTuple):
     keys: int  # a tile
     num_warps: int
     num_stages: int
@@ -42,7 +42,7 @@ class _DecodeLaunch(NamedTuple):
     merge: int = 4096  # elements of the tile that merges splits
 
 
-def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> _DecodeLaunch:
+def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> DecodeLaunch:
     """Decision rule from measurements with mixed lengths; pairs = entries * kv heads, dims = the
     padded head size.
 
@@ -50,16 +50,16 @@ def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> _Decod
     With a few, small programs share out what the mixture leaves; from two on, whole entries do.
     """
     if dims > 256:  # tiles of more keys do not fit
-        return _DecodeLaunch(16, 4, 2, 1)
+        return DecodeLaunch(16, 4, 2, 1)
     if dims > 128 or element_size > 2:
-        return _DecodeLaunch(32, 4, 2, 2)
+        return DecodeLaunch(32, 4, 2, 2)
     if sms < 2 * pairs <= 2 * sms:
-        return _DecodeLaunch(128, 4, 3, 1)
+        return DecodeLaunch(128, 4, 3, 1)
     if sms < pairs <= 2 * sms:
-        return _DecodeLaunch(32, 2, 3, 4)
+        return DecodeLaunch(32, 2, 3, 4)
     if pairs <= 12 * sms:
-        return _DecodeLaunch(64, 4, 4, 2)
-    return _DecodeLaunch(32, 4, 3, 4)
+        return DecodeLaunch(64, 4, 4, 2)
+    return DecodeLaunch(32, 4, 3, 4)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class DecodePlan:
     # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
     # grid.
     last_merges: bool
-    shape: _DecodeLaunch
+    shape: DecodeLaunch
 
 
 @triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
@@ -234,7 +234,7 @@ def _merge_kernel(
 
 
 @triton.jit
-def _item(items, item, exists):
+def item_of(items, item, exists):
     """Entry, first key and end key of a split."""
     entry = tl.load(items + item * 8, mask=exists, other=0).to(tl.int64)
     begin = tl.load(items + item * 8 + 1, mask=exists, other=0)
@@ -288,7 +288,7 @@ def _decode_kernel(
     programs = tl.num_programs(0)
     pairs = tl.load(counted) * NUM_KV_HEADS
     work = tl.program_id(0)
-    entry, begin, end = _item(items, work // NUM_KV_HEADS, work < pairs)
+    entry, begin, end = item_of(items, work // NUM_KV_HEADS, work < pairs)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -318,7 +318,7 @@ def _decode_kernel(
         next_work = pairs
         if programs < pairs:
             next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
-        next_item = _item(items, next_work // NUM_KV_HEADS, next_work < pairs)
+        next_item = item_of(items, next_work // NUM_KV_HEADS, next_work < pairs)
         for start in range(begin, end, KEYS):
             position = start + keys
             seen = position < end
@@ -379,14 +379,31 @@ def plan(
     chunk: int = 0,
 ) -> DecodePlan:
     """Cut the keys of a step's decodes, those that window and chunk let their queries see."""
-    num_entries = kv_len.shape[0]
-    device = kv_len.device
-    sms = num_sms(device)
+    sms = num_sms(kv_len.device)
     _, num_kv_heads, _, head_dim = k_cache.shape
-    pairs = num_entries * num_kv_heads
+    pairs = kv_len.shape[0] * num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
-    fill = max(1, sms * shape.per_sm // num_kv_heads)
+    sizes = (num_heads, num_kv_heads, head_dim)
+    return cut(kv_len, sizes, shape, 2 * pairs > sms, max_kv_len, decodes, window, chunk)
+
+
+def cut(
+    kv_len: Tensor,
+    sizes: tuple[int, int, int],
+    shape: DecodeLaunch,
+    last_merges: bool,
+    max_kv_len: int,
+    decodes: Tensor,
+    window: int = 0,
+    chunk: int = 0,
+) -> DecodePlan:
+    """The same for another kernel. sizes: query heads, parts of them that walk an entry's keys on
+    their own, elements of a head's result."""
+    num_heads, num_kv_heads, head_dim = sizes
+    num_entries = kv_len.shape[0]
+    device = kv_len.device
+    fill = max(1, num_sms(device) * shape.per_sm // num_kv_heads)
     cuts = CUTS if num_entries <= 256 else 3
     seen = min(max_kv_len, window or chunk or max_kv_len)
     most = min(fill * cuts, num_entries * triton.cdiv(seen, MIN_SPLIT)) + num_entries
@@ -397,7 +414,7 @@ def plan(
         arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
-        last_merges=2 * pairs > sms,
+        last_merges=last_merges,
         shape=shape,
     )
     _plan_kernel[(num_entries,)](
@@ -448,7 +465,6 @@ def attention_decode(
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
     programs = num_sms(q.device) * shape.per_sm
-    num_entries = plan.entries.shape[0]
     _decode_kernel[(programs,)](
         q,
         k_cache,
@@ -483,15 +499,22 @@ def attention_decode(
         num_stages=shape.num_stages,
     )
     if not plan.last_merges:
-        _merge_kernel[(num_entries, num_heads)](
-            out,
-            plan.partial,
-            plan.partial_lse,
-            plan.entries,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            DIMS=dims,
-            MERGE=max(2, 8192 // dims),
-            num_warps=4,
-            **pdl(q.device),
-        )
+        merge(out, plan)
+
+
+def merge(out: Tensor, plan: DecodePlan) -> None:
+    """Into out [num_entries, num_heads, size] what the splits of an entry have found."""
+    _, num_heads, size = plan.partial.shape
+    dims = triton.next_power_of_2(size)
+    _merge_kernel[(plan.entries.shape[0], num_heads)](
+        out,
+        plan.partial,
+        plan.partial_lse,
+        plan.entries,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=size,
+        DIMS=dims,
+        MERGE=max(2, 8192 // dims),
+        num_warps=4,
+        **pdl(out.device),
+    )

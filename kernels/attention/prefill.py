@@ -23,6 +23,26 @@ def _in_block(position, dims, head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def entry_of(query_start, first_entry, num_entries, index, QUERIES: tl.constexpr):
+    """The entry that block `index` of QUERIES queries is of, its first token in the step, and the
+    block's first query in the entry."""
+    # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
+    # num_entries stands for the padding tokens that follow the last entry.
+    origin = tl.load(query_start + first_entry)
+    low = first_entry
+    high = num_entries
+    while low < high:
+        middle = (low + high + 1) // 2
+        blocks_before = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_entry
+        at_or_before = blocks_before <= index
+        low = tl.where(at_or_before, middle, low)
+        high = tl.where(at_or_before, high, middle - 1)
+    begin = tl.load(query_start + low)
+    first = (index - ((begin - origin) // QUERIES + low - first_entry)) * QUERIES
+    return low, begin, first
+
+
+@triton.jit
 def _walk(
     query,
     k_cache,
@@ -162,27 +182,14 @@ def _prefill_kernel(
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
     index = tl.num_programs(1) - 1 - tl.program_id(1)
-    # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
-    # num_entries stands for the padding tokens that follow the last entry.
     first_entry = tl.load(counts)
     if DETERMINISTIC:
         first_entry = first_entry * 0  # decodes too
     num_entries = tl.load(counts + 1)
-    origin = tl.load(query_start + first_entry)
-    low = first_entry
-    high = num_entries
-    while low < high:
-        middle = (low + high + 1) // 2
-        blocks_before = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_entry
-        at_or_before = blocks_before <= index
-        low = tl.where(at_or_before, middle, low)
-        high = tl.where(at_or_before, high, middle - 1)
-    entry = low
-    begin = tl.load(query_start + entry)
+    entry, begin, first = entry_of(query_start, first_entry, num_entries, index, QUERIES)
     query_len = num_tokens - begin
     if entry < num_entries:
         query_len = tl.load(query_start + entry + 1) - begin
-    first = (index - ((begin - origin) // QUERIES + entry - first_entry)) * QUERIES
     if first >= query_len:
         return
 

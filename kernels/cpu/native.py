@@ -40,7 +40,7 @@ class LayerKernels:
 class PlannedByFirstLayer(Kernels):
     """A step is planned when its first layer runs: only layers know how they turn their heads."""
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache) -> None:
+    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
         """Nothing yet."""
 
 

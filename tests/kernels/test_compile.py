@@ -28,6 +28,9 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noqa: E402
 from kernels.attention.decode import attention_decode, plan  # noqa: E402
+from kernels.attention.latent_decode import latent_decode, plan_latent  # noqa: E402
+from kernels.attention.latent_prefill import latent_prefill  # noqa: E402
+from kernels.attention.latent_write import latent_write  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.experts import grouped as moe  # noqa: E402
@@ -343,9 +346,33 @@ def experts(d: Dims) -> None:
             moe.grouped(x.float(), scale, ids, stack(torch.float32), None, tiles)
 
 
+# Heads, and elements of a head that do not turn: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
+LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16, 128)}
+
+
+def latent(d: Dims) -> None:
+    """Latents of 512 and 64: their way into the cache, decodes, chunks; in float32 too."""
+    heads, nope = next(sizes for name, sizes in LATENTS.items() if MODELS[name] == d)
+    rank, rope = 512, 64
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = torch.empty(NUM_BLOCKS, 1, BLOCK_SIZE, rank + rope, dtype=dtype)
+        meta = AttentionMeta(
+            int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2)
+        )
+        down = torch.empty(20, heads * (nope + rope) + rank + rope, dtype=dtype)
+        q = down[:, : -(rank + rope)].unflatten(1, (heads, nope + rope))
+        norm, cos_sin = torch.empty(rank, dtype=dtype), torch.empty(1024, rope)
+        q = latent_write(q, down[:, -(rank + rope) :], norm, EPS, cos_sin, cache, meta)
+        absorbed = torch.empty(heads, 20, rank, dtype=dtype)
+        out = torch.empty(20, heads, rank, dtype=dtype)
+        latent_prefill(absorbed, q, cache, out, 0.1, meta)
+        splits = plan_latent(int32(20), heads, rank, cache, 8192, int32(1))
+        latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)
+
+
 PARTS = {
     part.__name__: part
-    for part in (layers, packed, plain, attention, sampling, assembly, adapters, experts)
+    for part in (layers, packed, plain, attention, sampling, assembly, adapters, experts, latent)
 }
 
 

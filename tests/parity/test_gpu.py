@@ -122,6 +122,37 @@ def test_seeded_text_alone_and_together(folder: Path, prompts: list[list[int]]) 
     assert [o.token_ids for o in first] == [o.token_ids for o in second]
 
 
+def test_latent_attention(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Latents of another layer or entry, a split that is merged wrongly, a chunk that sees too
+    much: the text of transformers, in graphs and however steps are cut."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 8}, kv_lora_rank=128, q_lora_rank=96,
+        qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, first_k_dense_replace=1,
+        moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1,
+    )  # fmt: skip
+    model: Any = transformers.DeepseekV3ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    model = model.cuda().eval()
+    whole = run(cuda_engine(tmp_path), prompts, GREEDY)
+    for prompt, output in zip(prompts, whole, strict=True):
+        ids = torch.tensor([prompt + output.token_ids], device="cuda")
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == output.token_ids
+    for cut in (
+        {"cuda_graphs": False},
+        {"max_num_batched_tokens": 39},
+        {"prefix_caching": True},
+        {"num_blocks": 48},
+    ):
+        outputs = run(cuda_engine(tmp_path, **cut), prompts, PLAIN)
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in whole], cut
+
+
 # ---- deterministic mode: test_deterministic.py, with what only a device has ----------------------
 
 RUNNING = (1, 2, 3, 4, 5, 8, 17, 33, 64, 100, 129, 200, 256)

@@ -126,8 +126,8 @@ def test_refused_settings(folder: Path) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ConfigError, match=r"kv_dtype: int8 .* latents"):
         decide(msgspec.structs.replace(config, kv_dtype="int8"), model, cpu)
-    with pytest.raises(ConfigError, match=r"device: .* latent attention"):
-        decide(config, model, gpu)
+    with pytest.raises(ConfigError, match=r"deterministic: .* latent attention"):
+        decide(msgspec.structs.replace(config, deterministic=True), model, gpu)
 
 
 def test_no_adapter_between_latents_and_heads(folder: Path) -> None:

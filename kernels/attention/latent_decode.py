@@ -1,0 +1,206 @@
+"""Attention over paged latents for entries with one query token: split over keys as in decode.py,
+whose plan and merge serve here too.
+
+A latent is read once for all heads, as their key and as their value. Its tile stays where it is
+between the two products, so a program takes as many heads as registers hold results for.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.decode import DecodeLaunch, DecodePlan, cut, item_of, merge
+from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+
+MOST_HEADS = 64  # of a program
+
+
+def head_parts(num_heads: int) -> int:
+    """The parts that heads are cut into, all equal, of at most MOST_HEADS."""
+    parts = -(-num_heads // MOST_HEADS)
+    while num_heads % parts:
+        parts += 1
+    return parts
+
+
+@triton.jit
+def latent_tile(
+    query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+):  # fmt: skip
+    """A tile of keys more: seen [rows, keys] or [1, keys]."""
+    score = tl.dot(query, tl.trans(latent), input_precision="ieee")
+    score = tl.dot(turned, tl.trans(shared), score, input_precision="ieee") * scale_log2
+    score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    denominator = denominator * shrink + tl.sum(weight, axis=1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weight.to(latent.dtype), latent, acc, input_precision="ieee")
+    return new_top, denominator, acc
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "head_stride"],
+    do_not_specialize_on_alignment=["block_table", "counted", "items"],
+)
+def _latent_decode_kernel(
+    absorbed,  # [heads, tokens, RANK]
+    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements turn
+    cache,
+    out,  # [tokens, heads, RANK]
+    block_table,
+    counted,
+    items,
+    partial,
+    partial_lse,
+    scale_log2,
+    table_stride,
+    head_stride,  # of absorbed
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads a part
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
+    RANKS: tl.constexpr,  # RANK padded
+    ROPES: tl.constexpr,  # ROPE padded
+    KEYS: tl.constexpr,  # keys a tile
+    PDL: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, RANKS)
+    turns = tl.arange(0, ROPES)
+    keys = tl.arange(0, KEYS)
+    row_mask = rows < GROUP
+    dim_mask = dims < RANK
+    turn_mask = turns < ROPE
+    tile_mask = row_mask[:, None] & dim_mask[None, :]
+    NUM_HEADS: tl.constexpr = PARTS * GROUP
+    KEPT: tl.constexpr = RANK + ROPE
+    programs = tl.num_programs(0)
+    pairs = tl.load(counted) * PARTS
+    work = tl.program_id(0)
+    entry, begin, end = item_of(items, work // PARTS, work < pairs)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while work < pairs:
+        item = work // PARTS
+        heads = work % PARTS * GROUP + rows
+        table = block_table + entry * table_stride
+        splits = tl.load(items + item * 8 + 3)
+        from_absorbed = absorbed + heads[:, None].to(tl.int64) * head_stride + entry * RANK
+        query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
+        from_q = q + (entry * NUM_HEADS + heads[:, None]) * HEAD_DIM + (HEAD_DIM - ROPE)
+        turned_mask = row_mask[:, None] & turn_mask[None, :]
+        turned = tl.load(from_q + turns[None, :], mask=turned_mask, other=0.0)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        denominator = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, RANKS], tl.float32)
+        # Block ids are read a tile ahead, as in decode.py; so is the next pair drawn.
+        position = begin + keys
+        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        next_work = pairs
+        if programs < pairs:
+            next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
+        next_item = item_of(items, next_work // PARTS, next_work < pairs)
+        for start in range(begin, end, KEYS):
+            position = start + keys
+            seen = position < end
+            offset = (page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KEPT
+            position += KEYS
+            page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+            there = seen[:, None] & dim_mask[None, :]
+            latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
+            there = seen[:, None] & turn_mask[None, :]
+            shared = tl.load(
+                cache + offset[:, None] + (RANK + turns)[None, :], mask=there, other=0.0
+            )
+            top, denominator, acc = latent_tile(
+                query, turned, latent, shared, seen[None, :], top, denominator, acc, scale_log2,
+            )  # fmt: skip
+        # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
+        denominator = tl.where(denominator > 0.0, denominator, 1.0)
+        acc = acc / denominator[:, None]
+        if splits == 1:
+            where = (entry * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+            tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
+        else:
+            at = item.to(tl.int64) * NUM_HEADS + heads
+            tl.store(partial + at[:, None] * RANK + dims[None, :], acc, mask=tile_mask)
+            tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
+        work = next_work
+        entry, begin, end = next_item
+
+
+def _launch(rows: int, rank: int, element_size: int) -> DecodeLaunch:
+    """What fits: a program's results are rows x rank in registers, its tiles in shared memory."""
+    if element_size > 2:
+        return DecodeLaunch(16, 8, 2, 1)
+    if rows * rank <= 16 * 512:
+        return DecodeLaunch(64, 4, 2, 1)
+    return DecodeLaunch(32, 8, 2, 1)
+
+
+def plan_latent(
+    kv_len: Tensor,  # [num_entries] int32
+    num_heads: int,
+    rank: int,
+    cache: Tensor,  # any layer's
+    max_kv_len: int,
+    decodes: Tensor,  # [1] int32: the leading entries that are decodes
+) -> DecodePlan:
+    """Cut the keys of a step's decodes."""
+    parts = head_parts(num_heads)
+    rows = max(16, triton.next_power_of_2(num_heads // parts))
+    shape = _launch(rows, rank, cache.element_size())
+    return cut(kv_len, (num_heads, parts, rank), shape, False, max_kv_len, decodes)
+
+
+def latent_decode(
+    absorbed: Tensor,  # [num_heads, tokens, rank], of any stride between heads
+    q: Tensor,  # [tokens, num_heads, head_dim], the last `rope` elements turned
+    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
+    out: Tensor,  # [tokens, num_heads, rank]
+    block_table: Tensor,  # [num_entries, max_blocks] int32
+    scale: float,
+    plan: DecodePlan,
+) -> None:
+    """out = softmax(scale (absorbed c^T + q_turned k^T)) c over the latents (c, k) that the plan
+    lists, for its entries' tokens."""
+    num_heads, _, rank = absorbed.shape
+    head_dim, block_size = q.shape[2], cache.shape[2]
+    rope = cache.shape[3] - rank
+    parts = head_parts(num_heads)
+    shape = plan.shape
+    ranks = max(16, triton.next_power_of_2(rank))
+    _latent_decode_kernel[(num_sms(q.device) * shape.per_sm,)](
+        absorbed,
+        q,
+        cache,
+        out,
+        block_table,
+        plan.count,
+        plan.items,
+        plan.partial,
+        plan.partial_lse,
+        scale * 1.4426950408889634,
+        block_table.stride(0),
+        absorbed.stride(0),
+        PARTS=parts,
+        GROUP=num_heads // parts,
+        RANK=rank,
+        ROPE=rope,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=max(16, triton.next_power_of_2(num_heads // parts)),
+        RANKS=ranks,
+        ROPES=max(16, triton.next_power_of_2(rope)),
+        KEYS=shape.keys,
+        **pdl(q.device),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    merge(out, plan)

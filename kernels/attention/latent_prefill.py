@@ -1,0 +1,161 @@
+"""Attention over paged latents for entries with several query tokens, absorbed as decodes are: no
+key or value is made, so a step's launches do not depend on how long its entries are. Rows of a
+program are consecutive queries of one entry times a part of the heads.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.latent_decode import head_parts, latent_tile
+from kernels.attention.prefill import entry_of
+from kernels.metadata import AttentionMeta
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "head_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
+)
+def _latent_prefill_kernel(
+    absorbed,  # [heads, tokens, RANK]
+    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements turn
+    cache,
+    out,  # [tokens, heads, RANK]
+    block_table,
+    query_start,
+    kv_len,
+    counts,
+    scale_log2,
+    table_stride,
+    head_stride,  # of absorbed
+    num_tokens,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROPES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    QUERIES: tl.constexpr = ROWS // GROUP
+    NUM_HEADS: tl.constexpr = PARTS * GROUP
+    KEPT: tl.constexpr = RANK + ROPE
+    # The last queries of a request see the most keys: start them first.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    num_entries = tl.load(counts + 1)
+    entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, QUERIES)
+    query_len = num_tokens - begin
+    if entry < num_entries:
+        query_len = tl.load(query_start + entry + 1) - begin
+    if first >= query_len:
+        return
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, RANKS)
+    turns = tl.arange(0, ROPES)
+    keys = tl.arange(0, KEYS)
+    dim_mask = dims < RANK
+    turn_mask = turns < ROPE
+    query_index = first + rows // GROUP
+    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    tile_mask = row_mask[:, None] & dim_mask[None, :]
+    token = (begin + query_index).to(tl.int64)
+    heads = tl.program_id(0) * GROUP + rows % GROUP
+    where = (token * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+    if entry == num_entries:
+        tl.store(out + where, tl.zeros([ROWS, RANKS], out.dtype.element_ty), mask=tile_mask)
+        return
+
+    from_absorbed = absorbed + (heads.to(tl.int64) * head_stride + token * RANK)[:, None]
+    query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
+    from_q = q + ((token * NUM_HEADS + heads) * HEAD_DIM + (HEAD_DIM - ROPE))[:, None]
+    turned_mask = row_mask[:, None] & turn_mask[None, :]
+    turned = tl.load(from_q + turns[None, :], mask=turned_mask, other=0.0)
+    length = tl.load(kv_len + entry)
+    table = block_table + entry.to(tl.int64) * table_stride
+    first_position = length - query_len + first
+    # Rows past the last query look at what the last one sees.
+    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    end = tl.minimum(first_position + QUERIES, length)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, RANKS], tl.float32)
+    page = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    for start in range(0, end, KEYS):
+        position = start + keys
+        known = position < end
+        offset = (page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KEPT
+        page = tl.load(table + (position + KEYS) // BLOCK_SIZE, mask=position + KEYS < end, other=0)
+        there = known[:, None] & dim_mask[None, :]
+        latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
+        there = known[:, None] & turn_mask[None, :]
+        shared = tl.load(cache + offset[:, None] + (RANK + turns)[None, :], mask=there, other=0.0)
+        seen = position[None, :] <= row_position[:, None]
+        top, denominator, acc = latent_tile(
+            query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+        )  # fmt: skip
+    acc = acc / denominator[:, None]
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
+
+
+class _Launch(NamedTuple):
+    rows: int  # queries times heads of a part, a program
+    keys: int  # a tile
+    num_warps: int
+    num_stages: int
+
+
+def _launch(element_size: int) -> _Launch:
+    """What fits into registers and shared memory."""
+    return _Launch(16, 16, 4, 2) if element_size > 2 else _Launch(64, 32, 8, 2)
+
+
+def latent_prefill(
+    absorbed: Tensor,  # [num_heads, num_tokens, rank], of any stride between heads
+    q: Tensor,  # [num_tokens, num_heads, head_dim], the last `rope` elements turned
+    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
+    out: Tensor,  # [num_tokens, num_heads, rank]
+    scale: float,
+    meta: AttentionMeta,
+) -> None:
+    """As latent_decode, of the entries counts[0] .. counts[1] - 1 of meta; tokens after the last
+    get zeros."""
+    num_heads, num_tokens, rank = absorbed.shape
+    rope = cache.shape[3] - rank
+    parts = head_parts(num_heads)
+    group = num_heads // parts
+    shape = _launch(q.element_size())
+    rows = max(shape.rows, triton.next_power_of_2(group))
+    # Each entry, and the padding after the last, may leave its last block part empty.
+    blocks = num_tokens // (rows // group) + meta.kv_len.shape[0] + 1
+    _latent_prefill_kernel[(parts, blocks)](
+        absorbed,
+        q,
+        cache,
+        out,
+        meta.block_table,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        scale * 1.4426950408889634,
+        meta.block_table.stride(0),
+        absorbed.stride(0),
+        num_tokens,
+        PARTS=parts,
+        GROUP=group,
+        RANK=rank,
+        ROPE=rope,
+        HEAD_DIM=q.shape[2],
+        BLOCK_SIZE=cache.shape[2],
+        ROWS=rows,
+        RANKS=max(16, triton.next_power_of_2(rank)),
+        ROPES=max(16, triton.next_power_of_2(rope)),
+        KEYS=shape.keys,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )

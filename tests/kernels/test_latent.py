@@ -1,0 +1,119 @@
+"""Attention over latents, and their way into the cache, on every back end against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention.latent_decode import head_parts
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
+from kernels.reference import Kernels
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, grid, paged, random, row_error
+
+pytestmark = pytest.mark.triton
+BACK_ENDS: dict[str, Any] = {"cuda": kernels_for("cuda"), "reference": Kernels()}
+ROPE, NOPE, VALUE = 8, 12, 20
+
+
+def latents(
+    kv_len: list[int], query_len: list[int], decodes: int, rank: int, padding: int = 0,
+    dtype: torch.dtype = torch.float32, block_size: int = 16,
+) -> tuple[Tensor, AttentionMeta]:  # fmt: skip
+    cache, _, meta = paged(
+        kv_len, query_len, 1, rank + ROPE, block_size, decodes, dtype, padding=padding
+    )
+    return cache, meta
+
+
+def want(q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta) -> Tensor:
+    q, up = q.double(), up.double()
+    absorbed = torch.einsum("nhd,hdr->nhr", q[..., :NOPE], up[:, :NOPE])
+    query = torch.cat((absorbed, q[..., NOPE:]), -1)
+    found = attention(query, cache, cache[..., : up.shape[2]], scale, meta)
+    return torch.einsum("nhr,hvr->nhv", found, up[:, NOPE:]).flatten(1)
+
+
+def check(back_end: str, heads: int, cache: Tensor, meta: AttentionMeta, rank: int) -> None:
+    kernels = BACK_ENDS[back_end]
+    q = random(len(meta.slots), heads, NOPE + ROPE, dtype=cache.dtype)
+    up = random(heads, NOPE + VALUE, rank, dtype=cache.dtype) / rank**0.5
+    kernels.prepare(meta, heads, cache, rank)
+    out = kernels.latent_attention(q, cache, up, 0.3, meta)
+    assert out.isfinite().all()
+    ref = want(q, cache, up, 0.3, meta)
+    bound = BOUND[cache.dtype] * (4 if cache.dtype != torch.float32 else 1)  # of three roundings
+    assert row_error(out[: len(ref)], ref) < bound
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(("heads", "rank"), grid([1, 4, 5, 16], [16, 24, 64]), ids=str)
+def test_mixed_step(heads: int, rank: int, back_end: str) -> None:
+    """A mask off by one, a padded element that leaks, a page of NaN: decodes, chunks behind a
+    prefix, prompts, padding."""
+    torch.manual_seed(0)
+    cache, meta = latents([90, 1, 17, 50, 33, 1], [1, 1, 1, 7, 33, 1], 3, rank, padding=2)
+    check(back_end, heads, cache, meta, rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_types_and_pages(block_size: int, dtype: torch.dtype) -> None:
+    """Tiles that begin in the middle of a page; sums in few bits."""
+    torch.manual_seed(1)
+    cache, meta = latents([65, 64, 16, 20], [1, 1, 1, 9], 3, 32, dtype=dtype, block_size=block_size)
+    check("cuda", 3, cache, meta, 32)
+
+
+def test_decodes_are_merged() -> None:
+    """Splits of one entry merged with the wrong weights, or another entry's."""
+    torch.manual_seed(2)
+    lengths = [1500, 3, 40]
+    cache, meta = latents(lengths, [1] * 3, 3, 16)
+    check("cuda", 4, cache, meta, 16)
+    splits = meta.plan.entries[:, 1].tolist()
+    assert splits[0] > 1
+
+
+def test_many_heads_are_parts() -> None:
+    """Heads of the second part that read the first one's queries."""
+    assert [head_parts(n) for n in (16, 20, 64, 96, 128)] == [1, 1, 1, 2, 2]
+    torch.manual_seed(3)
+    cache, meta = latents([70, 5, 30], [1, 1, 4], 2, 16)
+    check("cuda", 96, cache, meta, 16)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_write(back_end: str) -> None:
+    """A latent normed with its shared key, a key that turns with another's angle, padding that
+    writes; and queries whose rows are pieces of longer ones."""
+    torch.manual_seed(4)
+    tokens, heads, rank, eps = 5, 10, 24, 1e-6
+    down = random(tokens, heads * (NOPE + ROPE) + rank + ROPE)
+    q = down[:, : -(rank + ROPE)].unflatten(1, (heads, NOPE + ROPE))
+    cache = torch.full((6, 1, 4, rank + ROPE), torch.nan, device=DEVICE)
+    cos_sin, norm = random(30, ROPE), random(rank)
+    _, meta = latents([9], [tokens], 0, rank, block_size=4)
+    meta.positions = torch.tensor([7, 3, 0, 29, 5], dtype=torch.int32, device=DEVICE)
+    meta.slots = torch.tensor([9, 22, -1, 0, 7], device=DEVICE)
+    out = BACK_ENDS[back_end].latent_write(
+        q, down[:, -(rank + ROPE) :], norm, eps, cos_sin, cache, meta
+    )
+
+    def turned(x: Tensor) -> Tensor:
+        cos, sin = cos_sin[meta.positions.long()].double().chunk(2, -1)
+        first, second = x.double().chunk(2, -1)
+        while cos.dim() < first.dim():
+            cos, sin = cos[:, None], sin[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    latent = down[:, -(rank + ROPE) : -ROPE].double()
+    latent = latent / (latent.square().mean(-1, keepdim=True) + eps).sqrt() * norm
+    kept = torch.cat((latent, turned(down[:, -ROPE:])), -1)
+    flat = cache[:, 0].flatten(0, 1)
+    written = meta.slots >= 0
+    assert row_error(flat[meta.slots[written]], kept[written]) < 1e-5
+    assert int(flat.isfinite().all(-1).sum()) == int(written.sum())
+    assert torch.equal(out[..., :NOPE], q[..., :NOPE]) and out.is_contiguous()
+    assert row_error(out[..., NOPE:], turned(q[..., NOPE:])) < 1e-5
