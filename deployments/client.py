@@ -21,7 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments.api.generation.fields import CHAT, COMPLETION, check_names
+from deployments.api.fields.generation import CHAT, COMPLETION
+from deployments.api.generation.fields import check_names
 from deployments.api.http.errors import ApiError
 from deployments.resuming import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
@@ -255,7 +256,7 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
         given = {"prompt": list(prompt)}
     body = {"model": model, **given, **fields}
     try:
-        check_names(body, CHAT if "messages" in body else COMPLETION, strict=True)
+        check_names(body, (CHAT if "messages" in body else COMPLETION).known, strict=True)
     except ApiError as error:
         raise InvalidRequest(error.message, param=error.param, code=error.code) from None
     return body

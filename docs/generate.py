@@ -1,5 +1,6 @@
 """Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures, and the modules in docs/map.md from their first lines: `python docs/generate.py`."""
+architectures, the modules in docs/map.md from their first lines, and the fields in docs/http.md
+from their tables: `python docs/generate.py`."""
 
 import ast
 import inspect
@@ -11,6 +12,9 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deployments.api.fields.schema import Body
+from deployments.api.fields.words import REQUIRED, TAKEN, rows
+from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config import EngineConfig
@@ -19,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
 MAP = Path(__file__).with_name("map.md")
+HTTP = Path(__file__).with_name("http.md")
+FIELDS = "## Every field\n"  # what follows this line of the page is written here
 MODULES = "## Modules\n"  # what follows this line of the map is written here
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
@@ -208,6 +214,39 @@ def render_map() -> str:
     return "\n".join(parts)
 
 
+FIELDS_HEAD = """`python docs/generate.py` writes this section from the tables that the checks read
+(`deployments/api/fields/`). `/openapi.json` has them as schemas, with what is inside lists and
+objects, and `/docs` as a page. "Ignored, and named" is in `x-ignored-fields`, and so is each field
+that is not listed, unless `http.strict` refuses it. Null is what a field has that is left out.
+"""
+
+
+def render_http() -> str:
+    """The page's text: as it is down to its list of fields, then those of each route."""
+    head, found, _ = HTTP.read_text("utf-8").partition(FIELDS)
+    assert found, f"{HTTP.name} has no line {FIELDS!r}"
+    paths: dict[int, list[str]] = {}
+    bodies: dict[int, Body] = {}
+    for route in ROUTES:
+        if route.post is not None and (body := route.post.body) is not None:
+            paths.setdefault(id(body), []).append(f"`{route.path}`")
+            bodies[id(body)] = body
+    parts = [head + FIELDS, FIELDS_HEAD]
+    for key, body in bodies.items():
+        fates: dict[tuple[str, str], list[str]] = {}
+        for name, fate, values in rows(body):
+            own = fate in (TAKEN, REQUIRED)
+            fates.setdefault((name if own else fate, values), []).append(f"`{name}`")
+        lines = ["| field | | values |", "| --- | --- | --- |"]
+        for (fate, values), names in fates.items():
+            own = fate in body.taken
+            what = (REQUIRED if fate in body.required else TAKEN) if own else fate
+            values = values.replace("|", "\\|")
+            lines.append(f"| {', '.join(names)} | {what} | {values} |")
+        parts.append(f"### {', '.join(paths[key])}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def sentence(path: Path) -> str:
     """The first of a module's docstring, for a cell of a table; "" without one."""
     docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -219,3 +258,4 @@ if __name__ == "__main__":
     TARGET.write_text(render(), "utf-8")
     MODELS.write_text(render_models(), "utf-8")
     MAP.write_text(render_map(), "utf-8")
+    HTTP.write_text(render_http(), "utf-8")

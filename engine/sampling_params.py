@@ -1,7 +1,7 @@
 """SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import get_type_hints
 
@@ -22,6 +22,26 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
+_UINT31 = 2**31 - 1
+
+# name -> (least, most) of a number; the OpenAPI document has them from here, too.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "max_tokens": (0, _UINT31),
+    "min_tokens": (0, _UINT31),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, _UINT31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (INT64_MIN, INT64_MAX),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+ABOVE_LEAST = frozenset({"top_p"})  # the least is not among them
+BIAS_RANGE = (-100.0, 100.0)  # of each entry of logit_bias
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,39 +105,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         self._check_types()
-        _range("n", self.n, 1, MAX_N)
-        _range("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name in RANGES:
+            _check_range(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _range("top_k", self.top_k, 0, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _range("seed", self.seed, INT64_MIN, INT64_MAX)
         for text in self.stop:
             if not 1 <= len(text.encode()) <= MAX_STOP_BYTES:
                 raise InvalidRequest(
                     f"each stop string must have 1 to {MAX_STOP_BYTES} bytes", param="stop"
                 )
         for token in self.stop_token_ids:
-            _range("stop_token_ids", token, 0, 2**31 - 1)
+            _range("stop_token_ids", token, 0, _UINT31)
         for token, bias in self.logit_bias.items():
-            _range("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
-        _range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            _range("logit_bias", token, 0, _UINT31)
+            _number("logit_bias", bias, *BIAS_RANGE)
         if self.pooled and (self.max_tokens != 0 or self.n != 1):
             raise InvalidRequest("pooled needs max_tokens 0 and n 1", param="pooled")
         if self.pooled and not (self.prompt_logprobs is None and self.structured is None):
@@ -188,8 +192,18 @@ _MOST = {
 }
 
 
-def _range(name: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
+def _check_range(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    low, high = RANGES[name]
+    if isinstance(low, int):
+        _range(name, value, low, high)
+    else:
+        _number(name, value, low, high, open_low=name in ABOVE_LEAST)
+
+
+def _range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
         raise InvalidRequest(
             f"{name} must be between {low} and {high}, got {_given(value)}", param=name
         )

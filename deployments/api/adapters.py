@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
+from deployments.api.fields.others import ADAPTER, MAX_ADAPTER_NAME, MAX_ADAPTER_PATH
 from deployments.api.generation.fields import check_names, take_str
 from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from deployments.api.app import Api
 
 PATH = "/v1/adapters"
-_FIELDS = frozenset({"name", "path"})
-_MAX_NAME = 256  # bytes; what is a name is checked further down
-_MAX_PATH = 4096
 
 
 async def adapters(api: "Api", exchange: HttpExchange) -> None:
@@ -28,11 +26,11 @@ async def adapters(api: "Api", exchange: HttpExchange) -> None:
         await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
         return
     body = await api.read(exchange)
-    exchange.ignored += check_names(body, _FIELDS, strict=api.options.strict)
-    name = take_str(body, "name", _MAX_NAME)
+    exchange.ignored += check_names(body, ADAPTER.known, strict=api.options.strict)
+    name = take_str(body, "name", MAX_ADAPTER_NAME)
     if name is None:
         raise invalid("name is required", "name", "missing_field")
-    path = take_str(body, "path", _MAX_PATH)
+    path = take_str(body, "path", MAX_ADAPTER_PATH)
     if path == "":
         raise invalid("path must not be empty", "path")
     try:

@@ -4,22 +4,18 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api import adapters
-from deployments.api.agents import messages, responses
+from deployments.api.agents import messages
 from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
-from deployments.api.batches import routes as batches
 from deployments.api.caller import CALLER, Caller
-from deployments.api.embeddings import embeddings
 from deployments.api.generation.event_ids import EventIds, event_ids
 from deployments.api.generation.fields import take_object
 from deployments.api.generation.grammars import grammar_of, output_grammar_of
@@ -39,14 +35,10 @@ from deployments.api.generation.tenancy import deadline_of, key_of, priority_of,
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.http.encodings import decoded
 from deployments.api.http.errors import (
-    INVALID,
-    NOT_FOUND,
     OVERLOADED,
     ApiError,
-    did_you_mean,
     from_backend,
     internal,
-    shown,
 )
 from deployments.api.http.exchange import (
     ClientDisconnected,
@@ -59,24 +51,13 @@ from deployments.api.http.exchange import (
 )
 from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
-from deployments.api.requests_route import REQUESTS, explain_request
-from deployments.api.rerank import classify, rerank, score
-from deployments.api.tokenize_routes import detokenize, tokenize
-from deployments.backend import DRAINING, Backend, ModelCard, RecalledChoice
-from deployments.environment import installed_version
+from deployments.api.routes import OPEN, find
+from deployments.backend import Backend, ModelCard, RecalledChoice
 from engine.errors import MantaError, short_traceback
-
-Handler = Callable[["Api", HttpExchange], Awaitable[None]]
 
 log = logging.getLogger("manta.api")
 
-_PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
-_OPEN_ROUTES = ("/health", "/ready")
-_MODELS = "/v1/models/"
 _ADAPTERS = f"{adapters.PATH}/"
-_FILES = f"{batches.FILES}/"
-_BATCHES = f"{batches.BATCHES}/"
-_RESPONSES = f"{responses.PATH}/"
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -117,13 +98,14 @@ class Api:
                     await answer_preflight(exchange, origins)
                     status = 200
                     return
-                if path not in _OPEN_ROUTES:
+                if path not in OPEN:
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, self.options, admin=admin
                     )
-                route, handler = _find(exchange)
-                await handler(self, exchange)
+                found = find(exchange)
+                route = found.path
+                await found.handler(self, exchange)
                 status = 200
             except ClientDisconnected:
                 raise
@@ -284,174 +266,6 @@ class Api:
             if len(bases) == 1:
                 return allowed(bases[0], caller)
         return await find_model(body.get("model"), self.backend, caller)
-
-
-async def _chat(api: Api, exchange: HttpExchange) -> None:
-    await api.generate(exchange, chat=True)
-
-
-async def _completions(api: Api, exchange: HttpExchange) -> None:
-    await api.generate(exchange, chat=False)
-
-
-def _model(card: ModelCard) -> dict[str, Any]:
-    aliases = {"aliases": card.aliases} if card.aliases and card.parent is None else {}
-    return {
-        "id": card.id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "manta",
-        "root": card.root or card.id,
-        "parent": card.parent,
-        "max_model_len": card.max_model_len,
-        **aliases,
-    }
-
-
-async def _models(api: Api, exchange: HttpExchange) -> None:
-    await api.backend.adapters.refresh()
-    may_use = exchange.caller.may_use
-    cards = [_model(card) for card in api.backend.models().values() if may_use(card.id)]
-    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
-
-
-async def _one_model(api: Api, exchange: HttpExchange) -> None:
-    card = await find_model(exchange.path[len(_MODELS) :], api.backend, exchange.caller)
-    await exchange.answer(200, msgspec.json.encode(_model(card)))
-
-
-async def _tokenize(api: Api, exchange: HttpExchange) -> None:
-    body = await api.read(exchange)
-    card = await api.model_of(body, exchange.caller)
-    await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
-
-
-async def _detokenize(api: Api, exchange: HttpExchange) -> None:
-    body = await api.read(exchange)
-    card = await api.model_of(body, exchange.caller)
-    await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
-
-
-async def _request(api: Api, exchange: HttpExchange) -> None:
-    await explain_request(exchange, api.options)
-
-
-async def _health(api: Api, exchange: HttpExchange) -> None:
-    await exchange.answer(200, b'{"status":"ok"}')
-
-
-async def _ready(api: Api, exchange: HttpExchange) -> None:
-    if not api.backend.ready():
-        code, message = "not_ready", "no engine replica can take requests yet"
-        if api.backend.state().draining:
-            code, message = "draining", DRAINING
-        raise ApiError(503, code, message, kind=OVERLOADED, headers=(("retry-after", "1"),))
-    await exchange.answer(200, b'{"status":"ready"}')
-
-
-async def _version(api: Api, exchange: HttpExchange) -> None:
-    await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
-
-
-async def _metrics(api: Api, exchange: HttpExchange) -> None:
-    text = await api.options.metrics() if api.options.metrics is not None else ""
-    await exchange.answer(200, text.encode(), _PLAIN)
-
-
-_GET = ("GET", "HEAD")
-_POST = ("POST",)
-_ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
-    "/v1/chat/completions": (_POST, _chat),
-    "/v1/completions": (_POST, _completions),
-    responses.PATH: (_POST, responses.create),
-    f"{responses.PATH}/input_tokens": (_POST, responses.count),
-    messages.PATH: (_POST, messages.create),
-    f"{messages.PATH}/count_tokens": (_POST, messages.count),
-    "/v1/models": (_GET, _models),
-    "/v1/embeddings": (_POST, embeddings),
-    batches.FILES: (("GET", "HEAD", "POST"), batches.files),
-    batches.BATCHES: (("GET", "HEAD", "POST"), batches.batches),
-    "/v1/rerank": (_POST, rerank),
-    "/v2/rerank": (_POST, rerank),
-    "/rerank": (_POST, rerank),
-    "/v1/score": (_POST, score),
-    "/score": (_POST, score),
-    "/v1/classify": (_POST, classify),
-    "/classify": (_POST, classify),
-    adapters.PATH: (("GET", "HEAD", "POST"), adapters.adapters),
-    "/tokenize": (_POST, _tokenize),
-    "/detokenize": (_POST, _detokenize),
-    "/health": (_GET, _health),
-    "/ready": (_GET, _ready),
-    "/metrics": (_GET, _metrics),
-    "/version": (_GET, _version),
-}
-
-
-def _find(exchange: HttpExchange) -> tuple[str, Handler]:
-    """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
-
-    Raises ApiError 404, 405.
-    """
-    path = exchange.path
-    label, found = path, _ROUTES.get(path)
-    if found is None and path.startswith(_MODELS) and len(path) > len(_MODELS):
-        label, found = _MODELS + "{id}", (_GET, _one_model)
-    elif found is None and path.startswith(REQUESTS):
-        label, found = REQUESTS + "{id}", (_GET, _request)
-    if found is None and path.startswith(_RESPONSES) and len(path) > len(_RESPONSES):
-        label, found = _response_route(path[len(_RESPONSES) :])
-    if found is None and path.startswith(_FILES) and len(path) > len(_FILES):
-        content = path.endswith("/content")
-        label = _FILES + ("{id}/content" if content else "{id}")
-        found = (_GET if content else ("GET", "HEAD", "DELETE"), batches.one_file)
-    elif found is None and path.startswith(_BATCHES) and len(path) > len(_BATCHES):
-        cancel = path.endswith("/cancel")
-        label = _BATCHES + ("{id}/cancel" if cancel else "{id}")
-        found = (_POST if cancel else _GET, batches.one_batch)
-    if found is None and path.startswith(_ADAPTERS) and len(path) > len(_ADAPTERS):
-        label, found = _ADAPTERS + "{name}", (("GET", "HEAD", "DELETE"), adapters.one_adapter)
-    if found is None:
-        raise ApiError(
-            404,
-            "not_found",
-            f"there is no {shown(path)}{_near(path)}; served: {', '.join(_ROUTES)}",
-            kind=NOT_FOUND,
-        )
-    methods, handler = found
-    if exchange.method not in methods:
-        raise ApiError(
-            405,
-            "method_not_allowed",
-            f"{label} takes {' or '.join(methods)}",
-            kind=INVALID,
-            headers=(("allow", ", ".join(methods)),),
-        )
-    return label, handler
-
-
-def _response_route(rest: str) -> tuple[str, tuple[tuple[str, ...], Handler] | None]:
-    """rest: of a path behind /v1/responses/."""
-    _, slash, part = rest.partition("/")
-    label = f"{_RESPONSES}{{id}}{slash}{part}"
-    if not slash:
-        return label, (("GET", "HEAD", "DELETE"), responses.one)
-    if part == "cancel":
-        return label, (_POST, responses.one)
-    if part == "input_items":
-        return label, (_GET, responses.one)
-    return rest, None
-
-
-def _near(path: str) -> str:
-    """The route that was meant, if that is hardly in doubt: the path is one but for its slashes,
-    what stands before it, or a slip of the pen. Routes that other servers have are not near."""
-    plain = path.rstrip("/")
-    for route in _ROUTES:
-        tail = route.removeprefix("/v1")
-        if plain.endswith(tail) and plain[: -len(tail)].strip("/") in ("", "v1", "v1/v1", "api/v1"):
-            return f', did you mean "{route}"?'
-    return did_you_mean(plain, _ROUTES, 0.9)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

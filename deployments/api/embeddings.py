@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from deployments.api.fields.pooled import EMBEDDINGS, FORMATS, UINT31
 from deployments.api.generation.fields import take_int
 from deployments.api.generation.openai_request import in_thread
 from deployments.api.http.errors import wrong_type
@@ -16,9 +17,6 @@ from engine.pooling import as_array
 if TYPE_CHECKING:
     from deployments.api.app import Api
 
-_FIELDS = ("input", "encoding_format", "dimensions", "prompt_name")
-_FORMATS = ("float", "base64")
-
 
 async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
@@ -27,13 +25,13 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     api.in_flight += 1
     try:
-        call = await pooled_call(api, exchange, body, _FIELDS)
+        call = await pooled_call(api, exchange, body, EMBEDDINGS)
         if call.pooling.labels:
             raise no_vectors()
         form = body.get("encoding_format")
-        if form is not None and form not in _FORMATS:
-            raise wrong_type("encoding_format", " or ".join(_FORMATS))
-        dimensions = take_int(body, "dimensions", 1, 2**31 - 1)
+        if form is not None and form not in FORMATS:
+            raise wrong_type("encoding_format", " or ".join(FORMATS))
+        dimensions = take_int(body, "dimensions", 1, UINT31)
         if dimensions is not None:
             call.pooling.check_dimensions(dimensions, call.card.vector_size)
         prompts = await take_prompts(call, body, "input")

@@ -7,11 +7,13 @@ turns with other work.
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deployments.adapters.record_store import AdapterRecord
+from deployments.api.fields.pooled import MAX_PROMPT_NAME, MAX_TEXTS, UINT31
+from deployments.api.fields.schema import Body
 from deployments.api.generation.fields import (
     check_names,
     take_bool,
@@ -34,18 +36,6 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 if TYPE_CHECKING:
     from deployments.api.app import Api
 
-# Fields of every route that pools.
-COMMON = frozenset(
-    {
-        "model",
-        "truncate",
-        "truncate_prompt_tokens",
-        "add_special_tokens",
-        "priority",
-        "deadline_seconds",
-    }
-)
-MAX_TEXTS = 2048  # OpenAI's
 FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
 MAX_WINDOW = 256
 
@@ -134,13 +124,13 @@ class PooledCall:
 
 
 async def pooled_call(
-    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Collection[str]
+    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Body
 ) -> PooledCall:
-    """The fields that all routes have, checked. fields: the others that the route takes.
+    """The fields that all routes have, checked. fields: of this route.
 
     Raises ApiError, MantaError.
     """
-    exchange.ignored += check_names(body, COMMON | frozenset(fields), strict=api.options.strict)
+    exchange.ignored += check_names(body, fields.known, strict=api.options.strict)
     key = key_of(exchange, body, api.options)
     deadline = deadline_of(exchange, body, api.options)
     priority = priority_of(exchange, body)
@@ -154,7 +144,7 @@ async def pooled_call(
         card = api.backend.models().get(card.id, card)
     assert card.pooling is not None
     limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
-    cut = take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1)
+    cut = take_int(body, "truncate_prompt_tokens", -1, UINT31)
     if cut == 0:
         raise invalid(
             "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",
@@ -187,7 +177,7 @@ async def take_prompts(call: PooledCall, body: dict[str, Any], name: str) -> lis
     Raises ApiError, InvalidRequest.
     """
     value = body.get(name)
-    prompt_name = take_str(body, "prompt_name", 256)
+    prompt_name = take_str(body, "prompt_name", MAX_PROMPT_NAME)
     before = call.pooling.prompt(prompt_name) if prompt_name else ""
     if value is None:
         raise invalid(f"{name} is required", name, "missing_field")

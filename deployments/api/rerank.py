@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from deployments.api.fields.pooled import CLASSIFY, MAX_TEXTS, RERANK, SCORE, UINT31
 from deployments.api.generation.fields import take_bool, take_int
 from deployments.api.generation.openai_request import in_thread
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.pooled import MAX_TEXTS, PooledCall, pooled_call, take_prompts
+from deployments.api.pooled import PooledCall, pooled_call, take_prompts
 from engine.pooling import as_array
 
 if TYPE_CHECKING:
     from deployments.api.app import Api
-
-_RERANK = ("query", "documents", "top_n", "return_documents")
-_SCORE = ("text_1", "text_2")
-_CLASSIFY = ("input", "prompt_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,14 @@ async def rerank(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     api.in_flight += 1
     try:
-        call = await pooled_call(api, exchange, body, _RERANK)
+        call = await pooled_call(api, exchange, body, RERANK)
         query = _texts(body, "query")
         if isinstance(body["query"], list):
             raise wrong_type("query", "a string")
         documents = _texts(body, "documents")
         if not isinstance(body["documents"], list):
             raise wrong_type("documents", "a list of texts")
-        top = take_int(body, "top_n", 1, 2**31 - 1)
+        top = take_int(body, "top_n", 1, UINT31)
         told = take_bool(body, "return_documents")
         scores, tokens = await _scores(call, query * len(documents), documents)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
@@ -69,7 +66,7 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     api.in_flight += 1
     try:
-        call = await pooled_call(api, exchange, body, _SCORE)
+        call = await pooled_call(api, exchange, body, SCORE)
         first, second = _texts(body, "text_1"), _texts(body, "text_2")
         if len(first) == 1:
             first *= len(second)
@@ -92,7 +89,7 @@ async def classify(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
     api.in_flight += 1
     try:
-        call = await pooled_call(api, exchange, body, _CLASSIFY)
+        call = await pooled_call(api, exchange, body, CLASSIFY)
         labels = call.pooling.labels
         if not labels:
             raise _unsupported("this model classifies nothing: its head has no labels", "classify")

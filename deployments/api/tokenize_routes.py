@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from deployments.api.fields.others import DETOKENIZE, TOKENIZE
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
@@ -18,21 +19,6 @@ from engine.text.tokenizer import TooManyTokens
 # A client that asks by how much a text is too long has to count further than the context.
 MIN_LIMIT = 65_536  # tokens
 
-_TOKENIZE = frozenset(
-    {
-        "model",
-        "prompt",
-        "messages",
-        "add_special_tokens",
-        "return_token_strs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-        "tools",
-    }
-)
-_DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
-
 
 async def tokenize(
     exchange: HttpExchange,
@@ -42,7 +28,7 @@ async def tokenize(
     options: ApiOptions,
 ) -> bytes:
     """The JSON answer. Raises ApiError."""
-    exchange.ignored += check_names(body, _TOKENIZE, strict=options.strict)
+    exchange.ignored += check_names(body, TOKENIZE.known, strict=options.strict)
     tokenizer = backend.tokenizer(card.id)
     limit = max(MIN_LIMIT, card.max_model_len)
     prompt, chat = body.get("prompt"), body.get("messages")
@@ -92,7 +78,7 @@ async def detokenize(
     options: ApiOptions,
 ) -> bytes:
     """The JSON answer. Raises ApiError."""
-    exchange.ignored += check_names(body, _DETOKENIZE, strict=options.strict)
+    exchange.ignored += check_names(body, DETOKENIZE.known, strict=options.strict)
     tokenizer = backend.tokenizer(card.id)
     tokens = body.get("tokens")
     if tokens is None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.api.app import _ROUTES, build_asgi
-from deployments.api.generation.fields import CHAT as CHAT_FIELDS
-from deployments.api.generation.fields import COMPLETION as COMPLETION_FIELDS
+from deployments.api.app import build_asgi
+from deployments.api.fields.generation import CHAT as CHAT_FIELDS
+from deployments.api.fields.generation import COMPLETION as COMPLETION_FIELDS
+from deployments.api.fields.others import DETOKENIZE, TOKENIZE
 from deployments.api.options import ApiOptions
-from deployments.api.tokenize_routes import _DETOKENIZE as DETOKENIZE_FIELDS
-from deployments.api.tokenize_routes import _TOKENIZE as TOKENIZE_FIELDS
+from deployments.api.routes import EXACT
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client
 from tests.deployments.fake_backend import FakeBackend
 
@@ -68,10 +68,10 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 ROUTES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("/v1/chat/completions", CHAT, sorted(CHAT_FIELDS)),
-    ("/v1/completions", COMPLETION, sorted(COMPLETION_FIELDS)),
-    ("/tokenize", {"prompt": "a"}, sorted(TOKENIZE_FIELDS)),
-    ("/detokenize", {"tokens": [5]}, sorted(DETOKENIZE_FIELDS)),
+    ("/v1/chat/completions", CHAT, sorted(CHAT_FIELDS.known)),
+    ("/v1/completions", COMPLETION, sorted(COMPLETION_FIELDS.known)),
+    ("/tokenize", {"prompt": "a"}, sorted(TOKENIZE.known)),
+    ("/detokenize", {"tokens": [5]}, sorted(DETOKENIZE.known)),
     ("/v1/adapters", {"name": "a", "path": "b"}, ["name", "path"]),
 ]
 # A message with a value somewhere in it, which is seldom found by chance.
@@ -138,7 +138,7 @@ def test_every_route_needs_a_key(method: str) -> None:
     """A route added without authentication: all are closed but /health and /ready."""
     keys = frozenset({hashlib.sha256(b"secret").digest()})
     client = Client(build_asgi(FakeBackend(), ApiOptions(api_keys=keys)))
-    for path in [*_ROUTES, "/v1/models/tiny", "/", "/nothing", "/health/", "//health", "/Health"]:
+    for path in [*EXACT, "/v1/models/tiny", "/", "/nothing", "/health/", "//health", "/Health"]:
         reply = asyncio.run(client.request(method, path))
         expected = {200, 405} if path in ("/health", "/ready") else {401}
         assert reply.status in expected, path

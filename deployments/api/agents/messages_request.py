@@ -4,8 +4,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.api.agents.fields import MESSAGES, MESSAGES_IGNORED, MESSAGES_REFUSED
 from deployments.api.agents.renaming import Renaming
+from deployments.api.fields.agents import (
+    BLOCK_ROLES,
+    CHOICES,
+    DATA,
+    MESSAGES,
+    MESSAGES_IGNORED,
+    MESSAGES_REFUSED,
+)
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 
@@ -18,8 +25,6 @@ _OWN = frozenset(
         *("thinking", "output_config", "metadata"),
     }
 )
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_DATA = ("image", "document", "audio", "video")  # blocks that a model of text cannot read
 _MOST_NAMED = 32
 
 
@@ -42,16 +47,16 @@ def messages_request(
     for name, instead in MESSAGES_REFUSED.items():
         if body.get(name):
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    known = MESSAGES | MESSAGES_REFUSED.keys()
+    known = MESSAGES.known
     for name in body.keys() - known - MESSAGES_IGNORED if strict else ():
         raise invalid(
             f"unknown field {shown(name)}{did_you_mean(name, known)}", name[:128], "unknown_field"
         )
     told = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
     ignored = name_fields(sorted(n for n in MESSAGES_IGNORED & body.keys() if n != "cache_control"))
-    ignored += check_names(told, frozenset(known), strict=False)
+    ignored += check_names(told, known, strict=False)
     names = Renaming()
-    chat = {name: body[name] for name in (MESSAGES - _OWN) & body.keys()}
+    chat = {name: body[name] for name in (MESSAGES.taken.keys() - _OWN) & body.keys()}
     chat["n"] = 1
     made = MessagesRequest(chat, names, ignored)
     for own, other in (
@@ -59,7 +64,6 @@ def messages_request(
         ("output_config.format", "response_format"),
         ("output_config.format", "response_format.json_schema"),
         ("thinking", "reasoning_effort"),
-        ("thinking.budget_tokens", "thinking_token_budget"),
         ("tool_choice.disable_parallel_tool_use", "parallel_tool_calls"),
         ("metadata.user_id", "user"),
     ):
@@ -78,7 +82,7 @@ def messages_request(
     reader = _Reader(made)
     reader.system(body.get("system"))
     reader.messages(body.get("messages"))
-    last = reader.out[-1]
+    last: dict[str, Any] = reader.out[-1] if reader.out else {"role": ""}
     if last["role"] == "assistant" and "tool_calls" not in last and last.get("content"):
         chat["continue_final_message"] = True  # the model goes on where it ends
     chat["messages"] = reader.out
@@ -114,9 +118,9 @@ def _tools(body: dict[str, Any], made: MessagesRequest) -> None:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         made.chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         if found or kind == "any":
-            made.chat["tool_choice"] = _CHOICES[kind]
+            made.chat["tool_choice"] = CHOICES[kind]
     else:
         raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
     if take_bool(choice, "disable_parallel_tool_use"):
@@ -134,6 +138,7 @@ def _thinking(body: dict[str, Any], made: MessagesRequest) -> None:
             chat["reasoning_effort"] = "none" if kind == "disabled" else "medium"
         if kind == "enabled" and thinking.get("budget_tokens") is not None:
             chat["thinking_token_budget"] = thinking["budget_tokens"]
+            made.names.add("thinking_token_budget", "thinking.budget_tokens")
     config = body.get("output_config")
     if config is None:
         return
@@ -185,7 +190,7 @@ class _Reader:
         found = []
         for i, block in enumerate(value):
             kind = block.get("type") if isinstance(block, dict) else None
-            if kind in _DATA:
+            if kind in DATA:
                 raise _not_text(f"{place}[{i}]")
             if kind != "text":
                 self._leave_out(f"{place}[{i}]")
@@ -203,7 +208,7 @@ class _Reader:
         for i, message in enumerate(messages):
             place = f"messages[{i}]"
             role = message.get("role") if isinstance(message, dict) else None
-            if role not in ("user", "assistant", "system"):
+            if role not in BLOCK_ROLES:
                 raise invalid(f"{place}.role must be user, assistant or system", f"{place}.role")
             content, place = message.get("content"), f"{place}.content"
             if isinstance(content, str):
@@ -221,7 +226,7 @@ class _Reader:
         for i, block in enumerate(blocks):
             here = f"{place}[{i}]"
             kind = block.get("type") if isinstance(block, dict) else None
-            if kind in _DATA:
+            if kind in DATA:
                 raise _not_text(here)
             if kind == "tool_result" and role == "user":
                 said = None

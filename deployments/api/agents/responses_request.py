@@ -4,29 +4,27 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.api.agents.fields import (
+from deployments.api.agents.renaming import Renaming
+from deployments.api.fields.agents import (
+    ITEM_ROLES,
+    MAX_ITEMS,
+    MAX_METADATA,
     RESPONSES,
     RESPONSES_IGNORED,
     RESPONSES_REFUSED,
     RESPONSES_REPEATED,
+    TEXT_PARTS,
 )
-from deployments.api.agents.renaming import Renaming
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
+from engine.sampling_params import MAX_LOGPROBS
 
-MAX_ITEMS = 4096  # of one input
-_MAX_METADATA = 16  # pairs
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # Fields of a request that a chat has by the same name, and what is given on as it is.
-_SAME = (RESPONSES & {"temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream"}) | (
-    RESPONSES
-    - {
-        *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-        *("reasoning", "include", "previous_response_id", "store", "truncation", "metadata"),
-        *("stream_options", "background"),
-    }
-)
+_SAME = RESPONSES.taken.keys() - {
+    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
+    *("reasoning", "include", "previous_response_id", "store", "truncation", "metadata"),
+    *("stream_options", "background"),
+}
 # name -> what truncation, include and the like may say without effect.
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 
@@ -91,7 +89,7 @@ def _check_names(body: dict[str, Any], strict: bool) -> list[str]:
     for name, instead in RESPONSES_REFUSED.items():
         if body.get(name) is not None:
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    known = RESPONSES | RESPONSES_REFUSED.keys()
+    known = RESPONSES.known
     silent = RESPONSES_REPEATED | RESPONSES_IGNORED
     found = [name for name in silent & body.keys() if body[name] is not None and name != "user"]
     rest = {name: value for name, value in body.items() if name not in silent}
@@ -99,7 +97,7 @@ def _check_names(body: dict[str, Any], strict: bool) -> list[str]:
         raise invalid(
             f"unknown field {shown(name)}{did_you_mean(name, known)}", name[:128], "unknown_field"
         )
-    return name_fields(sorted(found)) + check_names(rest, frozenset(known), strict=strict)
+    return name_fields(sorted(found)) + check_names(rest, known, strict=strict)
 
 
 def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> None:
@@ -125,10 +123,10 @@ def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> Non
     metadata = body.get("metadata")
     if metadata is not None and (
         not isinstance(metadata, dict)
-        or len(metadata) > _MAX_METADATA
+        or len(metadata) > MAX_METADATA
         or not all(isinstance(value, str) for value in metadata.values())
     ):
-        raise wrong_type("metadata", f"an object of at most {_MAX_METADATA} strings")
+        raise wrong_type("metadata", f"an object of at most {MAX_METADATA} strings")
 
 
 def _text(body: dict[str, Any], made: ResponsesRequest) -> None:
@@ -168,7 +166,7 @@ def _include(body: dict[str, Any], made: ResponsesRequest) -> None:
     if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
         raise wrong_type("include", "a list of strings")
     made.ignored += name_fields((one for one in include if one not in _INCLUDES), "include.")
-    if _INCLUDES[1] in include or body.get("top_logprobs"):
+    if _INCLUDES[1] in include or take_int(body, "top_logprobs", 0, MAX_LOGPROBS):
         made.chat["logprobs"] = True
     else:
         made.chat.pop("top_logprobs", None)
@@ -322,9 +320,9 @@ class _Messages:
 
     def _message(self, item: dict[str, Any]) -> None:
         role = item.get("role")
-        if role not in _ROLES:
+        if role not in ITEM_ROLES:
             raise invalid(
-                f"{self._place}.role must be one of {', '.join(_ROLES)}", f"{self._place}.role"
+                f"{self._place}.role must be one of {', '.join(ITEM_ROLES)}", f"{self._place}.role"
             )
         content = item.get("content")
         if isinstance(content, list):
@@ -341,7 +339,7 @@ class _Messages:
 
     def _part(self, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _TEXTS:
+        if kind in TEXT_PARTS:
             return {"type": "text", "text": part.get("text")}
         return {**part, "type": "file"} if kind == "input_file" else part
 

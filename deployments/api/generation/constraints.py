@@ -15,7 +15,7 @@ from engine.structured.json_schema import enforceable
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 # Fields that other servers have taken instead of `structured_outputs`.
-_ALIASES: dict[str, Kind] = {
+ALIASES: dict[str, Kind] = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -23,7 +23,7 @@ _ALIASES: dict[str, Kind] = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
     """
     found = [_response_format(body.get("response_format"))]
     found.append(_structured_outputs(body.get("structured_outputs")))
-    found += [_checked(name, kind, body.get(name)) for name, kind in _ALIASES.items()]
+    found += [_checked(name, kind, body.get(name)) for name, kind in ALIASES.items()]
     given = [one for one in found if one is not None]
     if len(given) > 1:
         raise invalid(
@@ -105,7 +105,7 @@ def _json_schema(value: dict[str, Any]) -> RequestedGrammar:
     if not isinstance(inner, dict):
         raise wrong_type(path, "an object")
     name = inner.get("name")
-    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+    if not isinstance(name, str) or not SCHEMA_NAME.fullmatch(name):
         what = "1 to 64 letters, digits, underscores or dashes"
         raise invalid(
             f"{path}.name must be {what}",

@@ -1,4 +1,4 @@
-"""Which request fields there are, and typed reading of a JSON object's fields.
+"""Typed reading of a JSON object's fields. Which there are: deployments/api/fields/.
 
 Nothing is dropped silently: a field is used, or named in x-ignored-fields, or refused.
 """
@@ -9,67 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
-
-# Fields of both generation routes that change what is generated or returned.
-SAMPLING = frozenset(
-    {
-        "n",
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "logit_bias",
-        "logprobs",
-        "prompt_logprobs",
-        "skip_special_tokens",
-    }
-)
-_COMMON = SAMPLING | {
-    "model",
-    "stream",
-    "stream_options",
-    "cache_salt",
-    "priority",
-    "deadline_seconds",
-    "return_token_ids",
-    "best_of",
-    # What the output may be (constraints.py).
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "regex",
-    "ebnf",
-}
-CHAT = _COMMON | {
-    "messages",
-    "max_completion_tokens",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "thinking_token_budget",
-    "functions",
-    "function_call",
-    "modalities",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-}
-COMPLETION = _COMMON | {"prompt", "echo", "suffix", "add_special_tokens"}
 
 # Sent by OpenAI's clients, without effect here.
 WITHOUT_EFFECT = frozenset(
@@ -92,7 +31,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 # Fields of other servers that reach inside the engine, and `chat_template`, which is code.
-_NOT_ALLOWED = frozenset(
+NOT_ALLOWED = frozenset(
     {
         "kv_transfer_params",
         "prompt_embeds",
@@ -126,7 +65,7 @@ def check_names(body: dict[str, Any], known: frozenset[str], *, strict: bool) ->
     for name in body:
         if name in known:
             continue
-        if name in _NOT_ALLOWED:
+        if name in NOT_ALLOWED:
             raise invalid(f"{name} cannot be set in a request", name, "field_not_allowed")
         if name in WITHOUT_EFFECT:
             if body[name] is None:

@@ -9,10 +9,10 @@ from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
 MAX_MESSAGES = 1024
 MAX_CALLS = 4096  # tool calls in all messages together, as the next
 MAX_PARTS = 16_384  # content parts
-_MAX_CALLS = 128  # tool calls in one message
-_MAX_PARTS = 1024  # content parts in one message
+MAX_MESSAGE_CALLS = 128  # tool calls in one message
+MAX_MESSAGE_PARTS = 1024  # content parts in one message
 # Newer clients say developer where templates know system.
-_ROLES = {
+ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -67,10 +67,10 @@ def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
         raise invalid(f"{path}.role is required", f"{path}.role", "missing_field")
     if not isinstance(given, str):
         raise wrong_type(f"{path}.role", "a string")
-    role = _ROLES.get(given)
+    role = ROLES.get(given)
     if role is None:
         raise invalid(
-            f"{path}.role {shown(given)} is unknown; use one of {', '.join(_ROLES)}", f"{path}.role"
+            f"{path}.role {shown(given)} is unknown; use one of {', '.join(ROLES)}", f"{path}.role"
         )
     message: dict[str, Any] = {"role": role}
     calls = item.get("tool_calls") if role == "assistant" else None
@@ -108,8 +108,8 @@ def _content(content: Any, path: str, seen: _ChatState) -> str:
         return content
     if not isinstance(content, list):
         raise wrong_type(path, "a string or a list of parts")
-    if not 1 <= len(content) <= _MAX_PARTS:
-        raise invalid(f"{path} must have 1 to {_MAX_PARTS} parts", path)
+    if not 1 <= len(content) <= MAX_MESSAGE_PARTS:
+        raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
     seen.parts += len(content)
     if seen.parts > MAX_PARTS:
         raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
@@ -135,8 +135,8 @@ def _part(part: Any, path: str) -> str:
 def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise wrong_type(path, "a list")
-    if len(calls) > _MAX_CALLS:
-        raise invalid(f"{path} may have at most {_MAX_CALLS} items", path)
+    if len(calls) > MAX_MESSAGE_CALLS:
+        raise invalid(f"{path} may have at most {MAX_MESSAGE_CALLS} items", path)
     seen.calls += len(calls)
     if seen.calls > MAX_CALLS:
         raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from deployments.api.caller import ANYONE, Caller
+from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
-    CHAT,
-    COMPLETION,
     check_names,
     name_fields,
     take_bool,
@@ -209,7 +208,7 @@ async def chat_call(
     caller: Caller = ANYONE,
 ) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
-    ignored = check_names(body, CHAT, strict=options.strict)
+    ignored = check_names(body, CHAT.known, strict=options.strict)
     card = await find_model(body.get("model"), backend, caller)
 
     def work() -> OpenAIRequest:
@@ -286,7 +285,7 @@ async def completion_call(
     caller: Caller = ANYONE,
 ) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
-    ignored = check_names(body, COMPLETION, strict=options.strict)
+    ignored = check_names(body, COMPLETION.known, strict=options.strict)
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
     if body.get("suffix"):

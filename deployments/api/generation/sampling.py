@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.generation.fields import SAMPLING, take_int
+from deployments.api.fields.generation import SAMPLING
+from deployments.api.generation.fields import take_int
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-_AS_GIVEN = SAMPLING - {"logit_bias", "logprobs", "top_k", "max_tokens"}
+_AS_GIVEN = SAMPLING.keys() - {"logit_bias", "logprobs", "top_k", "max_tokens"}
 
 
 def sampling_params(

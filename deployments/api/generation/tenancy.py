@@ -14,7 +14,7 @@ DEADLINE = "deadline_seconds"
 MAX_DEADLINE = 7 * 86400.0  # seconds
 MAX_SALT_BYTES = 128
 
-_DEADLINE_HEADER = b"x-deadline-seconds"
+DEADLINE_HEADER = "x-deadline-seconds"
 _MAX_KEY = 256  # bytes of a name that goes into the key
 
 
@@ -78,9 +78,9 @@ def deadline_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOption
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(DEADLINE, "a number")
         seconds = _checked(value, DEADLINE)
-    headers = exchange.values(_DEADLINE_HEADER)
+    headers = exchange.values(DEADLINE_HEADER.encode())
     if headers:
-        name = _DEADLINE_HEADER.decode()
+        name = DEADLINE_HEADER
         try:
             given = _checked(float(headers[0][:32]), name)
         except ValueError:

@@ -69,6 +69,7 @@ class HttpExchange:
         for name, value in scope["headers"]:
             self._headers.setdefault(name.lower(), []).append(value)
         self.path = _path(scope)
+        self.root: str = scope.get("root_path", "")
         self.query: bytes = scope.get("query_string", b"")
         self.request_id = request_id(self.values(b"x-request-id"))
         self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])

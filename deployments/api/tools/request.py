@@ -8,7 +8,7 @@ from deployments.api.generation.fields import take_bool
 from deployments.api.http.errors import invalid, shown, wrong_type
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Mode = Literal["none", "auto", "required"]
 _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
@@ -93,7 +93,7 @@ def _tools(value: Any) -> list[RequestedTool]:
         if not isinstance(function, dict) or not isinstance(name, str):
             raise wrong_type(where, "an object with a function that has a name")
         where = f"{where}.{kind}"
-        if not _NAME.fullmatch(name):
+        if not TOOL_NAME.fullmatch(name):
             raise invalid(
                 f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
                 f"{where}.name",

@@ -101,4 +101,4 @@ def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:
         run(client.request(f"M{i}", f"/path{i}"))
         run(client.request("GET", f"/v1/models/m{i}"))
     run(client.chat())
-    assert set(seen) == {("other", 404), ("/v1/models/{id}", 404), ("/v1/chat/completions", 200)}
+    assert set(seen) == {("other", 404), ("/v1/models/{name}", 404), ("/v1/chat/completions", 200)}

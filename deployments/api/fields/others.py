@@ -1,0 +1,66 @@
+"""Bodies of the routes that compute nothing: tokenising, adapters, batches and files."""
+
+from deployments.api.batches.routes import ENDPOINTS, MAX_METADATA, MAX_WINDOW
+from deployments.api.fields.generation import CHAT_MESSAGES, REASONING_EFFORT, TEMPLATE, TOOLS
+from deployments.api.fields.schema import (
+    BOOLEAN,
+    FILLED,
+    TEXT,
+    TOKEN,
+    Body,
+    Schema,
+    integer,
+    list_of,
+    one_of,
+    openai_body,
+    record,
+    text,
+)
+
+MAX_ADAPTER_NAME = 256  # bytes; what is a name is checked further down
+MAX_ADAPTER_PATH = 4096
+
+TOKENIZE = openai_body(
+    {
+        "model": TEXT,
+        "prompt": TEXT,
+        "messages": CHAT_MESSAGES,
+        "add_special_tokens": BOOLEAN,
+        "return_token_strs": BOOLEAN,
+        "tools": TOOLS,
+        "reasoning_effort": REASONING_EFFORT,
+        **TEMPLATE,
+    }
+)
+DETOKENIZE = openai_body(
+    {"model": TEXT, "tokens": list_of(TOKEN), "skip_special_tokens": BOOLEAN}, ("tokens",)
+)
+ADAPTER = openai_body(
+    {"name": text(MAX_ADAPTER_NAME), "path": {**FILLED, "maxLength": MAX_ADAPTER_PATH}}, ("name",)
+)
+_EXPIRES: Schema = record({"anchor": one_of("created_at"), "seconds": integer(3600, MAX_WINDOW)})
+BATCH = Body(
+    {
+        "input_file_id": TEXT,
+        "endpoint": one_of(*ENDPOINTS),
+        "completion_window": {"type": "string", "pattern": r"^\d{1,3}[hd]$"},
+        "output_expires_after": _EXPIRES,
+        "metadata": {
+            "type": "object",
+            "additionalProperties": text(512),
+            "maxProperties": MAX_METADATA,
+        },
+    },
+    ("input_file_id", "endpoint", "completion_window"),
+)
+# Of multipart/form-data.
+FILE: Schema = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": one_of("batch"),
+        "expires_after[anchor]": one_of("created_at"),
+        "expires_after[seconds]": {"type": "string", "pattern": "^[0-9]+$"},
+    },
+    "required": ["file", "purpose"],
+}

@@ -1,0 +1,150 @@
+"""document: OpenAPI 3.1 of what is served, from ROUTES and the fields that the checks read."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
+from deployments.api.generation.event_ids import LAST, WANTED
+from deployments.api.generation.tenancy import DEADLINE_HEADER, MAX_DEADLINE
+from deployments.environment import installed_version
+
+if TYPE_CHECKING:
+    from deployments.api.options import ApiOptions
+    from deployments.api.routes import Operation, Route
+
+_MEANINGS = {
+    200: "The answer",
+    400: "The request is at fault; `param` names the field",
+    401: "A key is needed",
+    403: "The key may not do this",
+    404: "There is no such thing, or it is another key's",
+    408: "The body, or the answer, took too long",
+    409: "What the request goes on from has changed",
+    413: "Too large",
+    414: "The URL is too long",
+    415: "Not the content type or encoding that is taken",
+    422: "An adapter cannot be used",
+    429: "The key's limits are reached; see Retry-After",
+    431: "Too many headers",
+    499: "It was cancelled",
+    500: "The server failed; the log has the request's id",
+    503: "Try again after Retry-After seconds",
+}
+_EVERY = (400, 414, 431, 500)
+_KEYED = (401, 403)
+_ERROR: Schema = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": TEXT,
+                "type": TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": TEXT,
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_HEADERS: tuple[tuple[str, str, Schema], ...] = (
+    (
+        DEADLINE_HEADER,
+        "Seconds until the answer must have ended",
+        number(0, MAX_DEADLINE, above=True),
+    ),
+    (WANTED.decode(), "1: events have ids, from which a cut stream goes on", one_of("1")),
+    (LAST.decode(), "Of a stream that was cut: the last event's id", TEXT),
+    ("x-return-timing", "1: usage tells where the time went", one_of("1")),
+)
+
+
+def document(routes: Iterable["Route"], options: "ApiOptions", root: str = "") -> dict[str, Any]:
+    """root: what stands before every path."""
+    keyed = bool(options.api_keys or options.admin_keys)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Manta", "version": installed_version()},
+        "servers": [{"url": root or "/"}],
+        "paths": {route.path: _path(route, options, keyed) for route in routes},
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+    if keyed:
+        made["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        made["security"] = [{"bearer": []}, {"header": []}]
+    return made
+
+
+def _path(route: "Route", options: "ApiOptions", keyed: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "{" in route.path:
+        name = route.path.partition("{")[2].partition("}")[0]
+        schema = {"type": "string", "minLength": 1}
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    for method in route.operations:
+        verb = method.lower()
+        found[verb] = _operation(route, method, options, keyed and not route.open)
+    return found
+
+
+def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) -> dict[str, Any]:
+    operation, bare = route.operations[method], method == "HEAD"
+    statuses = {*_EVERY, *operation.statuses, *(_KEYED if keyed else ())}
+    replies: dict[str, Any] = {
+        "200": {"description": _MEANINGS[200], **({} if bare else _answer(operation))}
+    }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status in sorted(statuses):
+        replies[str(status)] = {
+            "description": _MEANINGS[status],
+            **({} if bare else {"content": error}),
+        }
+    found: dict[str, Any] = {"summary": operation.summary, "responses": replies}
+    parameters = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+    if 429 in operation.statuses and operation.body is not None and 499 in operation.statuses:
+        parameters += [
+            {"name": name, "in": "header", "description": told, "schema": schema}
+            for name, told, schema in _HEADERS
+        ]
+    if parameters:
+        found["parameters"] = parameters
+    if operation.form is not None:
+        found["requestBody"] = _content("multipart/form-data", operation.form)
+    elif operation.body is not None:
+        found["requestBody"] = _content("application/json", _schema(operation.body, options))
+    if route.open:
+        found["security"] = []
+    return found
+
+
+def _schema(body: Body, options: "ApiOptions") -> Schema:
+    """With what the operator decides."""
+    schema = body.schema(strict=options.strict)
+    if "chat_template_kwargs" in schema["properties"]:
+        names: dict[str, Schema] = {name: {} for name in sorted(options.template_kwargs)}
+        schema["properties"]["chat_template_kwargs"] = {
+            "type": ["object", "null"],
+            "properties": names,
+            "additionalProperties": False,
+        }
+    return schema
+
+
+def _content(kind: str, schema: Schema) -> dict[str, Any]:
+    return {"required": True, "content": {kind: {"schema": schema}}}
+
+
+def _answer(operation: "Operation") -> dict[str, Any]:
+    schema: Schema = {"type": "object", "required": list(operation.answer)}
+    return {
+        "content": {
+            kind: {"schema": schema} if kind == "application/json" else {}
+            for kind in operation.kinds
+        }
+    }

@@ -1,0 +1,403 @@
+"""ROUTES: every path that is served, by whom, and what /openapi.json tells of it."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.api import adapters
+from deployments.api.agents import messages, responses
+from deployments.api.batches import routes as batches
+from deployments.api.embeddings import embeddings
+from deployments.api.fields import agents, generation, others, pooled
+from deployments.api.fields.schema import TEXT, Body, Schema, integer
+from deployments.api.generation.openai_request import find_model
+from deployments.api.http.errors import (
+    INVALID,
+    NOT_FOUND,
+    OVERLOADED,
+    ApiError,
+    did_you_mean,
+    shown,
+)
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.openapi.document import document
+from deployments.api.openapi.page import HEADERS, page
+from deployments.api.requests_route import REQUESTS, explain_request
+from deployments.api.rerank import classify, rerank, score
+from deployments.api.tokenize_routes import detokenize, tokenize
+from deployments.backend import DRAINING, ModelCard
+from deployments.environment import installed_version
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+Handler = Callable[["Api", HttpExchange], Awaitable[None]]
+
+# Statuses that an operation may end with, beside 200 and those of every one.
+READS = (400, 408, 413, 415)  # it reads a body
+NAMES = (403, 404)  # it names something
+QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)  # it is work for a replica
+
+JSON, EVENTS, PLAIN, HTML, BYTES = (
+    "application/json",
+    "text/event-stream",
+    "text/plain",
+    "text/html",
+    "application/octet-stream",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A method of a route.
+
+    answer: keys that the JSON of a 200 always has. kinds: media types that it may have.
+    form: the schema of a multipart body, in the place of one in JSON.
+    """
+
+    summary: str
+    statuses: tuple[int, ...] = ()
+    body: Body | None = None
+    answer: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = (JSON,)
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    form: Schema | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """path: a name in braces stands for anything that is not empty; {id} has no slash in it, if
+    another route begins with the same."""
+
+    path: str
+    handler: Handler
+    get: Operation | None = None
+    post: Operation | None = None
+    delete: Operation | None = None
+    open: bool = False  # needs no key
+
+    @property
+    def operations(self) -> dict[str, Operation]:
+        """By method."""
+        named = {"GET": self.get, "HEAD": self.get, "POST": self.post, "DELETE": self.delete}
+        return {method: one for method, one in named.items() if one is not None}
+
+
+async def _chat(api: "Api", exchange: HttpExchange) -> None:
+    await api.generate(exchange, chat=True)
+
+
+async def _completions(api: "Api", exchange: HttpExchange) -> None:
+    await api.generate(exchange, chat=False)
+
+
+def _model_shown(card: ModelCard) -> dict[str, Any]:
+    aliases = {"aliases": card.aliases} if card.aliases and card.parent is None else {}
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "manta",
+        "root": card.root or card.id,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+        **aliases,
+    }
+
+
+async def _models(api: "Api", exchange: HttpExchange) -> None:
+    await api.backend.adapters.refresh()
+    may_use = exchange.caller.may_use
+    cards = [_model_shown(card) for card in api.backend.models().values() if may_use(card.id)]
+    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
+
+
+async def _one_model(api: "Api", exchange: HttpExchange) -> None:
+    card = await find_model(exchange.path[len("/v1/models/") :], api.backend, exchange.caller)
+    await exchange.answer(200, msgspec.json.encode(_model_shown(card)))
+
+
+async def _tokenize(api: "Api", exchange: HttpExchange) -> None:
+    body = await api.read(exchange)
+    card = await api.model_of(body, exchange.caller)
+    await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
+
+
+async def _detokenize(api: "Api", exchange: HttpExchange) -> None:
+    body = await api.read(exchange)
+    card = await api.model_of(body, exchange.caller)
+    await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
+
+
+async def _request(api: "Api", exchange: HttpExchange) -> None:
+    await explain_request(exchange, api.options)
+
+
+async def _health(api: "Api", exchange: HttpExchange) -> None:
+    await exchange.answer(200, b'{"status":"ok"}')
+
+
+async def _ready(api: "Api", exchange: HttpExchange) -> None:
+    if not api.backend.ready():
+        code, message = "not_ready", "no engine replica can take requests yet"
+        if api.backend.state().draining:
+            code, message = "draining", DRAINING
+        raise ApiError(503, code, message, kind=OVERLOADED, headers=(("retry-after", "1"),))
+    await exchange.answer(200, b'{"status":"ready"}')
+
+
+async def _version(api: "Api", exchange: HttpExchange) -> None:
+    await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
+
+
+async def _metrics(api: "Api", exchange: HttpExchange) -> None:
+    text = await api.options.metrics() if api.options.metrics is not None else ""
+    await exchange.answer(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(api: "Api", exchange: HttpExchange) -> None:
+    told = document(ROUTES, api.options, exchange.root)
+    await exchange.answer(200, msgspec.json.encode(told))
+
+
+async def _docs(api: "Api", exchange: HttpExchange) -> None:
+    text = page(ROUTES, strict=api.options.strict, root=exchange.root)
+    await exchange.answer(200, text, b"text/html; charset=utf-8", HEADERS)
+
+
+_CHAT = ("id", "object", "created", "model", "choices")
+_LIST = ("object", "data")
+_FILE = ("id", "object", "bytes", "filename", "purpose")
+_BATCH = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
+_RESPONSE = ("id", "object", "created_at", "status", "model", "output", "usage")
+_MODEL = ("id", "object", "owned_by", "max_model_len")
+_STREAMS = (JSON, EVENTS)
+_GONE = ("id", "object", "deleted")
+_ADAPTER = ("id", "object", "path", "source")
+_ADAPTERS = (503, *NAMES)
+_PAGES: Mapping[str, Schema] = {"after": TEXT}
+
+
+def _generation(
+    summary: str, body: Body, answer: tuple[str, ...], kinds: tuple[str, ...] = _STREAMS
+) -> Operation:
+    return Operation(summary, QUEUES, body, answer, kinds)
+
+
+def _pooled(summary: str, body: Body, answer: tuple[str, ...]) -> Operation:
+    return Operation(summary, QUEUES, body, answer)
+
+
+_RERANK = _pooled("Order documents", pooled.RERANK, ("id", "model", "results", "usage"))
+_SCORE = _pooled("Scores of pairs of texts", pooled.SCORE, (*_LIST, "model", "usage"))
+_CLASSIFY = _pooled("Labels of texts", pooled.CLASSIFY, (*_LIST, "model", "usage"))
+_COUNTS = (*READS, *NAMES, 422)
+ROUTES: tuple[Route, ...] = (
+    Route("/v1/chat/completions", _chat, post=_generation("A chat", generation.CHAT, _CHAT)),
+    Route(
+        "/v1/completions",
+        _completions,
+        post=_generation("Texts, or token ids, continued", generation.COMPLETION, _CHAT),
+    ),
+    Route(
+        responses.PATH,
+        responses.create,
+        post=_generation("A chat in items", agents.RESPONSES, _RESPONSE),
+    ),
+    Route(
+        f"{responses.PATH}/input_tokens",
+        responses.count,
+        post=Operation(
+            "Tokens of the prompt of a response", QUEUES, agents.RESPONSES, ("input_tokens",)
+        ),
+    ),
+    Route(
+        messages.PATH,
+        messages.create,
+        post=_generation(
+            "A chat in blocks",
+            agents.MESSAGES,
+            ("id", "type", "role", "model", "content", "stop_reason", "usage"),
+        ),
+    ),
+    Route(
+        f"{messages.PATH}/count_tokens",
+        messages.count,
+        post=Operation(
+            "Tokens of the prompt of a message", QUEUES, agents.COUNTED, ("input_tokens",)
+        ),
+    ),
+    Route("/v1/models", _models, get=Operation("What is served", (503,), answer=_LIST)),
+    Route(
+        "/v1/embeddings",
+        embeddings,
+        post=_pooled("Vectors of texts", pooled.EMBEDDINGS, (*_LIST, "model", "usage")),
+    ),
+    Route(
+        batches.FILES,
+        batches.files,
+        get=Operation(
+            "Files of batches",
+            (400, 404),
+            answer=(*_LIST, "has_more"),
+            query={**_PAGES, "purpose": TEXT, "limit": integer(1, 10_000)},
+        ),
+        post=Operation("A new file", (*READS, 404), answer=_FILE, form=others.FILE),
+    ),
+    Route(
+        batches.BATCHES,
+        batches.batches,
+        get=Operation(
+            "Batches",
+            (400, 404),
+            answer=(*_LIST, "has_more"),
+            query={**_PAGES, "limit": integer(1, 100)},
+        ),
+        post=Operation("A new batch", (*READS, 404, 429), others.BATCH, _BATCH),
+    ),
+    Route("/v1/rerank", rerank, post=_RERANK),
+    Route("/v2/rerank", rerank, post=_RERANK),
+    Route("/rerank", rerank, post=_RERANK),
+    Route("/v1/score", score, post=_SCORE),
+    Route("/score", score, post=_SCORE),
+    Route("/v1/classify", classify, post=_CLASSIFY),
+    Route("/classify", classify, post=_CLASSIFY),
+    Route(
+        adapters.PATH,
+        adapters.adapters,
+        get=Operation("Adapters of the served model", _ADAPTERS, answer=_LIST),
+        post=Operation(
+            "An adapter, added or read again",
+            (*READS, *NAMES, 409, 422, 503),
+            others.ADAPTER,
+            _ADAPTER,
+        ),
+    ),
+    Route(
+        "/tokenize",
+        _tokenize,
+        post=Operation(
+            "Token ids of a text or a chat",
+            _COUNTS,
+            others.TOKENIZE,
+            ("count", "max_model_len", "tokens"),
+        ),
+    ),
+    Route(
+        "/detokenize",
+        _detokenize,
+        post=Operation("The text of token ids", _COUNTS, others.DETOKENIZE, ("prompt",)),
+    ),
+    Route(
+        "/health", _health, get=Operation("Whether the router lives", answer=("status",)), open=True
+    ),
+    Route(
+        "/ready",
+        _ready,
+        get=Operation("Whether a replica can take requests", (503,), answer=("status",)),
+        open=True,
+    ),
+    Route("/metrics", _metrics, get=Operation("Prometheus text", kinds=(PLAIN,))),
+    Route("/version", _version, get=Operation("Of Manta", answer=("version",))),
+    Route("/openapi.json", _openapi, get=Operation("This document", answer=("openapi",))),
+    Route("/docs", _docs, get=Operation("This document as a page", kinds=(HTML,))),
+    Route(
+        f"{responses.PATH}/{{id}}",
+        responses.one,
+        get=Operation("An answer that was kept", NAMES, answer=_RESPONSE),
+        delete=Operation("Forget it", NAMES, answer=_GONE),
+    ),
+    Route(
+        f"{responses.PATH}/{{id}}/cancel",
+        responses.one,
+        post=Operation("Refused: nothing runs in the background", (400, *NAMES)),
+    ),
+    Route(
+        f"{responses.PATH}/{{id}}/input_items",
+        responses.one,
+        get=Operation("What it answered", NAMES, answer=(*_LIST, "has_more")),
+    ),
+    Route(
+        f"{batches.FILES}/{{id}}",
+        batches.one_file,
+        get=Operation("A file", NAMES, answer=_FILE),
+        delete=Operation("Delete it", (400, *NAMES), answer=_GONE),
+    ),
+    Route(
+        f"{batches.FILES}/{{id}}/content",
+        batches.one_file,
+        get=Operation("Its bytes", NAMES, kinds=(BYTES,)),
+    ),
+    Route(
+        f"{batches.BATCHES}/{{id}}",
+        batches.one_batch,
+        get=Operation("A batch", NAMES, answer=_BATCH),
+    ),
+    Route(
+        f"{batches.BATCHES}/{{id}}/cancel",
+        batches.one_batch,
+        post=Operation("Stop it", (400, *NAMES), answer=_BATCH),
+    ),
+    Route("/v1/models/{name}", _one_model, get=Operation("A model", _ADAPTERS, answer=_MODEL)),
+    Route(
+        f"{REQUESTS}{{id}}",
+        _request,
+        get=Operation("What became of a request", NAMES, answer=("id", "object", "parts")),
+    ),
+    Route(
+        f"{adapters.PATH}/{{name}}",
+        adapters.one_adapter,
+        get=Operation("An adapter", _ADAPTERS, answer=_ADAPTER),
+        delete=Operation("Take it away", (*_ADAPTERS, 400, 409, 422), answer=_GONE),
+    ),
+)
+EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not in route.path}
+OPEN = frozenset(route.path for route in ROUTES if route.open)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """A model's or an adapter's name may have slashes."""
+    return re.compile(path.replace("{id}", "[^/]+").replace("{name}", ".+"), re.DOTALL)
+
+
+_PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.path]
+
+
+def find(exchange: HttpExchange) -> Route:
+    """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
+
+    Raises ApiError 404, 405.
+    """
+    path = exchange.path
+    route = EXACT.get(path) or next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
+    if route is None:
+        raise ApiError(
+            404,
+            "not_found",
+            f"there is no {shown(path)}{_near(path)}; served: {', '.join(EXACT)}",
+            kind=NOT_FOUND,
+        )
+    methods = route.operations.keys()
+    if exchange.method not in methods:
+        raise ApiError(
+            405,
+            "method_not_allowed",
+            f"{route.path} takes {' or '.join(methods)}",
+            kind=INVALID,
+            headers=(("allow", ", ".join(methods)),),
+        )
+    return route
+
+
+def _near(path: str) -> str:
+    """The route that was meant, if that is hardly in doubt: the path is one but for its slashes,
+    what stands before it, or a slip of the pen. Routes that other servers have are not near."""
+    plain = path.rstrip("/")
+    for route in EXACT:
+        tail = route.removeprefix("/v1")
+        if plain.endswith(tail) and plain[: -len(tail)].strip("/") in ("", "v1", "v1/v1", "api/v1"):
+            return f', did you mean "{route}"?'
+    return did_you_mean(plain, EXACT, 0.9)

@@ -1,0 +1,98 @@
+"""schemathesis sends what /openapi.json allows, and what it does not, to every operation."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from deployments.api.app import build_asgi
+from deployments.api.batches.folder import BatchFolder
+from deployments.api.options import ApiOptions
+from deployments.api.routes import ROUTES
+from deployments.config.models import BatchSettings
+from engine.pooling import Pooling
+from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
+
+schemathesis = pytest.importorskip("schemathesis", reason="make, or pip install -e '.[dev]'")
+
+pytestmark = pytest.mark.slow
+EXAMPLES = 6  # of each operation and mode
+# By the end of a path; other routes generate.
+POOLINGS = {
+    "embeddings": Pooling("mean", (None,), {"query": "query: "}, matryoshka=True),
+    "rerank": Pooling("cls", labels=("relevance",)),
+    "score": Pooling("cls", labels=("relevance",)),
+    "classify": Pooling("cls", labels=tuple(f"kind {i}" for i in range(VECTOR))),
+}
+
+
+def app_for(path: str, folder: Path) -> Any:
+    backend = FakeBackend()
+    for end, pooling in POOLINGS.items():
+        if path.endswith(end):
+            card = replace(backend.cards[MODEL], pooling=pooling, vector_size=VECTOR)
+            backend.cards[MODEL] = card
+    batches = BatchFolder(BatchSettings(str(folder), in_flight=4))
+    return build_asgi(backend, ApiOptions(batches=batches, store_bytes=2**20))
+
+
+def operations(folder: Path, *, bodies: bool) -> Iterator[Any]:
+    """Each with an app whose model does what its route asks for. bodies: only those that read
+    one."""
+    for route in ROUTES:
+        app = app_for(route.path, folder)
+        schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+        for method, operation in route.operations.items():
+            if not bodies or operation.body or operation.form:
+                yield schema[route.path][method.lower()]
+
+
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_no_5xx_and_nothing_undocumented(mode: str, tmp_path: Path) -> None:
+    """Bug: a body of the right shape that ends in a traceback; a status, a content type or a shape
+    of an answer that no client was told of."""
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.generation import GenerationMode
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    checks = [
+        not_a_server_error,
+        status_code_conformance,
+        content_type_conformance,
+        response_schema_conformance,
+    ]
+    bounded = settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    good = mode == "POSITIVE"
+    asked: set[str] = set()
+    answered: set[str] = set()
+
+    def ask(case: Any) -> None:
+        if good and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = MODEL  # or all that would be tested is that there is no such model
+        response = case.call()
+        label = f"{case.method} {case.path}"
+        asked.add(label)
+        if response.status_code == 200:
+            answered.add(label)
+        case.validate_response(response, checks=checks)
+
+    for operation in operations(tmp_path, bodies=not good):
+        strategy = operation.as_strategy(generation_mode=GenerationMode[mode])
+        bounded(given(case=strategy)(ask))()
+    if good:
+        assert len(asked) == sum(len(route.operations) for route in ROUTES)
+        assert len(answered) > len(asked) // 2, sorted(asked - answered)
