@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa and ModernBERT see a text in both directions and make vectors of it."""
+"""Encoders: BERT, RoBERTa, ModernBERT and NomicBert see a text both ways and make vectors of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -184,6 +184,92 @@ _MODERN = Architecture(
     classifier=_modern_head,
     absent={"attention_norm": (0,)},  # the embedding's norm is right before it
 )
+
+
+def _turned_both_ways(
+    config: Reader, plain: "LayerAttention", layers: int
+) -> Sequence["LayerAttention"]:
+    return [replace(plain, bidirectional=True)] * layers
+
+
+def _nomic_positions(config: Reader) -> int:
+    """A file with a factor turns texts otherwise that are longer than those of its training."""
+    longest = config.size("max_position_embeddings", 2048)
+    if config.get("rotary_scaling_factor") is None:
+        return longest
+    return min(longest, config.size("max_trained_positions", 2048))
+
+
+def _nomic_activation(config: Reader) -> str:
+    """The hub's files name the gated MLP as a whole."""
+    swiglu = config.get("activation_function") == "swiglu"
+    return "silu" if swiglu else str(config.get("hidden_act", "silu"))
+
+
+def _nomic_head(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
+    return "cls", (HeadLayer("nomic_bert.pooler.dense", "Tanh"), HeadLayer("classifier"))
+
+
+_NOMIC_LAYER = "encoder.layers.{i}."
+_NO_BIAS = (False, None)
+_NOMIC = Architecture(
+    "NomicBertModel",
+    {
+        "embedding": CheckpointTensor(("embeddings.word_embeddings",)),
+        "token_types": CheckpointTensor(("embeddings.token_type_embeddings",)),
+        "embedding_norm": CheckpointTensor(("emb_ln",)),
+        "qkv": CheckpointTensor((f"{_NOMIC_LAYER}attn.Wqkv",)),
+        "out": CheckpointTensor((f"{_NOMIC_LAYER}attn.out_proj",)),
+        "attention_norm": CheckpointTensor((f"{_NOMIC_LAYER}norm1",)),
+        "gate_up": CheckpointTensor((f"{_NOMIC_LAYER}mlp.fc12", f"{_NOMIC_LAYER}mlp.fc11")),
+        "down": CheckpointTensor((f"{_NOMIC_LAYER}mlp.fc2",)),
+        "mlp_norm": CheckpointTensor((f"{_NOMIC_LAYER}norm2",)),
+    },
+    models="NomicBert, Nomic Embed Text v1 and v1.5 (vectors only)",
+    model_type="nomic_bert",
+    switches={
+        "norm": always("layer"),
+        "norm_bias": always(True),
+        "norm_eps": lambda config: config.number("layer_norm_eps", 1e-12),
+        "num_kv_heads": lambda config: config.size("num_attention_heads"),
+        "max_positions": _nomic_positions,
+        "post_norm": always(True),
+        "token_types": lambda config: config.size("type_vocab_size"),
+        "separator": _separator,
+        "tie_embeddings": always(True),
+    },
+    keys={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "rope_theta": "rotary_emb_base",
+        "partial_rotary_factor": "rotary_emb_fraction",
+    },
+    defaults={"type_vocab_size": 2, "rotary_emb_base": 1000.0},
+    made={"hidden_act": _nomic_activation},
+    only={
+        "activation_function": ("swiglu",),
+        "qkv_proj_bias": _NO_BIAS,
+        "mlp_fc1_bias": _NO_BIAS,
+        "mlp_fc2_bias": _NO_BIAS,
+        "prenorm": (False,),
+        "parallel_block": (False,),
+        "use_rms_norm": (False, None),
+        "causal": (False,),
+        "rotary_emb_interleaved": (False,),
+        "rotary_emb_scale_base": (None,),
+        "num_experts": (None, 0, 1),
+        "moe_every_n_layers": (None, 0),
+    },
+    attention=_turned_both_ways,
+    renames=(("nomic_bert.", ""), ("bert.", "")),
+    ignored=("classifier.*", "pooler.*", "cls.*", "lm_head.*", "*position_ids"),
+    encoder=True,
+    classifier=_nomic_head,
+)
 ARCHITECTURES = (
     _record(
         "BertModel", "bert", "BERT, BGE, E5, GTE (vectors only)", "bert", _SWITCHES, _bert_head
@@ -200,4 +286,5 @@ ARCHITECTURES = (
         _roberta_head,
     ),
     _MODERN,
+    _NOMIC,
 )

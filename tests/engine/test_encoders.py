@@ -31,7 +31,13 @@ SIZES: dict[str, Any] = {
 BERT = {"type_vocab_size": 2, "pad_token_id": 0}
 ROBERTA = {"type_vocab_size": 1, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 MODERN = {"local_attention": 12, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
-CASES = {"bert": BERT, "roberta": ROBERTA, "xlm-roberta": ROBERTA, "modernbert": MODERN}
+CASES = {
+    "bert": BERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "modernbert": MODERN,
+    "nomic_bert": BERT,
+}
 
 
 def save_encoder(folder: Path, model_type: str) -> Any:
@@ -114,3 +120,53 @@ def test_names_and_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
     with pytest.raises(ConfigError, match="is_decoder"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_nomic_bert_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Bug: the hub's file is written in GPT-2's words, and what it does not say is another model's:
+    rotations ten times slower, or a mixture of experts read as none."""
+    theirs = save_encoder(tmp_path, "nomic_bert")
+    hub = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "vocab_size": 101,
+        "n_embd": 32,
+        "n_inner": 56,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 8192,
+        "activation_function": "swiglu",
+        "layer_norm_epsilon": 1e-12,
+        "type_vocab_size": 2,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_scaling_factor": None,
+        "max_trained_positions": 2048,
+        "causal": False,
+        "qkv_proj_bias": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "prenorm": False,
+        "parallel_block": False,
+        "use_rms_norm": False,
+    }
+
+    def write(**changes: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**hub, **changes}))
+
+    write()
+    pool(tmp_path, "cls")
+    model = ModelConfig.from_folder(tmp_path)
+    assert (model.rope.theta, model.max_positions, model.generates) == (1000.0, 8192, False)
+    core = engine(tmp_path, max_model_len=64, max_num_batched_tokens=80)
+    for ours, prompt in zip(vectors(core, PROMPTS), PROMPTS, strict=True):
+        with torch.inference_mode():
+            want = theirs(torch.tensor([prompt])).last_hidden_state[0, 0].numpy()
+        assert np.abs(ours - want).max() < 1e-5
+    write(rotary_scaling_factor=2)
+    assert ModelConfig.from_folder(tmp_path).max_positions == 2048
+    for key, value in (("num_experts", 8), ("activation_function", "gelu"), ("prenorm", True)):
+        write(**{key: value})
+        with pytest.raises(ConfigError, match=key):
+            ModelConfig.from_folder(tmp_path)
