@@ -246,11 +246,6 @@ def _kv_format(
             "8.9; int8 keeps as many tokens",
             param="kv_dtype",
         )
-    if cuda:
-        raise ConfigError(
-            f"kv_dtype: {name} is not supported on CUDA; leave it out, or use device: cpu",
-            param="kv_dtype",
-        )
     if any(layer.latent for layer in model.attention):
         raise ConfigError(
             f"kv_dtype: {name} is of keys and values, and {model.architecture} keeps latents, "
@@ -270,7 +265,14 @@ def _kv_format(
                 f"{model.architecture} has {layer.kept[1]}; leave it out",
                 param="kv_dtype",
             )
-    return kv_form(model, name)
+    form = kv_form(model, name)
+    if cuda and form.turn % 2:
+        raise ConfigError(
+            f"kv_dtype: int4 needs heads whose rotated halves have an even number of elements on "
+            f"CUDA, which {model.architecture} has not; int8 does not, and the CPU does not",
+            param="kv_dtype",
+        )
+    return form
 
 
 def kv_form(model: ModelConfig, name: str) -> KVFormat:

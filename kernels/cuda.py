@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels import activation, kv_write, lora, norm
-from kernels.attention.decode import attention_decode, plan
+from kernels.attention.decode_plan import plan
 from kernels.attention.latent_decode import latent_decode, plan_latent
 from kernels.attention.latent_prefill import latent_prefill
 from kernels.attention.latent_write import latent_write
-from kernels.attention.prefill import attention_prefill
+from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.experts import few, topk
 from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
@@ -137,7 +137,7 @@ class Cuda(Kernels):
         return y if gate is None else self.GATES[gate](y)
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
-        """Plan the step's decodes (`attention_decode.plan`) into meta.plan, if there are any."""
+        """Plan the step's decodes (`decode_plan.plan`) into meta.plan, if there are any."""
         _count(meta)
         if meta.num_decodes:
             assert meta.counts is not None
@@ -186,12 +186,10 @@ class Cuda(Kernels):
         if meta.counts is None:
             self.prepare(meta, num_heads, k_cache)
         if meta.num_decodes:
-            attention_decode(
-                q, k_cache, v_cache, out, meta.block_table, scale, meta.plan,
-                softcap, sinks, slopes,
-            )  # fmt: skip
+            also = (softcap, sinks, slopes)
+            attend_decodes(q, k_cache, v_cache, out, meta.block_table, scale, meta.plan, *also)
         if num_tokens > meta.num_decodes:
-            attention_prefill(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
+            attend_chunks(q, k_cache, v_cache, out, scale, meta, False, softcap, sinks, slopes)
         return out
 
     def latent_write(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.attention.prefill import attention_prefill
+from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights
@@ -86,5 +86,5 @@ class CudaDeterministic(Cuda):
         num_tokens, num_heads, head_dim = q.shape
         out = q.new_empty((num_tokens, num_heads * head_dim))
         _count(meta)
-        attention_prefill(q, k_cache, v_cache, out, scale, meta, True, softcap, sinks, slopes)
+        attend_chunks(q, k_cache, v_cache, out, scale, meta, True, softcap, sinks, slopes)
         return out

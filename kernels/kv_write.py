@@ -2,15 +2,27 @@
 
 A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
 pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only part of it
-rotates, a rest.
+rotates, a rest. Into a cache of fewer bits keys and values go as codes, with the numbers of each
+head that its elements ask for (kernels/quantized_kv.py).
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv_codes import (
+    constants,
+    numbers_of,
+    store_codes,
+    store_numbers,
+    turned,
+    words,
+)
 from kernels.metadata import AttentionMeta
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.quantized_kv import Cache, QuantizedKV
 
 
 @triton.jit
@@ -22,7 +34,7 @@ def _norm_scale(first, second, rest, eps, HEAD_DIM: tl.constexpr, HAS_REST: tl.c
 
 
 @triton.jit
-def _turn_and_store(
+def _rotated(
     first,
     second,
     rest,
@@ -30,19 +42,15 @@ def _turn_and_store(
     sin,
     norm,
     eps,
-    target,
-    mask,
-    rest_mask,
     NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    TURN: tl.constexpr,
 ):
     dims = tl.arange(0, HALF)
     half: tl.constexpr = ROTARY_DIM // 2
-    if REST:
-        more = ROTARY_DIM + tl.arange(0, REST)
     if NORM:
         valid = dims < half
         scale = _norm_scale(first, second, rest, eps, HEAD_DIM, REST > 0)
@@ -51,13 +59,83 @@ def _turn_and_store(
         weight = tl.load(norm + half + dims, mask=valid, other=0.0).to(tl.float32)
         second *= scale * weight[None, :]
         if REST:
+            more = ROTARY_DIM + tl.arange(0, REST)
             weight = tl.load(norm + more, mask=more < HEAD_DIM, other=0.0).to(tl.float32)
             rest *= scale * weight[None, :]
+    left = first * cos - second * sin
+    right = second * cos + first * sin
+    if TURN:
+        left, right = turned(left, TURN), turned(right, TURN)
+        if REST:
+            rest = turned(rest, TURN)
+    return left, right, rest
+
+
+@triton.jit
+def _store(
+    target,
+    first,
+    second,
+    rest,
+    mask,
+    rest_mask,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    dims = tl.arange(0, HALF)
+    half: tl.constexpr = ROTARY_DIM // 2
     dtype = target.dtype.element_ty
-    tl.store(target + dims[None, :], (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(target + half + dims[None, :], (second * cos + first * sin).to(dtype), mask=mask)
+    tl.store(target + dims[None, :], first.to(dtype), mask=mask)
+    tl.store(target + half + dims[None, :], second.to(dtype), mask=mask)
     if REST:
+        more = ROTARY_DIM + tl.arange(0, REST)
         tl.store(target + more[None, :], rest.to(dtype), mask=rest_mask)
+
+
+@triton.jit
+def _bounds(x, count):
+    """The least and the greatest of the first `count` elements of each head."""
+    real = (tl.arange(0, x.shape[1]) < count)[None, :]
+    low = tl.min(tl.where(real, x, float("inf")), axis=1)
+    return low, tl.max(tl.where(real, x, float("-inf")), axis=1)
+
+
+@triton.jit
+def _store_key(
+    codes,
+    numbers,
+    first,
+    second,
+    rest,
+    block,
+    in_block,
+    exists,
+    KIND: tl.constexpr,
+    CODE_PAGE: tl.constexpr,
+    NUMBER_PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """in_block [heads]: rows of the block."""
+    half: tl.constexpr = ROTARY_DIM // 2
+    low, high = _bounds(first, half)
+    more_low, more_high = _bounds(second, half)
+    low, high = tl.minimum(low, more_low), tl.maximum(high, more_high)
+    if REST:
+        more_low, more_high = _bounds(rest, HEAD_DIM - ROTARY_DIM)
+        low, high = tl.minimum(low, more_low), tl.maximum(high, more_high)
+    scale, least = numbers_of(low, high, KIND)
+    store_numbers(numbers + block * NUMBER_PAGE, in_block, scale, least, exists, KIND)
+    PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    target = codes + block * CODE_PAGE + (in_block * (HEAD_DIM // PACKED))[:, None]
+    store_codes(target, first, scale, least, exists, half, KIND)
+    store_codes(target + half // PACKED, second, scale, least, exists, half, KIND)
+    if REST:
+        store_codes(
+            target + ROTARY_DIM // PACKED, rest, scale, least, exists, HEAD_DIM - ROTARY_DIM, KIND
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -69,8 +147,10 @@ def _rope_kv_write_kernel(
     positions,
     slots,
     q_out,
-    k_cache,
+    k_cache,  # or codes
     v_cache,
+    k_numbers,  # int16, if KIND
+    v_numbers,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -83,6 +163,10 @@ def _rope_kv_write_kernel(
     HALF: tl.constexpr,  # power of two >= ROTARY_DIM / 2
     REST: tl.constexpr,  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
     FULL: tl.constexpr,  # power of two >= HEAD_DIM
+    KIND: tl.constexpr,  # of codes (kernels/kv_codes.py); 0 = plain
+    CODE_PAGE: tl.constexpr,
+    NUMBER_PAGE: tl.constexpr,
+    TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -108,7 +192,19 @@ def _rope_kv_write_kernel(
         v_target = (
             v_cache + ((block * NUM_KV_HEADS + v_heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
         )
-        if slot >= 0:
+        if KIND:
+            if slot >= 0:
+                value = tl.load(v_source, mask=v_mask, other=0.0).to(tl.float32)
+                low, high = _bounds(value, HEAD_DIM)
+                scale, least = numbers_of(low, high, KIND)
+                exists = v_heads < NUM_KV_HEADS
+                in_block = v_heads * BLOCK_SIZE + offset
+                words = v_numbers + block * NUMBER_PAGE
+                store_numbers(words, in_block, scale, least, exists, KIND)
+                PACKED: tl.constexpr = 2 if KIND == 3 else 1
+                codes = v_cache + block * CODE_PAGE + (in_block * (HEAD_DIM // PACKED))[:, None]
+                store_codes(codes, value, scale, least, exists, HEAD_DIM, KIND)
+        elif slot >= 0:
             tl.store(v_target + v_dims[None, :], tl.load(v_source, mask=v_mask), mask=v_mask)
     else:
         dims = tl.arange(0, HALF)
@@ -132,18 +228,28 @@ def _rope_kv_write_kernel(
             rest = tl.load(source + more[None, :], mask=rest_mask, other=0.0).to(tl.float32)
         if is_query:
             target = q_out + ((token * NUM_HEADS + heads) * HEAD_DIM)[:, None]
-            _turn_and_store(
-                first, second, rest, cos, sin, q_norm, eps, target, mask, rest_mask,
-                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST,
+            first, second, rest = _rotated(
+                first, second, rest, cos, sin, q_norm, eps,
+                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, TURN,
             )  # fmt: skip
+            _store(target, first, second, rest, mask, rest_mask, ROTARY_DIM, HALF, REST)
         elif slot >= 0:
-            target = (
-                k_cache + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
-            )
-            _turn_and_store(
-                first, second, rest, cos, sin, k_norm, eps, target, mask, rest_mask,
-                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST,
+            first, second, rest = _rotated(
+                first, second, rest, cos, sin, k_norm, eps,
+                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, TURN,
             )  # fmt: skip
+            in_block = heads * BLOCK_SIZE + offset
+            if KIND:
+                _store_key(
+                    k_cache, k_numbers, first, second, rest, block, in_block, exists,
+                    KIND, CODE_PAGE, NUMBER_PAGE, HEAD_DIM, ROTARY_DIM, REST,
+                )  # fmt: skip
+            else:
+                target = (
+                    k_cache
+                    + ((block * NUM_KV_HEADS + heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
+                )
+                _store(target, first, second, rest, mask, rest_mask, ROTARY_DIM, HALF, REST)
 
 
 def rope_kv_write(
@@ -152,8 +258,8 @@ def rope_kv_write(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_heads: int,
     meta: AttentionMeta,
 ) -> Tensor:
@@ -164,6 +270,12 @@ def rope_kv_write(
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return q
+    how: dict[str, Any] = {"KIND": 0, "CODE_PAGE": 0, "NUMBER_PAGE": 0, "TURN": 0}
+    if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+        how = constants(k_cache) | {"TURN": max(1, k_cache.form.turn).bit_length() - 1}
+        caches = (*(each.codes for each in (k_cache, v_cache)), *words(k_cache, v_cache))
+    else:
+        caches = (k_cache, v_cache, k_cache, v_cache)
     heads = min(8, triton.next_power_of_2(num_kv_heads))
     groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _rope_kv_write_kernel[(num_tokens, groups)](
@@ -174,8 +286,7 @@ def rope_kv_write(
         meta.positions,
         meta.slots,
         q,
-        k_cache,
-        v_cache,
+        *caches,
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -188,6 +299,7 @@ def rope_kv_write(
         HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
         FULL=triton.next_power_of_2(head_dim),
+        **how,
         # With thousands of programs the early start costs more than it hides.
         **(pdl(q.device) if num_tokens <= 256 else {"PDL": False}),
         num_warps=4,

@@ -1,6 +1,7 @@
 """What measure.py times: every kernel at the sizes of llama-8b, attention at others too."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.fp8 import round_rows
+from kernels.kv_format import FORMATS
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
 from kernels.packed import Format, PackedWeight
+from kernels.quantized_kv import Cache, QuantizedKV
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
@@ -39,6 +42,7 @@ class Sizes(NamedTuple):
     vocab: int = 128256
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
+    kv: str = ""  # "int8", "fp8", "int4": keys and values in fewer bits
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -59,6 +63,14 @@ DECODES: dict[str, tuple[list[int], float | None]] = {
     "1 x 1024": ([1024], None),
     "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
     "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
+}
+# Of these over codes, and the least share of copy bandwidth for fp8 that issue 18 asks for.
+CODED: dict[str, float | None] = {
+    "64 x 4096": 0.85,
+    "256 x 1024": 0.85,
+    "16 x 1024": None,
+    "1 x 32768": None,
+    "256 x 512": None,
 }
 # Keys and queries of each entry.
 PREFILLS = {
@@ -106,13 +118,34 @@ def meta_of(
     return meta, sum(blocks)
 
 
-def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple[Tensor, Tensor]]:
+def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple[Cache, Cache]]:
     shape = (num_blocks, s.kv_heads, block_size, s.dim)
+    if s.kv:
+        return [(codes(s, shape), codes(s, shape)) for _ in range(count)]
     return [(s.random(*shape), s.random(*shape)) for _ in range(count)]
 
 
+def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
+    """Random ones, with the numbers of elements below 1."""
+    form = FORMATS[s.kv]
+    if form.name == "int4":
+        form = replace(form, turn=s.dim // 2)
+    cache = QuantizedKV.empty(form, shape, s.device)
+    raw = cache.codes.view(torch.uint8)
+    raw.copy_(torch.randint_like(raw, 127 if s.kv == "fp8" else 256))  # 127 is e4m3's NaN
+    cache.numbers.fill_(2.0**-8)
+    return cache
+
+
+def kv_bytes(s: Sizes, tokens: int) -> float:
+    """Of their keys and values, with scales."""
+    if s.kv:
+        return 2.0 * tokens * FORMATS[s.kv].token_bytes(s.kv_heads, s.dim)
+    return 2.0 * tokens * s.kv_heads * s.dim * s.dtype.itemsize
+
+
 def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -> KernelWork:
-    num_bytes = 2 * sum(kv_len) * s.kv_heads * s.dim * s.dtype.itemsize
+    num_bytes = kv_bytes(s, sum(kv_len))
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
     kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
     cuda.prepare(meta, s.heads, kv[0][0])
@@ -123,7 +156,7 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
 
 
 # q, k_cache, v_cache, meta -> the same by a library
-Library = Callable[[Tensor, Tensor, Tensor, AttentionMeta], Callable[[], object]]
+Library = Callable[[Tensor, Cache, Cache, AttentionMeta], Callable[[], object]]
 
 
 def prefill(
@@ -151,7 +184,7 @@ def torch_attention(backend: SDPBackend) -> Library:
     """Keys lie in a row and every query head has its own: what a library is fastest at."""
 
     def make(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMeta
+        q: Tensor, k_cache: Cache, v_cache: Cache, meta: AttentionMeta
     ) -> Callable[[], object]:
         query = q.transpose(0, 1)[None].contiguous()
         key, value = torch.randn_like(query), torch.randn_like(query)
@@ -267,7 +300,7 @@ def gate(s: Sizes, rows: int, name: str) -> KernelWork:
 def rope(s: Sizes, rows: int, head_norm: bool) -> KernelWork:
     """Decodes up to 256 rows, a prompt from there on."""
     width = (s.heads + 2 * s.kv_heads) * s.dim
-    num_bytes = 2.0 * rows * width * s.dtype.itemsize
+    num_bytes = rows * (width + s.heads * s.dim) * s.dtype.itemsize + kv_bytes(s, rows)
     qkvs = [s.random(rows, width) for _ in range(copies_for(num_bytes))]
     lengths = ([rows], [rows], 0) if rows > 256 else ([1024] * rows, [1] * rows, rows)
     meta, num_blocks = meta_of(s, *lengths, 16)
@@ -412,6 +445,16 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
         cases[f"decode/64 x 4096/heads of {dim}"] = make
     for name, lengths in PREFILLS.items():
         cases[f"prefill/{name}"] = partial(prefill, s, *lengths)
+    for kv in FORMATS:
+        fewer = s._replace(kv=kv)
+        for name, least in CODED.items():
+            target = least if kv == "fp8" else None
+            make = partial(decode, fewer, DECODES[name][0], 16, target)
+            cases[f"{kv} decode/{name}"] = make
+        for name in ("4 x 2048", "2048 after 6144"):
+            cases[f"{kv} prefill/{name}"] = partial(prefill, fewer, *PREFILLS[name])
+        for rows in (1, 256, 8192):
+            cases[f"rope and {kv} KV write/{rows}"] = partial(rope, fewer, rows, False)
     for rows in (1, 256, 8192):
         cases[f"rope and KV write/{rows}"] = partial(rope, s, rows, False)
         cases[f"qk-norm, rope and KV write/{rows}"] = partial(rope, s, rows, True)

@@ -144,6 +144,38 @@ def _walk(
     return top, denominator, acc
 
 
+@triton.jit
+def borders(
+    first_position,
+    length,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
+):
+    """Keys that some rows see, lowest .. end - 1; and of these, what all rows see, in whole tiles:
+    begin_full .. full - 1."""
+    full = (first_position + 1) // KEYS * KEYS
+    if DETERMINISTIC:
+        full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
+    end = tl.minimum(first_position + QUERIES, length)
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(first_position - (WINDOW - 1), 0)
+        all_see = tl.maximum(end - WINDOW, 0)
+    if CHUNK:
+        lowest = first_position // CHUNK * CHUNK
+        all_see = (end - 1) // CHUNK * CHUNK
+    begin_full = 0
+    if WINDOW or CHUNK:
+        begin_full = tl.minimum(tl.cdiv(all_see, KEYS) * KEYS, tl.cdiv(end, KEYS) * KEYS)
+        if DETERMINISTIC:
+            begin_full = lowest // KEYS * KEYS
+        full = tl.maximum(full, begin_full)
+    return lowest, begin_full, full, end
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
@@ -211,24 +243,9 @@ def _prefill_kernel(
     first_position = length - query_len + first
     # Rows past the last query look at what the last one sees.
     row_position = tl.minimum(first_position + rows // GROUP, length - 1)
-    full = (first_position + 1) // KEYS * KEYS
-    if DETERMINISTIC:
-        full = full * 0  # one loop, hence the same machine code for a key, whichever queries see it
-    end = tl.minimum(first_position + QUERIES, length)
-    # Keys that some rows see and earlier or later ones do not: lowest .. all_see, and full .. end.
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(first_position - (WINDOW - 1), 0)
-        all_see = tl.maximum(end - WINDOW, 0)
-    if CHUNK:
-        lowest = first_position // CHUNK * CHUNK
-        all_see = (end - 1) // CHUNK * CHUNK
-    begin_full = 0
-    if WINDOW or CHUNK:
-        begin_full = tl.minimum(tl.cdiv(all_see, KEYS) * KEYS, tl.cdiv(end, KEYS) * KEYS)
-        if DETERMINISTIC:
-            begin_full = lowest // KEYS * KEYS
-        full = tl.maximum(full, begin_full)
+    lowest, begin_full, full, end = borders(
+        first_position, length, QUERIES, KEYS, WINDOW, CHUNK, DETERMINISTIC
+    )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
@@ -260,21 +277,21 @@ def _prefill_kernel(
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 
-class _PrefillLaunch(NamedTuple):
+class PrefillLaunch(NamedTuple):
     rows: int  # queries times heads of a group, a program
     keys: int  # a tile
     num_warps: int
     num_stages: int
 
 
-def _prefill_launch(dims: int, element_size: int, deterministic: bool) -> _PrefillLaunch:
+def prefill_launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
     """Decision rule from measurements on an H200; dims is the padded head size. A deterministic
     one serves decodes too, whose few rows a smaller tile wastes less on."""
     if dims > 256:  # larger tiles do not fit
-        return _PrefillLaunch(32, 16, 8, 2)
+        return PrefillLaunch(32, 16, 8, 2)
     if dims > 128 or element_size > 2:
-        return _PrefillLaunch(64, 32, 4, 2)
-    return _PrefillLaunch(64, 64, 4, 3) if deterministic else _PrefillLaunch(128, 64, 8, 3)
+        return PrefillLaunch(64, 32, 4, 2)
+    return PrefillLaunch(64, 64, 4, 3) if deterministic else PrefillLaunch(128, 64, 8, 3)
 
 
 def attention_prefill(
@@ -299,7 +316,7 @@ def attention_prefill(
     num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
-    shape = _prefill_launch(dims, q.element_size(), deterministic)
+    shape = prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = num_tokens // (rows // group) + num_entries + 1

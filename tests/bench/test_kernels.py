@@ -32,7 +32,9 @@ from bench.kernels.cases import (  # noqa: E402
 )
 from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
+from kernels.attention import decode_plan, quantized_decode  # noqa: E402
 from kernels.gemm import deterministic, packed_dot  # noqa: E402
+from kernels.kv_format import FORMATS  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -65,7 +67,7 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", count)
-    for module in (attention_decode, deterministic, packed_dot):
+    for module in (attention_decode, decode_plan, quantized_decode, deterministic, packed_dot):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     monkeypatch.setattr(deterministic, "agreeing", lambda weight, bias, add: deterministic.TILES[2])
     cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})
@@ -86,6 +88,8 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         "decode/16 x 1024": 0.7,
         "decode/1 x 32768": 0.7,
         "prefill/1 x 8192": PREFILL_TARGET,
+        "fp8 decode/64 x 4096": 0.85,
+        "fp8 decode/256 x 1024": 0.85,
     }
     assert found["prefill/1 x 8192"]["against"] == "other"
 
@@ -133,6 +137,8 @@ def test_cases_run(monkeypatch: pytest.MonkeyPatch) -> None:
     makes: list[Callable[[], KernelWork]] = [
         *(lambda n=n: decode(s, [70, 1, 33], n, None) for n in (1, 16)),
         lambda: prefill(s, [40, 9], [17, 9]),
+        *(lambda n=n: decode(s._replace(kv=n), [70, 1, 33], 16, None) for n in FORMATS),
+        lambda: rope(s._replace(kv="int4"), 3, False),
         *(lambda n=n: rope(s, 3, n) for n in (False, True)),
         lambda: norm(s, 3),
         lambda: gate(s, 3, "silu"),

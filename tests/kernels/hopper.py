@@ -1,4 +1,4 @@
-"""A driver that stands for a Hopper GPU where there is none: Triton compiles for it."""
+"""Drivers that stand for GPUs where there are none: Triton compiles for them."""
 
 from typing import Any
 
@@ -16,3 +16,13 @@ class Hopper:
 
     def get_current_stream(self, device: Any) -> int:
         return 0
+
+
+class Ampere(Hopper):
+    """An A100."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 80, 32)
+
+    def get_current_device(self) -> str:
+        return "none older"

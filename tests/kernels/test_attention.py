@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention.decode import attention_decode, plan
+from kernels.attention.decode import attention_decode
+from kernels.attention.decode_plan import plan
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, grid, paged, random, row_error

@@ -8,7 +8,7 @@ import importlib
 import itertools
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,10 +27,12 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noqa: E402
-from kernels.attention.decode import attention_decode, plan  # noqa: E402
+from kernels.attention.decode import attention_decode  # noqa: E402
+from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.latent_decode import latent_decode, plan_latent  # noqa: E402
 from kernels.attention.latent_prefill import latent_prefill  # noqa: E402
 from kernels.attention.latent_write import latent_write  # noqa: E402
+from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.experts import grouped as moe  # noqa: E402
@@ -45,16 +47,18 @@ from kernels.gemm.gemv import gemv  # noqa: E402
 from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
+from kernels.kv_format import FORMATS  # noqa: E402
 from kernels.kv_write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import layer_norm, rms_norm  # noqa: E402
 from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
+from kernels.quantized_kv import QuantizedKV  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402
 from kernels.sampling.layout import NUM_WORDS  # noqa: E402
 from kernels.sampling.logprobs import logprobs  # noqa: E402
-from tests.kernels.hopper import Hopper  # noqa: E402
+from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 BLOCK_SIZE, NUM_BLOCKS, EPS = 16, 64, 1e-5
@@ -238,6 +242,36 @@ def attention(d: Dims) -> None:
             attention_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic, *how)
 
 
+def quantized_attention(d: Dims) -> None:
+    """The same over keys and values in fewer bits."""
+    heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
+    norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
+    heads32 = torch.empty(d.num_heads)
+    for form in FORMATS.values():
+        if form.name == "fp8" and driver.active.get_current_target().arch < 89:
+            continue  # engine/resolve.py refuses it there
+        form = replace(form, turn=dim // 2) if form.name == "int4" else form
+        shape = (NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim)
+        k_cache, v_cache = (QuantizedKV.empty(form, shape) for _ in range(2))
+        meta = AttentionMeta(
+            int32(5), int64(5), int32(3), int32(2), int32(2, 40), 0, 5, 600, counts=int32(2)
+        )
+        qkv, cos_sin = bf16(5, heads * dim), torch.empty(1024, dim)
+        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+        out = torch.empty_like(q)
+        for deterministic in (False, True):
+            attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic)
+        meta.window = 1024
+        attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, False, 50.0, heads32, None)
+        q, table = bf16(512, d.num_heads, dim), int32(512, 512)
+        out = torch.empty_like(q)
+        for entries in (1, 20, 64, 512):
+            splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
+            attend_decodes(q[:entries], k_cache, v_cache, out, table, dim**-0.5, splits)
+        for how in ((50.0, heads32, None), (0.0, None, heads32)):
+            attend_decodes(q, k_cache, v_cache, out, table, dim**-0.5, splits, *how)
+
+
 def sampling(d: Dims) -> None:
     """Edits, filters, choice and log-probabilities over the vocabulary."""
     count = 2
@@ -372,7 +406,10 @@ def latent(d: Dims) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (layers, packed, plain, attention, sampling, assembly, adapters, experts, latent)
+    for part in (
+        *(layers, packed, plain, attention, quantized_attention, latent),
+        *(sampling, assembly, adapters, experts),
+    )
 }
 
 
@@ -395,6 +432,19 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
 
 
 @pytest.mark.slow
+def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that begins with Hopper, or tiles for its memory: int8 and int4 keys run on an
+    A100 too."""
+    monkeypatch.setattr(driver, "_active", Ampere())
+    for module in modules():
+        if hasattr(module, "pdl") and module.__name__ != "kernels.pdl":
+            monkeypatch.setattr(module, "pdl", lambda device: {"PDL": False})
+    quantized_attention(MODELS["llama-8b"])
+    for name, compiled in launches.seen:
+        assert compiled.metadata.shared <= 163 * 1024, name
+
+
+@pytest.mark.slow
 def test_heads_of_512_fit(launches: Launches) -> None:
     """Tiles of keys that leave no room for each other: Gemma 4's full layers."""
     k_cache, v_cache, q = (
@@ -411,6 +461,14 @@ def test_heads_of_512_fit(launches: Launches) -> None:
     attention_prefill(q, k_cache, v_cache, torch.empty_like(q), 1.0, meta)
     splits = plan(int32(20), 32, k_cache, 8192, int32(1))
     attention_decode(q, k_cache, v_cache, torch.empty_like(q), int32(20, 512), 1.0, splits)
+    for form in FORMATS.values():
+        form = replace(form, turn=256) if form.name == "int4" else form
+        codes = [QuantizedKV.empty(form, (NUM_BLOCKS, 4, 16, 512)) for _ in range(2)]
+        qkv, table = bf16(20, 40 * 512), torch.empty(1024, 512)
+        rope_kv_write(qkv, table, None, None, EPS, *codes, 32, meta)
+        attend_chunks(q, *codes, torch.empty_like(q), 1.0, meta)
+        splits = plan(int32(20), 32, codes[0], 8192, int32(1))
+        attend_decodes(q, *codes, torch.empty_like(q), int32(20, 512), 1.0, splits)
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
 

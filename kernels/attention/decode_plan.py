@@ -1,0 +1,241 @@
+"""How a step's decodes are cut into splits (`decode.py`), and the launch that they get."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import num_sms
+from kernels.quantized_kv import Cache, QuantizedKV
+
+TILE = 64  # split sizes are multiples of this
+MIN_SPLIT = 64  # keys
+CUTS = 8  # splits a program may get on average, at most; 3 where entries are many
+
+# What the plan takes a split to cost, in keys: for each one a program has to walk, more if there
+# is something to merge, and once for merging at all. Measured on an H200; they need not be exact.
+WALK_COST, MERGE_COST, MERGE_ONCE = 96, 64, 192
+TAIL = 4  # the last split to be drawn ends this fraction of a split after the average program
+
+
+class DecodeLaunch(NamedTuple):
+    keys: int  # a tile
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs on a multiprocessor
+    merge: int = 4096  # elements of the tile that merges splits
+
+
+def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> DecodeLaunch:
+    """Decision rule from measurements with mixed lengths; pairs = entries * kv heads, dims = the
+    padded head size.
+
+    With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
+    With a few, small programs share out what the mixture leaves; from two on, whole entries do.
+    """
+    if dims > 256:  # tiles of more keys do not fit
+        return DecodeLaunch(16, 4, 2, 1)
+    if dims > 128 or element_size > 2:
+        return DecodeLaunch(32, 4, 2, 2)
+    if sms < 2 * pairs <= 2 * sms:
+        return DecodeLaunch(128, 4, 3, 1)
+    if sms < pairs <= 2 * sms:
+        return DecodeLaunch(32, 2, 3, 4)
+    if pairs <= 12 * sms:
+        return DecodeLaunch(64, 4, 4, 2)
+    return DecodeLaunch(32, 4, 3, 4)
+
+
+def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
+    """The same for codes, whose tiles have as many bytes where they have more keys."""
+    if dims > 256:
+        return DecodeLaunch(32, 4, 2, 1)
+    if dims > 128:
+        return DecodeLaunch(64, 4, 2, 2)
+    if pairs <= 2 * sms:
+        return DecodeLaunch(128, 4, 4, 1)
+    return DecodeLaunch(128, 4, 4, 2)
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """Splits of one step, and the memory that all its layers use in turn."""
+
+    count: Tensor  # [2] int32: splits listed; pairs drawn since the plan was made
+    # [max splits, 8] int32: entry, first key, end key, splits of the entry, its first item, the
+    # query's position
+    items: Tensor
+    entries: Tensor  # [num_entries, 2] int32: first item, splits
+    arrived: Tensor  # [num_entries, num_kv_heads] int32: splits done; zero between layers
+    partial: Tensor  # [max splits, num_heads, head_dim] float32: outputs before the merge
+    partial_lse: Tensor  # [max splits, num_heads] float32: log2 of the sum of exponentials
+    # Many entries are seldom split: the last split merges. Few are split finely: merging takes a
+    # grid.
+    last_merges: bool
+    shape: DecodeLaunch
+
+
+@triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
+def _plan_kernel(
+    kv_len,
+    counted,
+    items,
+    entries,
+    arrived,
+    decodes,
+    fill,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    CUTS: tl.constexpr,
+    TAIL: tl.constexpr,
+    WALK_COST: tl.constexpr,
+    MERGE_COST: tl.constexpr,
+    MERGE_ONCE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    WRITE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    index = tl.arange(0, ENTRIES)
+    num_entries = tl.load(decodes)
+    length = tl.load(kv_len + index, mask=index < num_entries, other=0)
+    start_key = 0
+    if WINDOW:
+        start_key = tl.maximum(tl.load(kv_len + entry) - WINDOW, 0)
+        length = tl.minimum(length, WINDOW)
+    if CHUNK:
+        start_key = tl.maximum(tl.load(kv_len + entry) - 1, 0) // CHUNK * CHUNK
+        length = length - tl.maximum(length - 1, 0) // CHUNK * CHUNK
+    real = index < num_entries
+    # Try sizes from "one split for each program" down (and "no split"), and take the one that
+    # should end first: programs walk equal shares of the keys, then wait for the longest split.
+    total = tl.sum(length, axis=0)
+    longest = tl.max(length, axis=0)
+    size = tl.maximum(tl.cdiv(longest, TILE) * TILE, MIN_SPLIT)
+    best = 1 << 30
+    for cuts in tl.static_range(0, CUTS + 1):
+        if cuts > 0:
+            tried = tl.cdiv(tl.cdiv(total, fill * cuts), TILE) * TILE
+            tried = tl.maximum(tried, MIN_SPLIT)
+        else:
+            tried = size
+        count = tl.sum(tl.where(real, tl.maximum(tl.cdiv(length, tried), 1), 0), axis=0)
+        walk = tl.minimum(tried, longest)
+        end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
+        end += tl.cdiv(count, fill) * WALK_COST
+        merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
+        end += tl.where(count > num_entries, merges, 0)
+        # Only what fits into the workspace.
+        better = (end < best) & (count <= fill * CUTS + num_entries)
+        size = tl.where(better, tried, size)
+        best = tl.where(better, end, best)
+    splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
+    mine = tl.sum(tl.where(index == entry, splits, 0), axis=0)  # 0 beyond num_entries
+    own_length = tl.sum(tl.where(index == entry, length, 0), axis=0)
+    before = (length > own_length) | ((length == own_length) & (index < entry))
+    first = tl.sum(tl.where(before, splits, 0), axis=0)
+    even = (
+        tl.cdiv(tl.cdiv(own_length, tl.maximum(mine, 1)), TILE) * TILE
+    )  # <= size, and leaves no split empty
+    for start in range(0, mine, WRITE):
+        split = start + tl.arange(0, WRITE)
+        target = items + (first + split) * 8
+        mask = split < mine
+        tl.store(target, entry, mask=mask)
+        tl.store(target + 1, start_key + split * even, mask=mask)
+        last = start_key + tl.minimum((split + 1) * even, own_length)
+        tl.store(target + 2, last, mask=mask)
+        tl.store(target + 3, mine, mask=mask)
+        tl.store(target + 4, first, mask=mask)
+        tl.store(target + 5, start_key + own_length - 1, mask=mask)
+    tl.store(entries + entry * 2, first)
+    tl.store(entries + entry * 2 + 1, mine)
+    heads = tl.arange(0, HEADS)
+    tl.store(arrived + entry * NUM_KV_HEADS + heads, 0, mask=heads < NUM_KV_HEADS)
+    if entry == 0:
+        tl.store(counted, tl.sum(splits, axis=0))
+        tl.store(counted + 1, 0)
+
+
+def plan(
+    kv_len: Tensor,  # [num_entries] int32
+    num_heads: int,
+    k_cache: Cache,  # any layer's: [num_blocks, num_kv_heads, block_size, head_dim]
+    max_kv_len: int,
+    decodes: Tensor,  # [1] int32: the leading entries that are decodes
+    window: int = 0,
+    chunk: int = 0,
+) -> DecodePlan:
+    """Cut the keys of a step's decodes, those that window and chunk let their queries see."""
+    sms = num_sms(kv_len.device)
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    pairs = kv_len.shape[0] * num_kv_heads
+    dims = triton.next_power_of_2(head_dim)
+    if isinstance(k_cache, QuantizedKV):
+        shape = _quantized_launch(pairs, sms, dims)
+    else:
+        shape = _decode_launch(pairs, sms, dims, k_cache.element_size())
+    sizes = (num_heads, num_kv_heads, head_dim)
+    return cut(kv_len, sizes, shape, 2 * pairs > sms, max_kv_len, decodes, window, chunk)
+
+
+def cut(
+    kv_len: Tensor,
+    sizes: tuple[int, int, int],
+    shape: DecodeLaunch,
+    last_merges: bool,
+    max_kv_len: int,
+    decodes: Tensor,
+    window: int = 0,
+    chunk: int = 0,
+) -> DecodePlan:
+    """The same for another kernel. sizes: query heads, parts of them that walk an entry's keys on
+    their own, elements of a head's result."""
+    num_heads, num_kv_heads, head_dim = sizes
+    num_entries = kv_len.shape[0]
+    device = kv_len.device
+    fill = max(1, num_sms(device) * shape.per_sm // num_kv_heads)
+    cuts = CUTS if num_entries <= 256 else 3
+    seen = min(max_kv_len, window or chunk or max_kv_len)
+    most = min(fill * cuts, num_entries * triton.cdiv(seen, MIN_SPLIT)) + num_entries
+    result = DecodePlan(
+        count=torch.empty(2, dtype=torch.int32, device=device),
+        items=torch.empty((most, 8), dtype=torch.int32, device=device),
+        entries=torch.empty((num_entries, 2), dtype=torch.int32, device=device),
+        arrived=torch.empty((num_entries, num_kv_heads), dtype=torch.int32, device=device),
+        partial=torch.empty((most, num_heads, head_dim), dtype=torch.float32, device=device),
+        partial_lse=torch.empty((most, num_heads), dtype=torch.float32, device=device),
+        last_merges=last_merges,
+        shape=shape,
+    )
+    _plan_kernel[(num_entries,)](
+        kv_len,
+        result.count,
+        result.items,
+        result.entries,
+        result.arrived,
+        decodes,
+        fill,
+        NUM_KV_HEADS=num_kv_heads,
+        TILE=TILE,
+        MIN_SPLIT=MIN_SPLIT,
+        CUTS=cuts,
+        TAIL=TAIL,
+        WALK_COST=WALK_COST,
+        MERGE_COST=MERGE_COST,
+        # The second grid runs whether or not there is something to merge.
+        MERGE_ONCE=MERGE_ONCE if result.last_merges else 0,
+        ENTRIES=max(32, triton.next_power_of_2(num_entries)),
+        HEADS=triton.next_power_of_2(num_kv_heads),
+        WRITE=128,
+        WINDOW=window,
+        CHUNK=chunk,
+        num_warps=4,
+    )
+    return result

@@ -1,0 +1,271 @@
+"""`decode.py` over keys and values in 8 and 4 bits: the same plan, splits and merge.
+
+A tile is read as codes, and multiplied as such. A key's scale is a factor of its score. A value's
+goes into the exponent of its weight, so that the largest product of a weight and a scale is 1, and
+all of them fit into float16; the sum of the weights themselves takes it out again. The numbers of a
+tile are read while the tile before it is multiplied, and block ids a tile earlier.
+
+int4 has two products of half as many elements, of the even and the odd ones. Its least element
+needs the sum of a query's elements, and the weights' sum of the values' least.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.decode import LOG2E, capped, item_of, merge, merge_into
+from kernels.attention.decode_plan import DecodePlan
+from kernels.kv_codes import (
+    constants,
+    high_half,
+    low_half,
+    numbers_at,
+    product_type,
+    shift_of,
+    words,
+)
+from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.quantized_kv import QuantizedKV
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_table", "counted", "items", "arrived"],
+)
+def _quantized_decode_kernel(
+    q,
+    k_codes,
+    v_codes,
+    k_words,  # int16: bfloat16 numbers
+    v_words,
+    out,
+    block_table,
+    counted,
+    items,
+    arrived,
+    partial,
+    partial_lse,
+    sinks,  # [num_heads] float32, if SINKS
+    slopes,  # [num_heads] float32, if SLOPES
+    scale_log2,
+    cap_log2,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
+    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
+    KEYS: tl.constexpr,  # keys a tile
+    MERGE: tl.constexpr,  # splits merged at a time
+    MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
+    LAST_MERGES: tl.constexpr,  # else _merge_kernel does
+    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    KIND: tl.constexpr,
+    CODE_PAGE: tl.constexpr,
+    NUMBER_PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of products
+    PDL: tl.constexpr,
+):
+    PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, DIMS // PACKED)
+    dims = columns * PACKED
+    keys = tl.arange(0, KEYS)
+    row_mask = rows < GROUP
+    dim_mask = dims < HEAD_DIM
+    tile_mask = row_mask[:, None] & dim_mask[None, :]
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    programs = tl.num_programs(0)
+    pairs = tl.load(counted) * NUM_KV_HEADS
+    work = tl.program_id(0)
+    entry, begin, end = item_of(items, work // NUM_KV_HEADS, work < pairs)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while work < pairs:
+        head = work % NUM_KV_HEADS
+        item = work // NUM_KV_HEADS
+        table = block_table + entry * table_stride
+        head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
+        splits = tl.load(items + item * 8 + 3)
+        first = tl.load(items + item * 8 + 4).to(tl.int64)
+        # Block ids are read two tiles ahead, numbers one.
+        position = begin + keys
+        page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        ahead = position + KEYS
+        next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        where_query = q + head_rows[:, None] + dims[None, :]
+        query = tl.load(where_query, mask=tile_mask, other=0.0).to(tl.float32)
+        odd = query
+        if PACKED == 2:
+            odd = tl.load(where_query + 1, mask=tile_mask, other=0.0).to(tl.float32)
+        shift = shift_of(query, odd)
+        query = query * tl.exp2(-shift)[:, None]
+        odd = odd * tl.exp2(-shift)[:, None]
+        total = tl.sum(query + odd, axis=1)
+        query, odd = query.to(DTYPE), odd.to(DTYPE)
+        factor = tl.exp2(shift) * scale_log2
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        denominator = tl.zeros([ROWS], tl.float32)
+        below = tl.zeros([ROWS], tl.float32)  # sum of weights times least values
+        acc = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
+        acc_odd = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
+        if SINKS:  # in the first split, as a key without a value, whose scale would be 2^-24
+            sink = tl.load(sinks + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+            top = tl.where(item == first, sink - 24.0, top)
+            denominator += tl.where(item == first, 16777216.0, 0.0)
+        if SLOPES:
+            slope = tl.load(slopes + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
+            last = tl.load(items + item * 8 + 5)
+        in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
+        seen = position < end
+        k_scale, k_least = numbers_at(k_words, page, in_page, seen, NUMBER_PAGE, KIND)
+        v_scale, v_least = numbers_at(v_words, page, in_page, seen, NUMBER_PAGE, KIND)
+        # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
+        # numbers (each program's last is one too many), so the remainder starts again at zero.
+        next_work = pairs
+        if programs < pairs:
+            next_work = programs + tl.atomic_add(counted + 1, 1, sem="relaxed") % pairs
+        next_item = item_of(items, next_work // NUM_KV_HEADS, next_work < pairs)
+        for start in range(begin, end, KEYS):
+            position = start + keys
+            seen = position < end
+            in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
+            offset = page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED)
+            where = offset[:, None] + columns[None, :]
+            mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
+            key_factor, key_least, exponent, least = k_scale, k_least, v_scale, v_least
+            page = next_page
+            ahead = position + 2 * KEYS
+            next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+            ahead = position + KEYS
+            in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
+            k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+            v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+            key = tl.load(k_codes + where, mask=mask, other=0.0)
+            low = low_half(key, DTYPE)
+            score = tl.dot(query, tl.trans(low), input_precision="ieee")
+            if PACKED == 2:
+                high = high_half(key, DTYPE)
+                score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
+                score = score * key_factor[None, :] + total[:, None] * key_least[None, :]
+                score = score * factor[:, None]
+            else:
+                score = score * (factor[:, None] * key_factor[None, :])
+            if SOFTCAP:
+                score = capped(score, cap_log2)
+            if SLOPES:
+                distance = position - last
+                score += slope[:, None] * distance[None, :].to(tl.float32)
+            # A value of zeros has any scale.
+            exponent = tl.maximum(tl.log2(exponent), -60.0)
+            score = tl.where(seen[None, :], score + exponent[None, :], float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, axis=1))
+            weight = tl.exp2(score - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            inverse = tl.exp2(-exponent)[None, :]
+            denominator = denominator * shrink + tl.sum(weight * inverse, axis=1)
+            value = tl.load(v_codes + where, mask=mask, other=0.0)
+            acc = acc * shrink[:, None]
+            weight = weight.to(DTYPE)
+            low = low_half(value, DTYPE)
+            acc = tl.dot(weight, low, acc, input_precision="ieee")
+            if PACKED == 2:
+                # Of the rounded weights: what rounding adds to codes, it takes off here.
+                own = weight.to(tl.float32) * (inverse * least[None, :])
+                below = below * shrink + tl.sum(own, axis=1)
+                acc_odd = acc_odd * shrink[:, None]
+                acc_odd = tl.dot(weight, high_half(value, DTYPE), acc_odd, input_precision="ieee")
+            top = new_top
+        # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
+        denominator = tl.where(denominator > 0.0, denominator, 1.0)
+        at = item.to(tl.int64) * NUM_HEADS + head * GROUP + rows
+        where_out = head_rows[:, None] + dims[None, :]
+        where_part = at[:, None] * HEAD_DIM + dims[None, :]
+        acc = (acc + below[:, None]) / denominator[:, None]
+        acc_odd = (acc_odd + below[:, None]) / denominator[:, None]
+        if splits == 1:
+            tl.store(out + where_out, acc.to(out.dtype.element_ty), mask=tile_mask)
+            if PACKED == 2:
+                rounded = acc_odd.to(out.dtype.element_ty)
+                tl.store(out + where_out + 1, rounded, mask=tile_mask)
+        else:
+            tl.store(partial + where_part, acc, mask=tile_mask)
+            if PACKED == 2:
+                tl.store(partial + where_part + 1, acc_odd, mask=tile_mask)
+            tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
+            if LAST_MERGES:
+                tl.debug_barrier()  # every thread's stores come before the arrival
+                arrivals = arrived + entry * NUM_KV_HEADS + head
+                before = tl.atomic_add(arrivals, 1, sem="release")
+                if before == splits - 1:
+                    tl.atomic_xchg(arrivals, 0, sem="acquire")
+                    tl.debug_barrier()
+                    merge_into(
+                        out, partial, partial_lse, entry, first, splits, head,
+                        NUM_HEADS, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                    )  # fmt: skip
+        work = next_work
+        entry, begin, end = next_item
+
+
+def quantized_decode(
+    q: Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    out: Tensor,
+    block_table: Tensor,
+    scale: float,
+    plan: DecodePlan,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> None:
+    """See `decode.attention_decode`."""
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    dims = max(32, triton.next_power_of_2(head_dim))
+    merge_rows = triton.next_power_of_2(group)
+    shape = plan.shape
+    _quantized_decode_kernel[(num_sms(q.device) * shape.per_sm,)](
+        q,
+        k_cache.codes,
+        v_cache.codes,
+        *words(k_cache, v_cache),
+        out,
+        block_table,
+        plan.count,
+        plan.items,
+        plan.arrived,
+        plan.partial,
+        plan.partial_lse,
+        q if sinks is None else sinks,
+        q if slopes is None else slopes,
+        scale / softcap if softcap else scale * 1.4426950408889634,
+        softcap * 1.4426950408889634,
+        block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        DIMS=dims,
+        KEYS=shape.keys,
+        MERGE=max(2, shape.merge // (merge_rows * dims)),
+        MERGE_ROWS=merge_rows,
+        LAST_MERGES=plan.last_merges,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        SLOPES=slopes is not None,
+        **constants(k_cache),
+        DTYPE=product_type(q),
+        **pdl(q.device),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    if not plan.last_merges:
+        merge(out, plan)

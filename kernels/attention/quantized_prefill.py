@@ -1,0 +1,347 @@
+"""`prefill.py` over keys and values in 8 and 4 bits, read as `quantized_decode.py` reads them."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.decode import LOG2E, capped
+from kernels.attention.prefill import PrefillLaunch, borders, entry_of
+from kernels.kv_codes import (
+    constants,
+    high_half,
+    low_half,
+    numbers_at,
+    product_type,
+    shift_of,
+    words,
+)
+from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import QuantizedKV
+
+
+@triton.jit
+def _seen(position, end, lowest, PART: tl.constexpr):
+    seen = position < end
+    if PART:
+        seen = seen & (position >= lowest)
+    return seen
+
+
+@triton.jit
+def _walk(
+    query,
+    odd,
+    total,  # of each row's elements
+    factor,  # of each row's scores
+    k_codes,
+    v_codes,
+    k_words,
+    v_words,
+    table,
+    head,
+    begin,
+    end,
+    row_position,
+    top,
+    denominator,
+    below,  # of weights times least values, if int4; in parts as the denominator
+    acc,
+    acc_odd,  # if int4
+    cap_log2,
+    slope,  # of each row, if SLOPES
+    lowest,  # the first key that any row sees
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    KIND: tl.constexpr,
+    CODE_PAGE: tl.constexpr,
+    NUMBER_PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
+    # Of a tile's first keys no query may see any, and their block may be another request's.
+    PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
+    PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    ROWS: tl.constexpr = acc.shape[0]
+    keys = tl.arange(0, KEYS)
+    columns = tl.arange(0, DIMS // PACKED)
+    dim_mask = (columns * PACKED < HEAD_DIM)[None, :]
+    # Block ids are read two tiles ahead, numbers one.
+    position = begin + keys
+    seen = _seen(position, end, lowest, PART)
+    page = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
+    ahead = position + KEYS
+    next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+    in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
+    k_scale, k_least = numbers_at(k_words, page, in_page, seen, NUMBER_PAGE, KIND)
+    v_scale, v_least = numbers_at(v_words, page, in_page, seen, NUMBER_PAGE, KIND)
+    for start in range(begin, end, KEYS):
+        position = start + keys
+        in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
+        where = (page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED))[:, None]
+        where = where + columns[None, :]
+        key_factor, key_least, exponent, least = k_scale, k_least, v_scale, v_least
+        page = next_page
+        ahead = position + 2 * KEYS
+        next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        ahead = position + KEYS
+        in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
+        k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+        v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+        if MASKED:
+            mask = _seen(position, end, lowest, PART)[:, None] & dim_mask
+            key = tl.load(k_codes + where, mask=mask, other=0.0)
+        elif HEAD_DIM < DIMS:
+            mask = dim_mask
+            key = tl.load(k_codes + where, mask=mask, other=0.0)
+        else:
+            key = tl.load(k_codes + where)
+        score = tl.dot(query, tl.trans(low_half(key, DTYPE)), input_precision="ieee")
+        if PACKED == 2:
+            high = high_half(key, DTYPE)
+            score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
+            score = score * key_factor[None, :] + total[:, None] * key_least[None, :]
+            score = score * factor[:, None]
+        else:
+            score = score * (factor[:, None] * key_factor[None, :])
+        if SOFTCAP:
+            score = capped(score, cap_log2)
+        elif SLOPES:
+            distance = position[None, :] - row_position[:, None]
+            score += slope[:, None] * distance.to(tl.float32)
+        # A value of zeros has any scale.
+        exponent = tl.maximum(tl.log2(exponent), -60.0)
+        score = score + exponent[None, :]
+        if MASKED:
+            score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
+        if PART:
+            first_key = row_position - (WINDOW - 1)
+            if CHUNK:
+                first_key = row_position // CHUNK * CHUNK
+            score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        base = new_top
+        if PART:  # rows that have seen no key yet: a finite stand-in keeps inf - inf out
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        # In parts that no two threads share: they are added up once, behind the loop.
+        inverse = tl.exp2(-exponent)[None, :]
+        part = tl.sum(tl.reshape(weight * inverse, [ROWS, KEYS // 8, 8]), axis=1)
+        denominator = denominator * shrink[:, None] + part
+        acc = acc * shrink[:, None]
+        if MASKED or HEAD_DIM < DIMS:
+            value = tl.load(v_codes + where, mask=mask, other=0.0)
+        else:
+            value = tl.load(v_codes + where)
+        weight = weight.to(DTYPE)
+        acc = tl.dot(weight, low_half(value, DTYPE), acc, input_precision="ieee")
+        if PACKED == 2:
+            # Of the rounded weights: what rounding adds to codes, it takes off here.
+            own = weight.to(tl.float32) * (inverse * least[None, :])
+            part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
+            below = below * shrink[:, None] + part
+            acc_odd = acc_odd * shrink[:, None]
+            acc_odd = tl.dot(weight, high_half(value, DTYPE), acc_odd, input_precision="ieee")
+        top = new_top
+    return top, denominator, below, acc, acc_odd
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
+)
+def _quantized_prefill_kernel(
+    q,
+    k_codes,
+    v_codes,
+    k_words,  # int16: bfloat16 numbers
+    v_words,
+    out,
+    block_table,
+    query_start,
+    kv_len,
+    counts,
+    sinks,  # [num_heads] float32, if SINKS
+    slopes,  # [num_heads] float32, if SLOPES
+    scale_log2,
+    cap_log2,
+    table_stride,
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # scores times scale_log2 are what tanh takes
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    KIND: tl.constexpr,
+    CODE_PAGE: tl.constexpr,
+    NUMBER_PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of products
+    DETERMINISTIC: tl.constexpr,
+):
+    QUERIES: tl.constexpr = ROWS // GROUP
+    PACKED: tl.constexpr = 2 if KIND == 3 else 1
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    head = tl.program_id(0)
+    # The last queries of a request see the most keys: start them first.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    first_entry = tl.load(counts)
+    if DETERMINISTIC:
+        first_entry = first_entry * 0  # decodes too
+    num_entries = tl.load(counts + 1)
+    entry, begin, first = entry_of(query_start, first_entry, num_entries, index, QUERIES)
+    query_len = num_tokens - begin
+    if entry < num_entries:
+        query_len = tl.load(query_start + entry + 1) - begin
+    if first >= query_len:
+        return
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS // PACKED) * PACKED
+    query_index = first + rows // GROUP
+    row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
+    token = (begin + query_index).to(tl.int64)
+    at = (token * NUM_HEADS + head * GROUP + rows % GROUP) * HEAD_DIM
+    where = at[:, None] + dims[None, :]
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
+    if entry == num_entries:
+        tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
+        if PACKED == 2:
+            tl.store(out + where + 1, acc.to(out.dtype.element_ty), mask=tile_mask)
+        return
+
+    query = tl.load(q + where, mask=tile_mask, other=0.0).to(tl.float32)
+    odd = query
+    if PACKED == 2:
+        odd = tl.load(q + where + 1, mask=tile_mask, other=0.0).to(tl.float32)
+    shift = shift_of(query, odd)
+    query = query * tl.exp2(-shift)[:, None]
+    odd = odd * tl.exp2(-shift)[:, None]
+    total = tl.sum(query + odd, axis=1)
+    query, odd = query.to(DTYPE), odd.to(DTYPE)
+    factor = tl.exp2(shift) * scale_log2
+    length = tl.load(kv_len + entry)
+    table = block_table + entry.to(tl.int64) * table_stride
+    first_position = length - query_len + first
+    # Rows past the last query look at what the last one sees.
+    row_position = tl.minimum(first_position + rows // GROUP, length - 1)
+    lowest, begin_full, full, end = borders(
+        first_position, length, QUERIES, KEYS, WINDOW, CHUNK, DETERMINISTIC
+    )
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS, 8], tl.float32)
+    below = tl.zeros([ROWS, 8], tl.float32)
+    acc_odd = acc
+    query_head = head * GROUP + rows % GROUP
+    if SINKS:  # as a key without a value, whose scale would be 2^-24
+        top = tl.load(sinks + query_head) * LOG2E - 24.0
+        denominator += tl.where(tl.arange(0, 8) == 0, 16777216.0, 0.0)[None, :]
+    slope = top
+    if SLOPES:
+        slope = tl.load(slopes + query_head) * LOG2E
+    if WINDOW or CHUNK:
+        top, denominator, below, acc, acc_odd = _walk(
+            query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+            lowest // KEYS * KEYS, tl.minimum(begin_full, end), row_position, top, denominator,
+            below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+            True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+        )  # fmt: skip
+    top, denominator, below, acc, acc_odd = _walk(
+        query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+        begin_full, full, row_position, top, denominator,
+        below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        False, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+    )  # fmt: skip
+    top, denominator, below, acc, acc_odd = _walk(
+        query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+        full, end, row_position, top, denominator,
+        below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+    )  # fmt: skip
+    under = tl.sum(denominator, axis=1)[:, None]
+    least = tl.sum(below, axis=1)[:, None]
+    tl.store(out + where, ((acc + least) / under).to(out.dtype.element_ty), mask=tile_mask)
+    if PACKED == 2:
+        acc_odd = (acc_odd + least) / under
+        tl.store(out + where + 1, acc_odd.to(out.dtype.element_ty), mask=tile_mask)
+
+
+def _launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
+    """As `prefill.prefill_launch`; a tile is in memory as codes, and once more as float16."""
+    if dims > 256:  # larger tiles do not fit
+        return PrefillLaunch(32, 32, 8, 2)
+    if dims > 128 or element_size > 2:
+        return PrefillLaunch(64, 32, 4, 2)
+    return PrefillLaunch(64, 64, 4, 3) if deterministic else PrefillLaunch(128, 64, 8, 3)
+
+
+def quantized_prefill(
+    q: Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    out: Tensor,
+    scale: float,
+    meta: AttentionMeta,
+    deterministic: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> None:
+    """See `prefill.attention_prefill`."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    num_entries = meta.kv_len.shape[0]
+    group = num_heads // num_kv_heads
+    dims = max(32, triton.next_power_of_2(head_dim))
+    shape = _launch(dims, q.element_size(), deterministic)
+    rows = max(shape.rows, triton.next_power_of_2(group))
+    # Each entry, and the padding after the last, may leave its last block part empty.
+    blocks = num_tokens // (rows // group) + num_entries + 1
+    _quantized_prefill_kernel[(num_kv_heads, blocks)](
+        q,
+        k_cache.codes,
+        v_cache.codes,
+        *words(k_cache, v_cache),
+        out,
+        meta.block_table,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        q if sinks is None else sinks,
+        q if slopes is None else slopes,
+        scale / softcap if softcap else scale * 1.4426950408889634,
+        softcap * 1.4426950408889634,
+        meta.block_table.stride(0),
+        num_tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        DIMS=dims,
+        KEYS=shape.keys,
+        WINDOW=meta.window,
+        CHUNK=meta.chunk,
+        SOFTCAP=softcap > 0,
+        SINKS=sinks is not None,
+        SLOPES=slopes is not None,
+        **constants(k_cache),
+        DTYPE=product_type(q),
+        DETERMINISTIC=deterministic,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
