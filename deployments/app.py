@@ -6,24 +6,21 @@ From Python:     serve.run(build("manta.yaml"), name="manta")
 """
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import ray
 from ray import serve
-from ray.serve import Application, Deployment
-from ray.serve.config import RequestRouterConfig
+from ray.serve import Application
 
-from deployments import neighbours
-from deployments.adapters.registry import AdapterSettings
-from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments import catalog, neighbours, parts
+from deployments.config.adapters import AdaptersConfig
 from deployments.config.keys import read_api_keys
 from deployments.config.load import (
+    HttpConfig,
+    LimitsConfig,
     MantaConfig,
     PoolConfig,
     RouterConfig,
@@ -31,36 +28,44 @@ from deployments.config.load import (
     load_config,
     parse_config,
 )
-from deployments.environment import gpus_here
+from deployments.config.models import ScalingConfig
 from deployments.haproxy.environment import haproxy_environment
 from deployments.haproxy.launch import find_haproxy
-from deployments.replica.deployment import EngineReplica, ReplicaSettings
-from deployments.router.admission.fair_queue import AdmissionLimits
+from deployments.parts import (
+    NodeCapacity,
+    Prepare,
+    deployment,
+    deployment_name,
+    engine_deployments,
+    pools,
+    prepare_engine,
+    served_model,
+    served_models,
+)
 from deployments.router.deployment import Router, RouterSettings
-from deployments.router.dispatcher import DispatchLimits
 from deployments.router.keys.key_files import KeySettings
+from deployments.router.models.served import ServedModel
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.scaling import policy as autoscaling
-from deployments.transport.channel import ChannelLimits
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 
+__all__ = [
+    "NodeCapacity",
+    "as_config",
+    "assemble",
+    "build",
+    "build_engines",
+    "build_routers",
+    "cluster_environment",
+    "deploy",
+    "model_application",
+    "pools",
+    "prepare_engine",
+    "proxy",
+    "serve_config",
+]
+
 logger = logging.getLogger("manta.app")
-
-_DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
-_HEALTH_PERIOD = (
-    2.0  # seconds; a dead engine is told by its channels at once, this brings its replacement
-)
-_HEALTH_TIMEOUT = 10.0
-_DRAIN_POLL = (
-    0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
-)
-_SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
-_KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
-
-_deployment = cast(Callable[[Any], Deployment], serve.deployment)
-
-Prepare = Callable[[ReplicaSettings], EngineConfig]
 
 
 def build(config: str | dict[str, Any] | MantaConfig) -> Application:
@@ -92,38 +97,50 @@ def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConf
 
 def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
     """The same with a choice of what each replica runs: prepare gives its EngineConfig, on its
-    machine."""
-    channel = ChannelLimits(
-        heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
-    )
-    engines = []
-    # Text is Serve's default, which its own config file may change.
-    logs: dict[str, Any] = {}
-    if config.log.format == "json":
-        logs["logging_config"] = {"encoding": "JSON"}
+    machine. Raises ConfigError for several models, which are several applications."""
+    if config.models:
+        raise ConfigError(
+            "models: each is an application of its own, which one application cannot hold; use "
+            "`manta serve`, or `manta build` and `serve deploy`",
+            param="models",
+        )
     machine = NodeCapacity.here()
-    for name, pool in pools(config, machine).items():
-        settings = ReplicaSettings(
-            engine=config.engine_options(pool),
-            stall_seconds=config.limits.stall_seconds,
-            drain_seconds=config.limits.drain_seconds,
-            loopback=config.http.loopback,
-            channel=channel,
-        )
-        engine = _deployment(EngineReplica).options(
-            name=deployment_name(name),
-            **autoscaling.replica_options(name, pool, config),
-            **_update_options(pool),
-            ray_actor_options=_actor_options(pool),
-            max_ongoing_requests=100,
-            health_check_period_s=_HEALTH_PERIOD,
-            health_check_timeout_s=_HEALTH_TIMEOUT,
-            graceful_shutdown_wait_loop_s=_DRAIN_POLL,
-            graceful_shutdown_timeout_s=config.limits.drain_seconds + _KILL_MARGIN,
-            request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
-            **logs,
-        )
-        engines.append(engine.bind(settings, prepare or prepare_engine))
+    model = served_model(config, machine.gpus)
+    return _routers(config, (model,), *engine_deployments(config, machine, prepare))
+
+
+def build_routers(config: Any) -> Application:
+    """The routers of several models, whose engines are applications of their own. config: Serve's
+    arguments."""
+    return _routers(_of_arguments(config), None)
+
+
+def build_engines(config: Any) -> Application:
+    """The engines of one of several models. config: Serve's arguments."""
+    engines = engine_deployments(_of_arguments(config), NodeCapacity.here())
+    return deployment(ModelApplication).options(name=catalog.MODEL).bind(*engines)
+
+
+class ModelApplication:
+    """What holds the pools of a model together in Serve. It never runs: `model_application` gives
+    it no replicas."""
+
+    def __init__(self, *engines: Any) -> None: ...
+
+    def reconfigure(self, user_config: Any) -> None:
+        """Serve asks for it where there is a user_config, which routers read; see catalog.py."""
+
+
+def _of_arguments(config: Any) -> MantaConfig:
+    """A part of a configuration that was checked as a whole."""
+    found = config["config"] if isinstance(config, Mapping) and "config" in config else config
+    return parse_config(found, {}, check_model=False)
+
+
+def _routers(
+    config: MantaConfig, models: tuple[ServedModel, ...] | None, *engines: Application
+) -> Application:
+    """models: None, where they come and go; see catalog.py."""
     http = config.http
     key_files = {
         name: file
@@ -131,7 +148,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         if (file := getattr(http, name)) is not None
     }
     keys = {name: read_api_keys(file, f"http.{name}") for name, file in key_files.items()}
-    router = _deployment(serve.ingress()(Router)).options(
+    router = deployment(serve.ingress()(Router)).options(
         name="router",
         num_replicas=config.router.replicas,
         ray_actor_options={"num_cpus": config.router.num_cpus},
@@ -140,35 +157,16 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
         # A stream cannot move to another router, because the connection is this one's. In an update
         # the new ones start first, and the old ones stay while something streams; if the engines
         # leave too, that ends soon.
-        max_surge_percent=_SURGE,
-        graceful_shutdown_wait_loop_s=_DRAIN_POLL,
-        graceful_shutdown_timeout_s=config.http.max_stream_seconds + _KILL_MARGIN,
-        **logs,
+        max_surge_percent=parts.SURGE,
+        graceful_shutdown_wait_loop_s=parts.DRAIN_POLL,
+        graceful_shutdown_timeout_s=config.http.max_stream_seconds + parts.KILL_MARGIN,
+        **parts.logs(config),
     )
     return router.bind(
         RouterSettings(
-            model_name=config.name(),
-            aliases=tuple(config.aliases),
-            # A pool's, so that a machine with both makes no folder for the router alone.
-            find_model=partial(
-                resolve_model,
-                config.model,
-                config.revision,
-                weights=False,
-                blocks=max(config.kept_blocks(machine.gpus)),
-            ),
-            dispatch=DispatchLimits(
-                wait_seconds=config.router.wait_seconds,
-                in_flight=config.limits.in_flight,
-                waiting=config.limits.waiting,
-                admission=AdmissionLimits(
-                    queue_seconds=config.queue_seconds(),
-                    queue_tokens=config.limits.queue_tokens,
-                    age_seconds=config.limits.age_seconds,
-                ),
-                losses=config.router.losses,
-                channel=channel,
-            ),
+            models=models,
+            find_models=None if models is not None else served_models,
+            in_flight=config.limits.in_flight,
             keys=KeySettings(
                 keys.get("api_keys_file", ()), keys.get("admin_keys_file", ()), key_files
             ),
@@ -178,12 +176,6 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             batches=config.batch.settings(),
             tracing=config.tracing.settings(),
             share_prefixes=http.share_prefixes,
-            adapters=AdapterSettings(
-                model=config.name(),
-                paths=config.adapters.paths,
-                roots=tuple(config.adapters.roots),
-                watch=config.adapters.watch,
-            ),
             body_bytes=config.limits.body_bytes,
             strict=http.strict,
             cors_origins=tuple(http.cors_origins),
@@ -192,7 +184,7 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,
-            seed=config.engine.get("seed"),
+            stream_seconds=config.http.max_stream_seconds,
             grpc=_grpc(config),
         ),
         *engines,
@@ -205,96 +197,6 @@ def _grpc(config: MantaConfig) -> GrpcSettings | None:
         return None
     certificate, key = http.tls.certificate or "", http.tls.key or ""
     return GrpcSettings(http.host, config.grpc.port, certificate, key, http.max_stream_seconds)
-
-
-def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
-    """On the replica's machine: the model's folder, fetched if need be, and the options."""
-    options = dict(settings.engine)
-    dummy = options.get("load_format") == "dummy"
-    folder = resolve_model(
-        options["model"],
-        options.pop("revision"),
-        weights=not dummy,
-        blocks=keeps_blocks(options),
-    )
-    options["model"] = str(folder)
-    if "graph_sizes" in options:
-        options["graph_sizes"] = tuple(options["graph_sizes"])
-    return EngineConfig(**options)
-
-
-# -- pools
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCapacity:
-    """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
-    other nodes, as far as one can know."""
-
-    cores: float
-    gpus: float
-    alone: bool = False
-
-    @classmethod
-    def here(cls) -> "NodeCapacity":
-        """Of the cluster's nodes if Ray is started, else of this machine."""
-        nodes = (
-            [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
-            if ray.is_initialized()
-            else []
-        )
-        if nodes:
-            cores = max(node.get("CPU", 0) for node in nodes)
-            # A node without cores is the head of a cluster whose other nodes come when asked for.
-            alone = len(nodes) == 1 and cores > 0
-            return cls(cores, max(node.get("GPU", 0) for node in nodes), alone)
-        return cls(len(os.sched_getaffinity(0)), gpus_here())
-
-
-def deployment_name(pool: str) -> str:
-    """The Serve deployment of a pool."""
-    return f"engine-{pool}"
-
-
-def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """The pools with nothing left open. Pure.
-
-    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
-    each other. A replica of several ranks is one actor with as many GPUs, so it is on one node.
-    """
-    resolved: dict[str, PoolConfig] = {}
-    for name, pool in config.pools_on(machine.gpus).items():
-        engine = dict(pool.engine)
-        cores = pool.num_cpus
-        if name == "cpu":
-            if cores is None:
-                cores = float(max(1, machine.cores // max(1, pool.replicas)))
-            if not {**config.engine, **engine}.get("num_threads"):
-                engine["num_threads"] = max(1, int(cores) // config.ranks(pool))
-        num_gpus = pool.num_gpus
-        if num_gpus is None:
-            num_gpus = float(config.ranks(pool)) if name == "gpu" else 0.0
-        resolved[name] = pool.model_copy(
-            update={
-                "num_cpus": float(config.ranks(pool)) if cores is None else cores,
-                "num_gpus": num_gpus,
-                "engine": engine,
-            }
-        )
-    return resolved
-
-
-def _update_options(pool: PoolConfig) -> dict[str, Any]:
-    return {"max_surge_percent": _SURGE} if pool.start_first else {}
-
-
-def _actor_options(pool: PoolConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
-    if pool.resources:
-        options["resources"] = dict(pool.resources)
-    if pool.labels:
-        options["label_selector"] = dict(pool.labels)
-    return options
 
 
 # -- for `manta serve` and `serve deploy`
@@ -313,42 +215,11 @@ def serve_config(
     """
     config = as_config(config)
     machine = NodeCapacity.here()
-    resolved = pools(config, machine)
-    open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
-    if "cpu" in resolved and open_cores and not machine.alone:
-        logger.warning(
-            "pools.cpu.num_cpus is %.0f, by the largest machine seen here: a replica fits on no "
-            "node with fewer cores to give, and leaves idle what a larger one has. Name it",
-            resolved["cpu"].num_cpus,
-        )
-    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
-    counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
-    args = counted.model_dump(exclude_defaults=True)
-    uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
-    args["pools"] = {
-        name: pool.model_copy(update=uncounted).model_dump() for name, pool in resolved.items()
-    }
-    deployments: list[dict[str, Any]] = []
-    for name, pool in resolved.items():
-        options = (
-            {"autoscaling_config": autoscaling.limits(pool)}
-            if autoscaling.scales(pool)
-            else {"num_replicas": pool.replicas}
-        )
-        deployments.append({"name": deployment_name(name), **options})
-    policy: dict[str, Any] = {}
-    routers = config.router.replicas
-    if any(autoscaling.scales(pool) for pool in resolved.values()):
-        # One policy for all pools, and the routers' reports for it: Serve collects only what is
-        # autoscaled, so they are, between one number and the same.
-        policy["autoscaling_policy"] = {
-            "policy_function": "deployments.scaling.policy:PoolsPolicy",
-            "policy_kwargs": autoscaling.policy_arguments(config, resolved),
-        }
-        router_counts = {"autoscaling_config": autoscaling.counts(routers, routers)}
-        deployments.append({"name": "router", **router_counts})
+    if config.models:
+        applications = [_routers_application(config)]
+        applications += (model_application(one, machine) for one in config.each().values())
     else:
-        deployments.append({"name": "router", "num_replicas": routers})
+        applications = [_application(config, machine)]
     http_options: dict[str, Any] = {
         "host": config.http.host,
         "port": config.http.port,
@@ -362,16 +233,132 @@ def serve_config(
     return {
         "proxy_location": "EveryNode",
         "http_options": http_options,
-        "applications": [
+        "applications": applications,
+    }
+
+
+def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
+    """Routers and engines of one model."""
+    resolved = _resolved(config, machine)
+    routers = config.router.replicas
+    policy = _policy(config, resolved)
+    # One policy for all pools, and the routers' reports for it: Serve collects only what is
+    # autoscaled, so they are, between one number and the same.
+    counts = (
+        {"autoscaling_config": autoscaling.counts(routers, routers)}
+        if policy
+        else {"num_replicas": routers}
+    )
+    return {
+        "name": config.app_name,
+        "route_prefix": config.route_prefix,
+        "import_path": neighbours.ONE_MODEL,
+        "args": {"config": _arguments(config, resolved)},
+        "deployments": [*_counts(resolved), {"name": "router", **counts}],
+        **policy,
+    }
+
+
+def _routers_application(config: MantaConfig) -> dict[str, Any]:
+    """Those of several models."""
+    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
+    counted = config.model_copy(update={"router": router, "models": {}})
+    return {
+        "name": config.app_name,
+        "route_prefix": config.route_prefix,
+        "import_path": neighbours.SEVERAL_MODELS,
+        "args": {"config": counted.model_dump(exclude_defaults=True)},
+        "deployments": [{"name": "router", "num_replicas": config.router.replicas}],
+    }
+
+
+def model_application(
+    config: MantaConfig, machine: NodeCapacity, *, added: bool = False
+) -> dict[str, Any]:
+    """The engines of one of several models, in Serve's schema. config: of the model, as of
+    `MantaConfig.of`. added: to a running endpoint, by hand."""
+    resolved = _resolved(config, machine)
+    whole = config.model_copy(update={"replicas": 1, "pools": resolved})
+    http, router, limits = config.http, config.router, config.limits
+    # What engines do not need is not theirs: a change of it would restart them.
+    engines = config.model_copy(
+        update={
+            "aliases": [],
+            "adapters": AdaptersConfig(),
+            "scaling": ScalingConfig(),
+            "route_prefix": "/",
+            "http": HttpConfig(host=http.host),
+            "router": RouterConfig(
+                heartbeat_seconds=router.heartbeat_seconds, silence_seconds=router.silence_seconds
+            ),
+            "limits": LimitsConfig(
+                drain_seconds=limits.drain_seconds, stall_seconds=limits.stall_seconds
+            ),
+        }
+    )
+    told = {"config": whole.model_dump(exclude_defaults=True), "added": added}
+    return {
+        "name": catalog.model_app(config.app_name, config.name()),
+        "route_prefix": None,
+        "import_path": catalog.ENGINES,
+        "args": {"config": _arguments(engines, resolved)},
+        "deployments": [
+            *_counts(resolved),
+            # Serve takes no fixed number of 0. Nothing asks this one, so none is ever started.
             {
-                "name": config.app_name,
-                "route_prefix": config.route_prefix,
-                "import_path": "deployments.app:build",
-                "args": {"config": args},
-                "deployments": deployments,
-                **policy,
-            }
+                "name": catalog.MODEL,
+                "autoscaling_config": autoscaling.counts(0, 1),
+                "user_config": told,
+            },
         ],
+        **_policy(config, resolved),
+    }
+
+
+def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
+    resolved = pools(config, machine)
+    open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
+    if "cpu" in resolved and open_cores and not machine.alone:
+        logger.warning(
+            "pools.cpu.num_cpus is %.0f, by the largest machine seen here: a replica fits on no "
+            "node with fewer cores to give, and leaves idle what a larger one has. Name it",
+            resolved["cpu"].num_cpus,
+        )
+    return resolved
+
+
+def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
+    """The configuration without counts, as arguments of an application."""
+    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
+    counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
+    args = counted.model_dump(exclude_defaults=True)
+    uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
+    args["pools"] = {
+        name: pool.model_copy(update=uncounted).model_dump() for name, pool in resolved.items()
+    }
+    return args
+
+
+def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
+    """How many replicas each pool has, in Serve's schema."""
+    for name, pool in resolved.items():
+        options = (
+            {"autoscaling_config": autoscaling.limits(pool)}
+            if autoscaling.scales(pool)
+            else {"num_replicas": pool.replicas}
+        )
+        yield {"name": deployment_name(name), **options}
+
+
+def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
+    """The application's autoscaling policy in Serve's schema; {} if nothing scales."""
+    if not any(autoscaling.scales(pool) for pool in resolved.values()):
+        return {}
+    return {
+        "autoscaling_policy": {
+            "policy_function": "deployments.scaling.policy:PoolsPolicy",
+            "policy_kwargs": autoscaling.policy_arguments(config, resolved),
+        }
     }
 
 
@@ -433,34 +420,33 @@ def deploy(schema: Mapping[str, Any]) -> None:
     Raises ConfigError: it cannot stand beside what is there; see `neighbours.check_beside`.
     """
     from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
 
     serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
     client = _get_global_client()
     assert client is not None  # it was started in the line above
     neighbours.check_port(schema["http_options"]["port"], client.http_config.port)
-    wanted = ServeDeploySchema.model_validate(schema)
-    ours = {app.name for app in wanted.applications}
     with neighbours.turn():
-        controller = cast(Any, client)._controller
-        there = serve.status().applications
-        # Serve remembers the configuration of an application that was deleted.
-        stay = {
-            name: app
-            for name, app in ray.get(controller.get_app_configs.remote()).items()
-            if name in there and there[name].status != "DELETING"
-        }
-        configs = {
-            name: neighbours.config_of(app.model_dump(exclude_unset=True))
-            for name, app in stay.items()
-        }
-        others = [one for name, one in configs.items() if one is not None and name not in ours]
-        for app in schema["applications"]:
-            if (config := neighbours.config_of(app)) is not None:
-                neighbours.check_beside(config, others, configs.get(config.app_name))
-        kept = {name: app for name, app in stay.items() if name not in ours}
-        now = time.time()
-        times = {name: there[name].last_deployed_time_s for name in kept}
-        neighbours.note_others(now, times)
-        wanted.applications += kept.values()
-        ray.get(controller.apply_config.remote(wanted, deployment_time=now))
+        there = catalog.applications()
+        neighbours.check(schema["applications"], there)
+        left = neighbours.left_out(schema["applications"], there)
+        apply(schema, {name: app for name, app in there.items() if name not in left})
+
+
+def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Serve's applications are those of the schema from now on, and the others of `there`. Within
+    `neighbours.turn`."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    ours = {app["name"] for app in schema["applications"]}
+    kept = {name: app for name, app in there.items() if name not in ours}
+    wanted = ServeDeploySchema.model_validate(schema)
+    wanted.applications += kept.values()
+    known = serve.status().applications
+    now = time.time()
+    neighbours.note_others(now, {name: known[name].last_deployed_time_s for name in kept})
+    client: Any = _get_global_client()
+    ray.get(client._controller.apply_config.remote(wanted, deployment_time=now))
+    for app in schema["applications"]:
+        if app["import_path"] == neighbours.SEVERAL_MODELS:
+            catalog.note_change(app["name"])

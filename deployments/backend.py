@@ -123,15 +123,18 @@ class BackendState:
 
 
 class AdapterDirectory(Protocol):
-    """The adapters of a base model; see `deployments.adapters.registry.Adapters`."""
+    """The adapters of all models; see `deployments.adapters.registry.Adapters`."""
 
-    records: dict[str, AdapterRecord]
+    @property
+    def records(self) -> Mapping[str, AdapterRecord]: ...
 
     async def refresh(self) -> None: ...
 
     async def pin(self, name: str) -> AdapterRecord: ...
 
-    async def add(self, name: str, path: str = "") -> AdapterRecord: ...
+    async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
+        """model: the base model's name; "" where it is in no doubt."""
+        ...
 
     async def remove(self, name: str) -> AdapterRecord: ...
 
@@ -141,14 +144,14 @@ class Backend(Protocol):
     def adapters(self) -> AdapterDirectory: ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """By the name that requests use: the model, and its adapters by their bare names."""
+        """By the name that requests use: models, and their adapters by their bare names."""
         ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
 
-    def admit(self, key: str) -> None:
-        """Raises Overloaded if no request of this key would be admitted now. Called before the work
-        of reading a request."""
+    def admit(self, key: str, model: str) -> None:
+        """Raises Overloaded if no request of this key to this model would be admitted now. Called
+        before the work of reading a request. model: "" where its name is not known."""
         ...
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -159,10 +162,13 @@ class Backend(Protocol):
         ...
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+        self,
+        model: str,
+        streams: Sequence[str],
+        enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """What replicas know of requests with these `stream` names: all answers until `enough` says
-        so, or until no replica is left to ask."""
+        """What the model's replicas know of requests with these `stream` names: all answers until
+        `enough` says so, or until no replica is left to ask."""
         ...
 
     def state(self) -> BackendState: ...

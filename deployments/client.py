@@ -77,7 +77,8 @@ class Chunk:
 
 
 class _Connected:
-    """An application, by name, and the name of its model."""
+    """An application, by name, and the name of its model; "" where it has several, of which each
+    call then names one (`model="..."`)."""
 
     def __init__(self, app_name: str, model: str) -> None:
         self._app_name = app_name
@@ -254,7 +255,7 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
         given = {"messages": list(prompt)}
     else:
         given = {"prompt": list(prompt)}
-    body = {"model": model, **given, **fields}
+    body = {**({"model": model} if model else {}), **given, **fields}
     try:
         check_names(body, (CHAT if "messages" in body else COMPLETION).known, strict=True)
     except ApiError as error:

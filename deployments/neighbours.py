@@ -10,15 +10,59 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from deployments import catalog
 from deployments.config.load import parse_config
 from deployments.config.models import MantaConfig
 from deployments.store import prefix, store
 from engine.errors import ConfigError, MantaError
 
+ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
+SEVERAL_MODELS = "deployments.app:build_routers"
 _TURN = "manta-deploying"  # who deploys now, in Ray's store
 _STALE = 30.0  # seconds after which one that deploys is taken for dead; it needs a few
 _WAIT = 60.0  # seconds that one waits for its turn
 _POLL = 0.1
+
+
+def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
+    """Whether applications can be deployed beside those that are there. Both in Serve's schema.
+
+    Raises ConfigError.
+    """
+    ours = {app["name"] for app in wanted}
+    configs = {name: config_of(app) for name, app in there.items()}
+    others = [one for name, one in configs.items() if one is not None and name not in ours]
+    for app in wanted:
+        config = config_of(app)
+        if config is None:
+            continue
+        running = configs.get(app["name"])
+        before = catalog.as_dict(there[app["name"]])["import_path"] if running else None
+        if before not in (None, app["import_path"]):
+            one, several = "one model", "several models (`models`)"
+            now, wants = (one, several) if before == ONE_MODEL else (several, one)
+            raise ConfigError(
+                f"app_name: {config.app_name!r} serves {now} on this cluster, and this is a "
+                f"configuration of {wants}. Set another app_name and route_prefix, or stop that "
+                "one first",
+                param="app_name",
+            )
+        check_beside(config, others, running if before == ONE_MODEL else None)
+
+
+def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
+    """Models of an earlier file that this one has no more, as names of applications. Those that
+    were added to the running endpoint stay."""
+    ours = {app["name"] for app in wanted}
+    several = [app["name"] for app in wanted if app["import_path"] == SEVERAL_MODELS]
+    return {
+        name
+        for name, app in there.items()
+        if name not in ours
+        and any(catalog.is_model_of(app_name, name) for app_name in several)
+        and (found := catalog.entry(app)) is not None
+        and not found.added
+    }
 
 
 def check_beside(
@@ -68,11 +112,13 @@ def check_port(port: int, endpoint: int) -> None:
         )
 
 
-def config_of(application: Mapping[str, Any]) -> MantaConfig | None:
-    """The configuration in an application of Serve's schema; None: it is not one of ours, or of a
-    release with other keys."""
+def config_of(application: Any) -> MantaConfig | None:
+    """The configuration in an application of Serve's schema; None: it is not one of ours that
+    answers requests, or of a release with other keys."""
+    application = catalog.as_dict(application)
     given = application.get("args", {}).get("config")
-    if application.get("import_path") != "deployments.app:build" or not isinstance(given, Mapping):
+    ours = application.get("import_path") in (ONE_MODEL, SEVERAL_MODELS)
+    if not ours or not isinstance(given, Mapping):
         return None
     with suppress(ConfigError):
         return parse_config(given, {}, check_model=False)  # it may be on another machine

@@ -16,6 +16,7 @@ from deployments.api.fields.schema import Body
 from deployments.api.fields.words import REQUIRED, TAKEN, rows
 from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
+from deployments.config.models import ModelConfig, ModelLimitsConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config import EngineConfig
 
@@ -30,10 +31,10 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
 
-One YAML file describes one served model. `manta serve manta.yaml` runs it, and `manta plan
-manta.yaml` tells what it takes. Both check the file first. A misspelt key, a wrong value or a
-missing model folder ends the command with exit code 2, before Ray or a model is touched; the error
-names the file, the line and the nearest right name.
+One YAML file describes one served model, or [several](several-models.md). `manta serve manta.yaml`
+runs it, and `manta plan manta.yaml` tells what it takes. Both check the file first. A misspelt key,
+a wrong value or a missing model folder ends the command with exit code 2, before Ray or a model is
+touched; the error names the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package
@@ -62,11 +63,18 @@ def render() -> str:
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts += _section(name, section)
     parts += [
+        "## `models.NAME`\n",
+        f"{inspect.getdoc(ModelConfig)}\n",
+        _table(ModelConfig),
+        "## `models.NAME.limits`\n",
+        f"{inspect.getdoc(ModelLimitsConfig)}\n",
+        _table(ModelLimitsConfig),
         "## `pools.gpu` and `pools.cpu`\n",
         f"{inspect.getdoc(PoolConfig)}\n",
         _table(PoolConfig),
         "## `engine`\n",
-        "For all pools at the top level, for one under `pools.<kind>.engine`.\n",
+        "For all pools at the top level, for a model under `models.NAME.engine`, for one pool "
+        "under `pools.<kind>.engine`.\n",
         _engine_table(),
     ]
     return "\n".join(parts)

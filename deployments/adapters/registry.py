@@ -176,9 +176,9 @@ class AdapterRegistry:
 
     # -- by hand
 
-    async def add(self, name: str, path: str = "") -> AdapterRecord:
+    async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
         """Make an adapter known everywhere, or read it again; new requests get what its files hold
-        now. path: inside the allowed roots; "" = where it was.
+        now. path: inside the allowed roots; "" = where it was. model: there is but one here.
 
         Raises MantaError; nothing has changed then.
         """

@@ -34,7 +34,9 @@ async def adapters(api: "Api", exchange: HttpExchange) -> None:
     if path == "":
         raise invalid("path must not be empty", "path")
     try:
-        record = await directory.add(name, path or "")
+        record = await directory.add(
+            name, path or "", take_str(body, "model", MAX_ADAPTER_NAME) or ""
+        )
     except AdapterError as error:
         if error.param is None:
             by_name = path is None or error.code == "invalid_model_name"

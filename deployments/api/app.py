@@ -23,6 +23,7 @@ from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
     allowed,
+    asked_model,
     chat_call,
     check_context,
     completion_call,
@@ -191,7 +192,7 @@ class Api:
         deadline = deadline_of(exchange, body, self.options)
         salt = salt_of(exchange, body, self.options)
         priority = priority_of(exchange, body)
-        self.backend.admit(key)
+        self.backend.admit(key, asked_model(body, self.backend))
         self.in_flight += 1
         try:
             read = chat_call if chat else completion_call

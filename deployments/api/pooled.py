@@ -22,7 +22,12 @@ from deployments.api.generation.fields import (
     take_token_ids,
 )
 from deployments.api.generation.merge import failed
-from deployments.api.generation.openai_request import find_model, in_thread, too_many_tokens
+from deployments.api.generation.openai_request import (
+    asked_model,
+    find_model,
+    in_thread,
+    too_many_tokens,
+)
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
@@ -134,7 +139,7 @@ async def pooled_call(
     key = key_of(exchange, body, api.options)
     deadline = deadline_of(exchange, body, api.options)
     priority = priority_of(exchange, body)
-    api.backend.admit(key)
+    api.backend.admit(key, asked_model(body, api.backend))
     card = await find_model(body.get("model"), api.backend, exchange.caller)
     if card.pooling is None:
         raise no_vectors()

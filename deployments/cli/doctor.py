@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -87,6 +87,11 @@ def model_checks(
     """Whether this machine, or the device, holds it, by `manta plan`'s sum. file: its config.json;
     a model that is not here yet is not fetched."""
     if config is None:
+        return
+    if config.models:
+        for name, one in config.each().items():
+            for check in model_checks(one, None, device):
+                yield replace(check, name=f"model {name}")
         return
     if file is None:
         file = Path(config.model).expanduser() / "config.json"

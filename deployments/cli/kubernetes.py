@@ -33,6 +33,12 @@ def rayservice(
 
     memory: of a pod by group ("head", "gpu", "cpu"), in Kubernetes' units. Raises ConfigError.
     """
+    if config.models:
+        raise ConfigError(
+            "models: a manifest has worker groups for the pools of one model. Build Serve's file "
+            "(without --kubernetes) and give the cluster the nodes that its models need",
+            param="models",
+        )
     if "cpu" in config.pools and config.pools["cpu"].num_cpus is None:
         raise ConfigError(
             "pools.cpu.num_cpus must be there: how many cores a pod has is not known here",

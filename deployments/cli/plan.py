@@ -35,6 +35,21 @@ def run(
     """Print the tables. Raises ConfigError when something does not fit."""
     config, file = read_planned(spec)
     priced = Prices.load(prices)
+    device = device_of(gpu, memory)
+    for one in config.each().values():
+        _print(one, file, device, gpu, gpus, priced)
+    return 0
+
+
+def _print(
+    config: MantaConfig,
+    file: Path | None,
+    device: Hardware,
+    gpu: str | None,
+    gpus: int | None,
+    priced: Prices,
+) -> None:
+    """The tables of one model. file: its config.json, if it is known."""
     if file is None:
         with model_progress() as progress:
             # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
@@ -43,7 +58,6 @@ def run(
             )
         file = folder / "config.json"
     model = ModelConfig.from_file(file)
-    device = device_of(gpu, memory)
     for number, (name, result) in enumerate(plans(config, file, device, gpus)):
         if not number:
             print(f"Model    {config.name()} ({parameters(result)})")
@@ -54,7 +68,6 @@ def run(
             print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
-    return 0
 
 
 def plans(

@@ -79,12 +79,13 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
     """What the driver does. Raises MantaError; RayLostError when Ray is gone."""
     if cluster.own:
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
-        dummy = config.engine.get("load_format") == "dummy"
         with model_progress() as progress:
-            for blocks in config.kept_blocks(gpus_here()):
-                resolve_model(
-                    config.model, config.revision, progress, weights=not dummy, blocks=blocks
-                )
+            for one in config.each().values():
+                dummy = one.engine.get("load_format") == "dummy"
+                for blocks in one.kept_blocks(gpus_here()):
+                    resolve_model(
+                        one.model, one.revision, progress, weights=not dummy, blocks=blocks
+                    )
     driver.ignore(signal.SIGINT)
     driver.tell(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
@@ -110,9 +111,11 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
     with StatusLine("Starting Serve"):
         if driver.stopping:
             return
-        deploy(serve_config(config, one_machine=cluster.own))
+        schema = serve_config(config, one_machine=cluster.own)
+        deploy(schema)
     with StatusLine("Starting the replicas") as status:
-        _wait_running(config.app_name, status)
+        for app in schema["applications"]:
+            _wait_running(app["name"], status)
         cluster.note_deployment(config.app_name)
         _wait_ready(config, status)
 
@@ -128,7 +131,8 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
             if app.status == "RUNNING":
                 return
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
-                raise ServeError(f"the deployment failed: {_reason(app)}")
+                which = f" of {app_name}" if "." in app_name else ""  # one of several models
+                raise ServeError(f"the deployment{which} failed: {_reason(app)}")
             counts = []
             for name, deployment in app.deployments.items():
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
@@ -210,8 +214,9 @@ def _about(config: MantaConfig) -> list[str]:
     import ray
 
     url = _url(config)
+    names = list(config.each())
     body = {
-        "model": config.name(),
+        "model": names[0],
         "messages": [{"role": "user", "content": "Say hello."}],
         "stream": True,
     }
@@ -220,7 +225,7 @@ def _about(config: MantaConfig) -> list[str]:
     token = "RAY_AUTH_MODE=token " if asks_for_token() else ""
     name = "" if config.app_name == "manta" else f" {config.app_name}"
     return [
-        f"Serving {config.name()} at {url}/v1 (Ctrl-C stops)",
+        f"Serving {', '.join(names)} at {url}/v1 (Ctrl-C stops)",
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         f"  manta chat {url}",

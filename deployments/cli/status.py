@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -18,11 +18,13 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from deployments.catalog import model_app
 from deployments.cli.console import out
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.joining import ClusterError, join
 from deployments.cli.serving.time_limit import within
 from deployments.observe.metrics import RouterMetrics, quantile
+from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
 
 _LOOK = 1.0  # seconds between the two looks of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
@@ -36,7 +38,8 @@ Told = Mapping[str, Any]
 class StatusSnapshot:
     """The answers of one look. time: Unix seconds. status: Serve's word for the application.
     counts: pool -> {state of Serve's replicas: how many}. routers: their `state`. scaling: the last
-    decision, if any. silent: routers that did not answer."""
+    decision, if any. silent: routers that did not answer. models: where there are several, a look
+    at each."""
 
     time: float
     app: str
@@ -45,16 +48,18 @@ class StatusSnapshot:
     routers: Sequence[Told]
     scaling: Told | None = None
     silent: int = 0
+    models: Mapping[str, "StatusSnapshot"] = field(default_factory=dict)
 
 
 def run(app: str | None, address: str | None, *, as_json: bool, once: bool, every: float) -> int:
     """Print until Ctrl-C, or once. app: None is every application of ours on the cluster.
 
-    Raises ClusterError: no cluster, or no such application; several of them as JSON."""
+    As JSON each of several models is an object. Raises ClusterError: no cluster, or no such
+    application; several of them as JSON."""
     _join(address)
     before = _looks(app)
-    if as_json and len(before) > 1:
-        raise ClusterError(f"--json tells of one application; name one of {', '.join(before)}")
+    if as_json and len(names := sorted({one.app for one in before.values()})) > 1:
+        raise ClusterError(f"--json tells of one application; name one of {', '.join(names)}")
     if as_json or once or not out.is_terminal:
         time.sleep(_LOOK)
         found = [summarise(now, before.get(name)) for name, now in _looks(app).items()]
@@ -89,7 +94,12 @@ def _looks(app: str | None) -> dict[str, StatusSnapshot]:
     """By application. Raises ClusterError, also when Ray does not answer any more."""
     try:
         names = [app] if app is not None else within(_LOOKS, applications)
-        return {name: within(_LOOKS, partial(look, name)) for name in names}
+        found = {name: within(_LOOKS, partial(look, name)) for name in names}
+        return {
+            f"{one.app} {model}".strip(): part
+            for one in found.values()
+            for model, part in (one.models or {"": one}).items()
+        }
     except TimeoutError as error:
         raise ClusterError(f"Ray has not answered for {_LOOKS:g} s") from error
 
@@ -97,8 +107,6 @@ def _looks(app: str | None) -> dict[str, StatusSnapshot]:
 def applications() -> list[str]:
     """Names of our applications, sorted. Raises ClusterError where there are none."""
     from ray import serve
-
-    from deployments.scaling.policy import ROUTER
 
     there = serve.status().applications
     ours = sorted(
@@ -118,19 +126,10 @@ def look(app: str) -> StatusSnapshot:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    from deployments.scaling.policy import ENGINE_PREFIX, scaling_decisions
-
     found = serve.status().applications.get(app)
     if found is None:
         known = ", ".join(serve.status().applications) or "none"
         raise ClusterError(f"no application is called {app!r}; there is: {known}")
-    counts = {
-        name.removeprefix(ENGINE_PREFIX): {
-            _word(state): count for state, count in deployment.replica_states.items()
-        }
-        for name, deployment in found.deployments.items()
-        if name.startswith(ENGINE_PREFIX)
-    }
     answers: list[Any] = []
     try:
         handle = serve.get_app_handle(app)
@@ -138,17 +137,48 @@ def look(app: str) -> StatusSnapshot:
     except (RayError, RayServeException, TimeoutError):
         pass  # none can be asked now: the page says so
     routers = [answer for answer in answers if isinstance(answer, Mapping)]
-    return StatusSnapshot(
+    whole = StatusSnapshot(
         time.time(),
         app,
         _word(found.status),
-        counts,
+        _counts(found),
         sorted(routers, key=lambda router: str(router["name"])),
         scaling_decisions(app),
         sum(found.deployments["router"].replica_states.values()) - len(routers)
         if "router" in found.deployments
         else 0,
     )
+    return replace(whole, models=_models(whole, serve.status().applications))
+
+
+def _counts(application: Any) -> dict[str, dict[str, int]]:
+    """Replicas of each pool by their state. application: as Serve tells of it."""
+    return {
+        name.removeprefix(ENGINE_PREFIX): {
+            _word(state): count for state, count in deployment.replica_states.items()
+        }
+        for name, deployment in application.deployments.items()
+        if name.startswith(ENGINE_PREFIX)
+    }
+
+
+def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, StatusSnapshot]:
+    """A look at each of several models; {} where there is one. there: Serve's applications."""
+    names = {name for router in whole.routers for name in router.get("models", {})}
+    found = {}
+    for name in sorted(names):
+        own = model_app(whole.app, name)
+        application = there.get(own)
+        found[name] = replace(
+            whole,
+            status="GONE" if application is None else _word(application.status),
+            counts={} if application is None else _counts(application),
+            routers=[
+                router["models"][name] for router in whole.routers if name in router["models"]
+            ],
+            scaling=scaling_decisions(own),
+        )
+    return found
 
 
 def _word(state: Any) -> str:

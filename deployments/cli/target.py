@@ -42,6 +42,12 @@ def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
 
     instead: fields that the command line decides; None leaves one alone.
     """
+    if target.models:
+        names = ", ".join(target.models)
+        raise ConfigError(
+            f"models: there are several ({names}), and this takes one; give its folder or name",
+            param="models",
+        )
     wanted = {name: value for name, value in instead.items() if value is not None}
     options = {"model": target.model, "revision": target.revision, **target.engine}
     device = wanted.get("device", options.get("device", "auto"))

@@ -9,11 +9,11 @@ import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from deployments.config import yaml_lines
 from deployments.config.adapters import make_absolute
@@ -22,10 +22,12 @@ from deployments.config.models import (
     HttpConfig,
     LimitsConfig,
     MantaConfig,
+    ModelConfig,
     PoolConfig,
     PoolKind,
     RouterConfig,
     engine_model,
+    flatten,
 )
 from deployments.config.tls import check_certificate
 from engine.errors import ConfigError
@@ -110,8 +112,11 @@ def _build(
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping of keys, such as `model: default`")
     _apply_environment(data, os.environ if environment is None else environment)
+    several = data.get("models")
+    several = several if isinstance(several, dict) else {}
     for path in (
         ("model",),
+        *(("models", name, "model") for name in several),
         ("http", "api_keys_file"),
         ("http", "admin_keys_file"),
         ("http", "tls", "certificate"),
@@ -120,17 +125,21 @@ def _build(
         _make_absolute(data, path, folder)
     _beside(data.get("usage"), "file", folder)
     _beside(data.get("batch"), "folder", folder)
-    make_absolute(data.get("adapters"), lambda value: _found(value, folder))
+    for section in (data, *several.values()):
+        if isinstance(section, dict):
+            make_absolute(section.get("adapters"), lambda value: _found(value, folder))
     try:
         config = MantaConfig.model_validate(data)
     except ValidationError as error:
-        errors = sorted(_flatten(error.errors()), key=lambda item: parsed.line(item["loc"]))
+        errors = sorted(flatten(error.errors()), key=lambda item: parsed.line(item["loc"]))
         problems = [_describe(item, parsed, source) for item in errors]
         raise ConfigError("\n".join(problems)) from None
     try:
         if check_model:
-            _check_model(config)
-            config.adapters.check_folders()
+            for name, one in config.each().items():
+                with _under(f"models.{name}." if config.models else ""):
+                    _check_model(one)
+                    one.adapters.check_folders()
         for name in ("api_keys_file", "admin_keys_file"):
             if (file := getattr(config.http, name)) is not None:
                 read_api_keys(file, f"http.{name}")
@@ -142,6 +151,16 @@ def _build(
         where = f"{source}:{line}" if line else source
         raise ConfigError(f"{where}: {error.param}: {error.message}", param=error.param) from None
     return config
+
+
+@contextmanager
+def _under(prefix: str) -> Iterator[None]:
+    """The keys of errors have this in front."""
+    try:
+        yield
+    except ConfigError as error:
+        error.param = f"{prefix}{error.param}"
+        raise
 
 
 def _check_model(config: MantaConfig) -> None:
@@ -193,16 +212,6 @@ def _found(value: str, folder: Path) -> str:
 # -- messages
 
 
-def _flatten(errors: list[ErrorDetails]) -> Iterator[dict[str, Any]]:
-    for error in errors:
-        nested = error.get("ctx", {}).get("errors") if error["type"] == "nested" else None
-        if nested is None:
-            yield {**error}
-            continue
-        for inner in nested:
-            yield {**inner, "loc": (*error["loc"], *inner["loc"])}
-
-
 def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: str) -> str:
     """One problem: where, which key, what."""
     loc = tuple(part for part in error["loc"] if part != "[key]")
@@ -226,11 +235,13 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
     """The keys that a mapping at this path may have."""
     if path and path[-1] == "engine":
         return list(engine_model().model_fields)
+    section: type[BaseModel] = MantaConfig
+    if len(path) > 1 and path[0] == "models":
+        section, path = ModelConfig, path[2:]
     if path == ("pools",):
         return ["gpu", "cpu"]
     if path and path[0] == "pools":
         return list(PoolConfig.model_fields)
-    section: type[BaseModel] = MantaConfig
     for part in path:
         kind = section.model_fields[str(part)].annotation
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
@@ -262,7 +273,7 @@ def environment_names() -> dict[str, tuple[str, ...]]:
         elif key == "engine":
             for inner in engine_model().model_fields:
                 names[f"MANTA_{key}_{inner}".upper()] = (key, inner)
-        elif key != "pools":
+        elif key not in ("pools", "models"):
             names[f"MANTA_{key}".upper()] = (key,)
     return names
 

@@ -3,6 +3,7 @@ is an error. How a file becomes one of these is in load.py."""
 
 import re
 import typing
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,6 +62,16 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
     if errors:
         raise PydanticCustomError("nested", "engine options", {"errors": errors})
     return value
+
+
+def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """pydantic's errors, those that are nested in another each by itself."""
+    for error in errors:
+        if error["type"] != "nested":
+            yield {**error}
+            continue
+        for inner in flatten(error["ctx"]["errors"]):
+            yield {**inner, "loc": (*error["loc"], *inner["loc"])}
 
 
 EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
@@ -603,8 +614,59 @@ class LimitsConfig(_Section):
     )
 
 
+class ModelLimitsConfig(_Section):
+    """Bounds of one model of several, instead of those of `limits`."""
+
+    waiting: int | None = Field(None, ge=0, le=1_000_000, description="As `limits.waiting`.")
+    queue_seconds: float | None = Field(
+        None, gt=0, le=3600, description="As `limits.queue_seconds`."
+    )
+    queue_tokens: int | None = Field(None, ge=1, le=10**12, description="As `limits.queue_tokens`.")
+    age_seconds: float | None = Field(None, gt=0, le=3600, description="As `limits.age_seconds`.")
+    drain_seconds: float | None = Field(
+        None, ge=0, le=3600, description="As `limits.drain_seconds`, of the model's replicas."
+    )
+    stall_seconds: float | None = Field(
+        None, ge=1, le=3600, description="As `limits.stall_seconds`."
+    )
+
+
+class ModelConfig(_Section):
+    """One of several models, under its name: `models: {NAME: {...}}`. What it leaves out of
+    `engine`, `scaling` and `limits` is as at the top level."""
+
+    model: str = Field(
+        "default",
+        min_length=1,
+        max_length=4096,
+        description="As at the top level: a folder, a .gguf file, a hub name, or `default`.",
+    )
+    revision: str | None = Field(None, max_length=256, description="Hub revision.")
+    aliases: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Other names that requests may use for it, or patterns of names.",
+    )
+    engine: EngineOptions = Field(
+        default_factory=dict, description="EngineConfig fields that differ from the top level's."
+    )
+    replicas: int = Field(
+        1, ge=0, le=4096, description="Its engine replicas, where it has one pool."
+    )
+    pools: dict[PoolKind, PoolConfig] = Field(
+        default_factory=dict, description="Its engine replicas by kind, instead of `replicas`."
+    )
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    limits: ModelLimitsConfig = Field(default_factory=ModelLimitsConfig)
+
+
+_ModelName = Annotated[str, Field(pattern=_NAME)]
+_OF_ONE = ("model", "revision", "served_name", "aliases", "replicas", "pools", "adapters")
+
+
 class MantaConfig(_Section):
-    """One served model."""
+    """What is served: one model, or several behind one endpoint."""
 
     model: str = Field(
         "default",
@@ -653,6 +715,11 @@ class MantaConfig(_Section):
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    models: dict[_ModelName, ModelConfig] = Field(
+        default_factory=dict,
+        description="Several models behind one endpoint, by the name that requests use, instead of "
+        "`model` and what belongs to it. See docs/several-models.md and below.",
+    )
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
@@ -673,6 +740,8 @@ class MantaConfig(_Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> "MantaConfig":
+        if self.models:
+            self._check_models()
         if self.pools and "replicas" in self.model_fields_set:
             raise ValueError("replicas and pools are both set; give the counts in pools")
         if self.pools and not any(p.max_replicas or p.replicas for p in self.pools.values()):
@@ -695,6 +764,64 @@ class MantaConfig(_Section):
                         "how many are on a device at once"
                     )
         return self
+
+    def _check_models(self) -> None:
+        """Each model as it stands alone, and names that two would have. Raises ValueError."""
+        errors: list[Any] = []
+
+        def wrong(message: str, *loc: str) -> None:
+            errors.append({"loc": loc, "msg": message, "type": "models"})
+
+        for key in _OF_ONE:
+            if key in self.model_fields_set:
+                place = "is NAME in" if key == "served_name" else f"goes under models.NAME.{key} of"
+                wrong(f"belongs to one model; it {place} `models`", key)
+        taken: dict[str, str] = {name: name for name in self.models}
+        for name, own in self.models.items():
+            names = {"aliases": own.aliases, "adapters": list(own.adapters.paths)}
+            for key, others in names.items():
+                for other in others:
+                    if (holder := taken.setdefault(other, name)) != name or other in self.models:
+                        wrong(f"{other!r} is a name of the model {holder!r}", "models", name, key)
+            try:
+                self.of(name)
+            except ValidationError as error:
+                errors += [
+                    {**one, "loc": ("models", name, *one["loc"])} for one in flatten(error.errors())
+                ]
+        if errors:
+            raise PydanticCustomError("nested", "models", {"errors": errors})
+
+    def of(self, name: str) -> "MantaConfig":
+        """The configuration of one of `models`, as if it were served alone."""
+        own = self.models[name]
+        limits = {
+            key: value for key in ModelLimitsConfig.model_fields
+            if (value := getattr(own.limits, key)) is not None
+        }  # fmt: skip
+        scaling = {key: getattr(own.scaling, key) for key in own.scaling.model_fields_set}
+        counts = {key: getattr(own, key) for key in ("replicas", "pools")}
+        return MantaConfig(
+            served_name=name,
+            model=own.model,
+            revision=own.revision,
+            aliases=own.aliases,
+            engine={**self.engine, **own.engine},
+            adapters=own.adapters,
+            scaling=self.scaling.model_copy(update=scaling),
+            limits=self.limits.model_copy(update=limits),
+            **{key: value for key, value in counts.items() if key in own.model_fields_set},
+            **{
+                key: getattr(self, key)
+                for key in ("app_name", "route_prefix", "router", "http", "log")
+            },
+        )
+
+    def each(self) -> dict[str, "MantaConfig"]:
+        """Every model's configuration as if it were served alone, by name."""
+        if self.models:
+            return {name: self.of(name) for name in self.models}
+        return {self.name(): self}
 
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
         """Raises ValueError where a replica's reservation does not suit its ranks."""

@@ -131,8 +131,14 @@ def _labelled(told: Iterable[RouterReport]) -> Iterable[MetricFamily]:
 def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricFamily]:
     for figure in REPLICA_METRICS:
         samples = [
-            ("", {"replica": name}, figures[figure.name])
+            ("", _replica_labels(name), figures[figure.name])
             for name, figures in sorted(replicas.items())
             if figure.name in figures
         ]
         yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)
+
+
+def _replica_labels(name: str) -> dict[str, str]:
+    """name: `engine-POOL/ID`, behind its model and a slash where there are several models."""
+    model, _, replica = name.rpartition("/engine-")
+    return {"model_name": model, "replica": f"engine-{replica}"} if model else {"replica": name}

@@ -156,6 +156,12 @@ class RouterMetrics:
     def all(self) -> tuple[Counter | Histogram, ...]:
         return tuple(vars(self).values())
 
+    def of_no_model(self) -> Iterator["MetricFamily"]:
+        """What is counted for all models together, or has the model in a label of its own."""
+        counted = (self.http, self.key_requests, self.key_prompt_tokens, self.key_output_tokens)
+        for metric in counted:
+            yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
+
     def told(self) -> dict[str, Any]:
         """For `manta status`: sums since the start, by label where there is one, and the counts of
         the histograms' buckets."""
@@ -288,6 +294,16 @@ def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFami
         yield MetricFamily(PREFIX + name, "gauge", help, [("", {}, value)])
 
 
+def of_model(figures: Iterable[MetricFamily], model: str) -> Iterator[MetricFamily]:
+    """The same figures, said to be this model's."""
+    for family in figures:
+        samples: list[Sample] = [
+            (suffix, {"model_name": model, **labels}, value)
+            for suffix, labels, value in family.samples
+        ]
+        yield MetricFamily(family.name, family.kind, family.help, samples)
+
+
 def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
     """What a replica tells of itself."""
     for figure in REPLICA_METRICS:
@@ -296,7 +312,7 @@ def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
 
 
 def render(families: Iterable[MetricFamily], model: str) -> str:
-    """The Prometheus text format, version 0.0.4."""
+    """The Prometheus text format, version 0.0.4. model: of samples that do not name theirs."""
     return "".join(f"{line}\n" for family in families for line in _block(family, model))
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,33 +17,29 @@ import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.adapters.record_store import RayRecordStore
-from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from deployments.api.batches.folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
-from deployments.backend import ModelCard
-from deployments.checkpoints.resolve import ModelIdentity
 from deployments.environment import installed_version
 from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.otlp import SpanExporter, TracingSettings
 from deployments.observe.ray_exporter import ServeExport
 from deployments.router.batch_worker import BatchWorker, asker
-from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
 from deployments.router.keys.sharing import SharedCounts
 from deployments.router.keys.usage_log import UsageLog
+from deployments.router.models.front import ModelFront
+from deployments.router.models.keeper import FindModels, ModelKeeper
+from deployments.router.models.served import ServedModel
 from deployments.router.rpc.settings import GrpcSettings
-from deployments.router.serve import discovery, handle_call
+from deployments.router.serve import handle_call
 from deployments.router.serve.peers import PeerRouters
 from deployments.router.spans import context_of, spans_of
-from deployments.store import event_secret, first_served
-from engine.model_config import ModelConfig
-from engine.pooled_checkpoint import read_pooling
-from engine.text.tokenizer import Tokenizer
+from deployments.store import event_secret
 
 if TYPE_CHECKING:
     from deployments.router.rpc.server import GrpcServer
@@ -58,19 +54,18 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """model_name: the name that requests use; aliases: patterns of others. find_model: gives the
-    local folder, and fetches the model if need be. usage_file: "" is none; see UsageConfig. seed:
-    the engines'. batches, grpc: None if they are not served. tracing: None: no spans are made."""
+    """models: the one that is served; None where models come and go, and then find_models gives
+    those of an application. in_flight: requests at most. stream_seconds: that a request may go on
+    after its model was changed or taken away. usage_file: "" is none; see UsageConfig.
+    batches, grpc: None if they are not served. tracing: None: no spans are made."""
 
-    model_name: str
-    find_model: Callable[[], Path]
-    dispatch: DispatchLimits
+    models: tuple[ServedModel, ...] | None
+    find_models: FindModels | None
+    in_flight: int
     body_bytes: int
     strict: bool
     share_by: str
     deadline_seconds: float | None
-    adapters: AdapterSettings
-    aliases: tuple[str, ...] = ()
     keys: KeySettings = field(default_factory=KeySettings)
     usage_file: str = ""
     usage_bytes: int = 2**26
@@ -82,7 +77,7 @@ class RouterSettings:
     keepalive_seconds: float = 5.0
     store_bytes: int = 0
     log_level: str = "info"
-    seed: int | None = None
+    stream_seconds: float = 3600.0
     grpc: GrpcSettings | None = None
 
 
@@ -93,8 +88,6 @@ class Router:
         log_through_serve(settings.log_level)
         self._settings = settings
         self._engines = engines
-        self._replicas: dict[str, discovery.Replicas] = {}
-        self._unsubscribe: list[Callable[[], None]] = []
         self._peer_calls = asyncio.Semaphore(_ASKERS)
         self._grpc: GrpcServer | None = None
         self._worker: BatchWorker | None = None
@@ -105,46 +98,25 @@ class Router:
         settings = self._settings
         context = serve.get_replica_context()
         app = context.app_name
-        card, tokenizer, identity = await asyncio.to_thread(self._load_model, app)
         try:
             secret = await asyncio.to_thread(event_secret, app)
         except OSError as error:
             logger.warning("event ids are good at this router only: %s", error)
             secret = secrets.token_bytes(32)
         name = f"router-{secrets.token_hex(4)}"
-        dispatcher = Dispatcher(
-            card,
-            tokenizer,
-            settings.dispatch,
-            name,
-            identity,
-            settings.adapters,
-            RayRecordStore(app),
-        )
-        self._dispatcher = dispatcher
+        front = self._front = ModelFront(name, several=settings.models is None)
         self._peers = PeerRouters(context.deployment, app)
-        await dispatcher.adapters.start()
-        loop = asyncio.get_running_loop()
-        for engine in self._engines:
-            # Any option makes the handle follow its deployment from now on, not from the first
-            # call.
-            engine.options(method_name="stats")
-            set_replicas = partial(self._set_replicas, engine.deployment_name)
-
-            def listener(
-                replicas: discovery.Replicas, call: Callable[..., None] = set_replicas
-            ) -> None:
-                loop.call_soon_threadsafe(call, replicas)
-
-            self._unsubscribe.append(
-                discovery.subscribe(engine.app_name, engine.deployment_name, listener)
-            )
-        self._export = ServeExport(dispatcher.figures)
+        self._models = ModelKeeper(front, app, settings.stream_seconds)
+        for model in settings.models or ():
+            await self._models.serve(model, self._engines)
+        if settings.find_models is not None:
+            await self._models.follow(settings.find_models)
+        self._export = ServeExport(front.figures)
         self._application_metrics = ApplicationMetrics(
             name,
-            settings.model_name,
-            dispatcher.figures,
-            lambda: dispatcher.state().replicas,
+            "" if front.several else front.only,
+            front.figures,
+            lambda: front.state().replicas,
             partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
         )
         keeper = self._keeper = KeyKeeper(
@@ -153,19 +125,19 @@ class Router:
             if settings.usage_file
             else None,
             SharedCounts(app, name),
-            dispatcher.metrics,
+            front.metrics,
         )
         if not keeper.idle:
-            dispatcher.on_end.append(keeper.ended)
+            front.on_end.append(keeper.ended)
         if settings.tracing is not None:
             self._spans = SpanExporter(settings.tracing, name, installed_version())
             self._spans.start()
-            dispatcher.on_end.append(partial(_export, self._spans, settings.tracing, name))
+            front.on_end.append(partial(_export, self._spans, settings.tracing, name))
         options = ApiOptions(
             strict=settings.strict,
             share_prefixes=settings.share_prefixes,
             max_body_bytes=settings.body_bytes,
-            max_in_flight=settings.dispatch.in_flight,
+            max_in_flight=settings.in_flight,
             share_by=settings.share_by,
             deadline_s=settings.deadline_seconds,
             cors_origins=frozenset(settings.cors_origins),
@@ -174,14 +146,14 @@ class Router:
             event_secret=secret,
             metrics=self._application_metrics.text,
             explain=self._explain,
-            observe=lambda route, status, _: dispatcher.metrics.http.add(1, route, str(status)),
+            observe=lambda route, status, _: front.metrics.http.add(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster: no key.
-        self._trusted = build_asgi(dispatcher, options)
+        self._trusted = build_asgi(front, options)
         # Serve itself puts the request's id, or a new one, into request and answer.
         keys = await keeper.start()
         options = replace(options, tell_request_id=False, limits=keeper.limits, **keys)
-        http = self._http = build_asgi(dispatcher, options)
+        http = self._http = build_asgi(front, options)
 
         def keys_changed(fields: dict[str, Any]) -> None:
             http.options = replace(http.options, **fields)
@@ -196,46 +168,16 @@ class Router:
             # Only now: few ask for it, and the library is large.
             from deployments.router.rpc.server import GrpcServer
 
-            model = settings.model_name
-            self._grpc = GrpcServer(http, dispatcher.ready, model, settings.grpc)
+            self._grpc = GrpcServer(http, front.ready, lambda: front.only, settings.grpc)
             await self._grpc.start()
         # A garbage collection over all imported modules would hold every stream up for 70 ms.
         gc.collect()
         gc.freeze()
         return self._http
 
-    def _load_model(self, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
-        folder = self._settings.find_model()
-        name, now = self._settings.model_name, int(time.time())
-        model = ModelConfig.from_folder(folder)
-        tokenizer = Tokenizer.load(folder)
-        pooling = read_pooling(folder)
-        card = ModelCard(
-            id=name,
-            max_model_len=model.max_positions,
-            vocab_size=model.vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
-            created=first_served(app, name, now),
-            root=name,
-            seed=self._settings.seed,
-            aliases=self._settings.aliases,
-            pooling=pooling,
-            vector_size=0 if pooling is None else pooling.size(model.hidden_size),
-        )
-        return card, tokenizer, ModelIdentity.of(folder)
-
-    def _set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
-        self._replicas[deployment] = replicas
-        everything: dict[str, Mapping[str, Any]] = {
-            f"{name}/{replica}": metadata
-            for name, known in self._replicas.items()
-            for replica, metadata in known.items()
-        }
-        self._dispatcher.set_replicas(everything)
-
     def record_autoscaling_stats(self) -> dict[str, int | float]:
         """Serve's hook: the signals of the autoscaling policy."""
-        return self._dispatcher.autoscaling_stats() if hasattr(self, "_dispatcher") else {}
+        return self._front.autoscaling_stats() if hasattr(self, "_front") else {}
 
     # -- handle calls: plain dicts, so that callers need nothing of ours
 
@@ -252,8 +194,9 @@ class Router:
             yield chunk
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """There is one model here, so a body need not name it."""
-        return {"model": self._settings.model_name, **body}
+        """Where there is one model, a body need not name it."""
+        only = self._front.only
+        return {"model": only, **body} if only else body
 
     async def drain(self, seconds: float) -> None:
         """Called before the application is deleted, because Serve does not tell routers in time.
@@ -261,9 +204,9 @@ class Router:
         so many seconds end with the error `draining`."""
         if self._worker is not None:
             self._worker.close()  # the next one goes on with its batches
-        self._dispatcher.refuse_new()
+        self._front.refuse_new()
         await self._idle(seconds)
-        self._dispatcher.fail_all()
+        self._front.fail_all()
         await self._idle(_LAST_WORDS)
 
     async def _idle(self, seconds: float) -> None:
@@ -273,26 +216,24 @@ class Router:
             await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
-        """Replicas and load as this router sees them. `held` is 0 throughout when nothing is in
-        flight; pid and tasks (of asyncio) are for finding leaks."""
-        state = self._dispatcher.state()
+        """Replicas and load as this router sees them, where there are several models also of each.
+        `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio) are for finding
+        leaks."""
+        several = (
+            {"models": {name: _told(one, name) for name, one in self._front.dispatchers.items()}}
+            if self._front.several
+            else {}
+        )
         return {
-            "name": self._dispatcher.name,
-            "model": self._settings.model_name,
+            **_told(self._front, self._front.only),
             "pid": os.getpid(),
             "tasks": len(asyncio.all_tasks()),
-            "in_flight": state.in_flight,
-            "queued": state.queued,
-            "queued_tokens": state.queued_tokens,
             "held": {
-                **self._dispatcher.held(),
+                **self._front.held(),
                 "http": self._http.in_flight,
                 "handle": self._trusted.in_flight,
             },
-            "replicas": {
-                name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()
-            },
-            "metrics": self._dispatcher.metrics.told(),
+            **several,
         }
 
     async def figures(self) -> bytes:
@@ -302,30 +243,44 @@ class Router:
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
         """What this router knows of a request, lately ended or in flight: one dict a prompt; see
         request_trace.py. owner: digest of the key that may see it; None: no restriction."""
-        return self._dispatcher.explain(request_id, owner)
+        return self._front.explain(request_id, owner)
 
     async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
         """The same from whichever router had the request: this one, or the others are asked."""
-        if found := self._dispatcher.explain(request_id, owner):
+        if found := self._front.explain(request_id, owner):
             return found
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
         return [part for answer in answers for part in answer]
 
     async def __del__(self) -> None:
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
+        if hasattr(self, "_models"):
+            self._models.close()
         if self._grpc is not None:  # Serve waits for requests over HTTP alone
             await self._grpc.stop()
         if self._spans is not None:
             await self._spans.close()
-        if hasattr(self, "_dispatcher"):
+        if hasattr(self, "_front"):
             self._export.stop()
             if hasattr(self, "_keeper"):
                 self._keeper.close()
             if self._worker is not None:
                 self._worker.close()
-            self._dispatcher.close()
+            self._front.close()
+
+
+def _told(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
+    """Load, replicas and counts of one model, or of all."""
+    state = what.state()
+    return {
+        "name": what.name,
+        "model": model,
+        "in_flight": state.in_flight,
+        "queued": state.queued,
+        "queued_tokens": state.queued_tokens,
+        "replicas": {name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()},
+        "metrics": what.metrics.told(),
+    }
 
 
 def _export(

@@ -1,4 +1,4 @@
-"""Dispatcher: the router's `Backend`. It takes requests in, and its parts serve them:
+"""Dispatcher: the router's `Backend` of one model. It takes requests in, and its parts serve them:
 
     RequestQueue      admits requests and keeps them until a replica has room
     Placement         sends choices to replicas and takes them off again
@@ -91,6 +91,7 @@ class Dispatcher:
         self._requests: set[InflightRequest] = set()
         self._random = Random()
         self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
+        self.on_models: Callable[[], None] = lambda: None  # `models` has changed
         self._draining = False
         self._replica_calls = ReplicaCalls()
         calls = self._adapter_calls = AdapterCalls(
@@ -130,11 +131,12 @@ class Dispatcher:
 
     def _set_models(self) -> None:
         self._cards.set_adapters(self.adapters.records)
+        self.on_models()
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
-    def admit(self, key: str) -> None:
+    def admit(self, key: str, model: str = "") -> None:
         try:
             self._check_open()
             self._queue.admit(key)
@@ -174,7 +176,10 @@ class Dispatcher:
         return inflight
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+        self,
+        model: str,
+        streams: Sequence[str],
+        enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
         return await recall(
             self._replica_calls, lambda: set(self._clients.everywhere()), streams, enough
@@ -293,6 +298,7 @@ class Dispatcher:
         self.metrics.channels.add()
         self.adapters.replica_came()
         self._cards.learn(client.endpoint)
+        self.on_models()
         self._placement.place_displaced()
         self._queue.fill()
 

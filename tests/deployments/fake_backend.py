@@ -191,7 +191,7 @@ class FakeBackend:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
-    def admit(self, key: str) -> None:
+    def admit(self, key: str, model: str) -> None:
         if self.refuse is not None:
             raise self.refuse
 
@@ -215,7 +215,10 @@ class FakeBackend:
         self.kept[request.stream, choice, id(request)] = past
 
     async def recall(
-        self, streams: Sequence[str], enough: Callable[[list[RecalledChoice]], bool]
+        self,
+        model: str,
+        streams: Sequence[str],
+        enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
         return [past for past in self.kept.values() if past.stream in streams]
 

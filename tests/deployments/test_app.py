@@ -118,7 +118,7 @@ def test_routers_know_the_engine_s_seed(tmp_path):
     model = str(tiny_model(tmp_path / "tiny"))
     for engine, seed in (({"seed": 7}, 7), ({}, None)):
         router = build({"model": model, "engine": engine})._bound_deployment
-        assert router.init_args[0].seed == seed
+        assert router.init_args[0].models[0].seed == seed
 
 
 def test_tools_without_arguments_take_the_file_from_the_environment(tmp_path, monkeypatch):
@@ -258,9 +258,9 @@ def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch
     that took longer were cut."""
     from ray import serve
 
-    from deployments import app
+    from deployments import parts
 
-    monkeypatch.setattr(app, "_KILL_MARGIN", 1.0)
+    monkeypatch.setattr(parts, "KILL_MARGIN", 1.0)
     model = str(tiny_model(tmp_path / "tiny"))
 
     def deploy(drain_seconds: float) -> None:

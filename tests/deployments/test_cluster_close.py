@@ -11,23 +11,29 @@ from deployments.neighbours import note_others
 
 
 @pytest.mark.parametrize(
-    ("since", "deleted"), [("nothing", ["manta"]), ("replaced", []), ("beside", ["manta"])]
+    ("since", "deleted"),
+    [
+        ("nothing", ["manta", "manta.a"]),
+        ("replaced", []),
+        ("beside", ["manta", "manta.a"]),
+    ],
 )
 def test_what_was_deployed_in_its_place_stays(
     monkeypatch: pytest.MonkeyPatch, since: str, deleted: list[str]
 ) -> None:
     """An update from another shell, and then Ctrl-C in the old one, which nobody needs any more:
     the service is gone for everybody. An application beside it is no update, though Serve gives
-    both the same time."""
+    both the same time. The engines of several models stay behind."""
     app = SimpleNamespace(last_deployed_time_s=100.0)
+    there = {"manta": app, "manta.a": app, "mantas": app, "mantas.b": app}
     said: list[str] = []
     handle = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results=lambda **_: None))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: said.append("shutdown"))
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"manta": app}))
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=there))
     monkeypatch.setattr(serve, "get_app_handle", lambda _: handle)
     gone: list[str] = []
-    monkeypatch.setattr(serve, "delete", gone.append)
+    monkeypatch.setattr(serve, "delete", lambda name, **_: gone.append(name))
     monkeypatch.setattr("deployments.cli.serving.cluster.forget_app", lambda _: None)
     kept: dict[str, bytes] = {}
 

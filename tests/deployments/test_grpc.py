@@ -52,7 +52,7 @@ class Caller:
 async def served(backend: FakeBackend, **options: Any) -> AsyncIterator[tuple[Caller, Any]]:
     api = build_asgi(backend, ApiOptions(event_secret=SECRET, tell_request_id=False, **options))
     settings = GrpcSettings("127.0.0.1", 0, stop_seconds=0.2)
-    server = GrpcServer(api, lambda: backend.is_ready, MODEL, settings)
+    server = GrpcServer(api, lambda: backend.is_ready, lambda: MODEL, settings)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Caller(channel), channel

@@ -36,7 +36,12 @@ DETOKENIZE = openai_body(
     {"model": TEXT, "tokens": list_of(TOKEN), "skip_special_tokens": BOOLEAN}, ("tokens",)
 )
 ADAPTER = openai_body(
-    {"name": text(MAX_ADAPTER_NAME), "path": {**FILLED, "maxLength": MAX_ADAPTER_PATH}}, ("name",)
+    {
+        "name": text(MAX_ADAPTER_NAME),
+        "path": {**FILLED, "maxLength": MAX_ADAPTER_PATH},
+        "model": text(MAX_ADAPTER_NAME),
+    },
+    ("name",),
 )
 _EXPIRES: Schema = record({"anchor": one_of("created_at"), "seconds": integer(3600, MAX_WINDOW)})
 BATCH = Body(

@@ -186,6 +186,13 @@ def _served(names: Collection[str]) -> str:
     return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
 
 
+def asked_model(body: dict[str, Any], backend: Backend) -> str:
+    """What a body's model is called, as far as that can be told at once; else ""."""
+    name = body.get("model")
+    card = _known(name, backend) if isinstance(name, str) else None
+    return "" if card is None else card.id
+
+
 def _known(name: str, backend: Backend) -> ModelCard | None:
     models = backend.models()
     if (card := models.get(name)) is not None:
@@ -194,7 +201,7 @@ def _known(name: str, backend: Backend) -> ModelCard | None:
     card = models.get(alias)
     if card is not None and card.parent == model:
         return card
-    for card in models.values():  # the model itself is the first
+    for card in models.values():
         if card.parent is None and any(fnmatchcase(name, one) for one in card.aliases):
             return card
     return None

@@ -43,7 +43,9 @@ async def recall(
     if not wanted:
         return [None] * len(ids.shown)
     known = match(
-        await backend.recall(call.streams, lambda found: len(match(found)) == len(wanted))
+        await backend.recall(
+            call.card.id, call.streams, lambda found: len(match(found)) == len(wanted)
+        )
     )
     weights = call.common.weights = next((past.weights for past in known.values()), "")
     return [

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from deployments.catalog import is_model_of
 from deployments.cli.serving.joining import ClusterError, join, reason, running_here
 from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
 from deployments.cli.serving.time_limit import within
@@ -151,8 +152,12 @@ def _drain(handle: Any, seconds: float) -> None:
 def _delete(app_name: str) -> None:
     from ray import serve
 
-    serve.delete(app_name)
-    forget_app(app_name)
+    models = [name for name in serve.status().applications if is_model_of(app_name, name)]
+    serve.delete(app_name)  # the routers first: nothing new comes then
+    for name in models:
+        serve.delete(name, _blocking=False)
+    for name in (app_name, *models):
+        forget_app(name)
 
 
 def _source_folder() -> str:

@@ -59,12 +59,13 @@ _STATUS = {
 }
 
 Ready = Callable[[], bool]
+OnlyModel = Callable[[], str]  # the one that a request means which names none; "" if several
 
 
 class GrpcServer:
     """port: the one that it listens on, also where the settings have 0."""
 
-    def __init__(self, api: Api, ready: Ready, model: str, settings: GrpcSettings) -> None:
+    def __init__(self, api: Api, ready: Ready, model: OnlyModel, settings: GrpcSettings) -> None:
         self._settings = settings
         self._server = grpc.aio.server(
             interceptors=(_Keys(api),),
@@ -184,7 +185,7 @@ async def _abort(context: Any, status: int, error: dict[str, Any], retry_after: 
 class _Inference:
     """The methods of manta.v1.Inference."""
 
-    def __init__(self, api: Api, model: str) -> None:
+    def __init__(self, api: Api, model: OnlyModel) -> None:
         self._api = cast(AsgiApp, api)
         self._model = model
 
@@ -240,7 +241,7 @@ class _Inference:
 
     async def _read(self, request: Any, context: Any) -> dict[str, Any]:
         try:
-            return body_of(request, self._model)
+            return body_of(request, self._model())
         except ApiError as error:
             await _abort(context, error.status, _told(error))
             raise

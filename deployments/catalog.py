@@ -1,0 +1,113 @@
+"""The models behind an endpoint of several, as Serve knows them. Each is an application of its own
+beside the routers', without a route: killing, updating or removing one restarts nothing of another.
+
+Serve's own list of applications is the only record. What routers need to know of a model, but its
+engines do not, is the `user_config` of a deployment without replicas, because a changed argument
+would restart every engine.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.config.load import parse_config
+from deployments.config.models import MantaConfig
+from deployments.store import prefix, store
+from engine.errors import ConfigError
+
+ENGINES = "deployments.app:build_engines"  # import path of a model's application
+MODEL = "model"  # the deployment without replicas
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """app: Serve's application of the model. config: the model's, as if it were served alone, its
+    pools decided. added: it was added to a running endpoint, and is in no file."""
+
+    app: str
+    config: MantaConfig
+    added: bool
+
+
+def model_app(app: str, model: str) -> str:
+    """The application of a model. app: the routers', which has no dot in its name."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", model)
+    if plain != model:  # two models stay two
+        plain += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
+    return f"{app}.{plain}"
+
+
+def is_model_of(app: str, name: str) -> bool:
+    """Whether an application is that of a model behind `app`."""
+    return name.startswith(f"{app}.")
+
+
+def as_dict(application: Any) -> Mapping[str, Any]:
+    """An application in Serve's schema, which is a model or was one."""
+    if isinstance(application, Mapping):
+        return application
+    dumped: Mapping[str, Any] = application.model_dump(exclude_unset=True)
+    return dumped
+
+
+def entry(application: Any) -> CatalogEntry | None:
+    """Of an application in Serve's schema; None: it is none of ours, or of a release with other
+    keys."""
+    application = as_dict(application)
+    if application.get("import_path") != ENGINES:
+        return None
+    for deployment in application.get("deployments", ()):
+        if deployment.get("name") == MODEL:
+            told = deployment.get("user_config") or {}
+            try:
+                config = parse_config(told["config"], {}, check_model=False)
+            except (ConfigError, KeyError, TypeError):
+                return None
+            return CatalogEntry(str(application["name"]), config, bool(told.get("added")))
+    return None
+
+
+def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:
+    """The models behind `app` by name, those of the file first. applications: Serve's schemas of
+    those that are there, by name."""
+    found = [
+        one
+        for name, application in applications.items()
+        if is_model_of(app, name) and (one := entry(application)) is not None
+    ]
+    found.sort(key=lambda one: (one.added, one.app))
+    return {one.config.name(): one for one in found}
+
+
+def applications() -> dict[str, Any]:
+    """Serve's schemas of the applications that are there, by name. Needs a connection to Ray, and
+    blocks; raises what Ray does."""
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    there = serve.status().applications
+    # Serve remembers the configuration of an application that was deleted.
+    return {
+        name: app
+        for name, app in ray.get(client._controller.get_app_configs.remote()).items()
+        if name in there and there[name].status != "DELETING"
+    }
+
+
+# -- the mark, which tells routers that it is time to look
+
+
+def mark(app: str) -> bytes:
+    """Changes with each change of the models. Blocks; raises OSError."""
+    found: bytes = store("get", f"{prefix(app)}models/mark") or b""
+    return found
+
+
+def note_change(app: str) -> None:
+    """The models have changed. Blocks; raises OSError."""
+    store("put", f"{prefix(app)}models/mark", secrets.token_bytes(8), overwrite=True)

@@ -1,0 +1,221 @@
+"""What Serve is told of a model's engines, and routers of a model: the pools with nothing left
+open, their deployments, and the ServedModel that follows from a configuration."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import ray
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
+
+from deployments import catalog
+from deployments.adapters.registry import AdapterSettings
+from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments.config.load import MantaConfig, PoolConfig
+from deployments.environment import gpus_here
+from deployments.replica.deployment import EngineReplica, ReplicaSettings
+from deployments.router.admission.fair_queue import AdmissionLimits
+from deployments.router.dispatcher import DispatchLimits
+from deployments.router.models.served import ServedModel
+from deployments.scaling import policy as autoscaling
+from deployments.transport.channel import ChannelLimits
+from engine.config import EngineConfig
+
+_DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
+_HEALTH_PERIOD = (
+    2.0  # seconds; a dead engine is told by its channels at once, this brings its replacement
+)
+_HEALTH_TIMEOUT = 10.0
+DRAIN_POLL = (
+    0.2  # seconds between Serve's looks at an ending replica; its default of 2 is pure waiting
+)
+SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
+KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
+
+deployment = cast(Callable[[Any], Deployment], serve.deployment)
+
+Prepare = Callable[[ReplicaSettings], EngineConfig]
+
+
+def channel_limits(config: MantaConfig) -> ChannelLimits:
+    return ChannelLimits(
+        heartbeat=config.router.heartbeat_seconds, timeout=config.router.silence_seconds
+    )
+
+
+def logs(config: MantaConfig) -> dict[str, Any]:
+    """Options of a deployment. Text is Serve's default, which its own config file may change."""
+    return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
+
+
+def engine_deployments(
+    config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
+) -> list[Application]:
+    """A deployment for each pool of a model."""
+    engines = []
+    for name, pool in pools(config, machine).items():
+        settings = ReplicaSettings(
+            engine=config.engine_options(pool),
+            stall_seconds=config.limits.stall_seconds,
+            drain_seconds=config.limits.drain_seconds,
+            loopback=config.http.loopback,
+            channel=channel_limits(config),
+        )
+        engine = deployment(EngineReplica).options(
+            name=deployment_name(name),
+            **autoscaling.replica_options(name, pool, config),
+            **_update_options(pool),
+            ray_actor_options=_actor_options(pool),
+            max_ongoing_requests=100,
+            health_check_period_s=_HEALTH_PERIOD,
+            health_check_timeout_s=_HEALTH_TIMEOUT,
+            graceful_shutdown_wait_loop_s=DRAIN_POLL,
+            graceful_shutdown_timeout_s=config.limits.drain_seconds + KILL_MARGIN,
+            request_router_config=RequestRouterConfig(request_router_class=cast(Any, _DISCOVERY)),
+            **logs(config),
+        )
+        engines.append(engine.bind(settings, prepare or prepare_engine))
+    return engines
+
+
+def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
+    """On the replica's machine: the model's folder, fetched if need be, and the options."""
+    options = dict(settings.engine)
+    dummy = options.get("load_format") == "dummy"
+    folder = resolve_model(
+        options["model"],
+        options.pop("revision"),
+        weights=not dummy,
+        blocks=keeps_blocks(options),
+    )
+    options["model"] = str(folder)
+    if "graph_sizes" in options:
+        options["graph_sizes"] = tuple(options["graph_sizes"])
+    return EngineConfig(**options)
+
+
+# -- for the routers
+
+
+def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel:
+    """config: of one model. gpus: of a machine, as of `pools_on`. app: where its engines are; "" is
+    the routers' own application."""
+    return ServedModel(
+        name=config.name(),
+        aliases=tuple(config.aliases),
+        # A pool's, so that a machine with both makes no folder for the router alone.
+        find_model=partial(
+            resolve_model,
+            config.model,
+            config.revision,
+            weights=False,
+            blocks=max(config.kept_blocks(gpus)),
+        ),
+        dispatch=DispatchLimits(
+            wait_seconds=config.router.wait_seconds,
+            in_flight=config.limits.in_flight,
+            waiting=config.limits.waiting,
+            admission=AdmissionLimits(
+                queue_seconds=config.queue_seconds(),
+                queue_tokens=config.limits.queue_tokens,
+                age_seconds=config.limits.age_seconds,
+            ),
+            losses=config.router.losses,
+            channel=channel_limits(config),
+        ),
+        adapters=AdapterSettings(
+            model=config.name(),
+            paths=config.adapters.paths,
+            roots=tuple(config.adapters.roots),
+            watch=config.adapters.watch,
+        ),
+        seed=config.engine.get("seed"),
+        app=app,
+        pools=tuple(map(deployment_name, config.pools)),
+    )
+
+
+def served_models(app: str) -> dict[str, ServedModel]:
+    """Of the models behind `app` now. Needs a connection to Ray, and blocks."""
+    return {
+        name: served_model(found.config, 0, found.app)
+        for name, found in catalog.entries(app, catalog.applications()).items()
+    }
+
+
+# -- pools
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
+    other nodes, as far as one can know."""
+
+    cores: float
+    gpus: float
+    alone: bool = False
+
+    @classmethod
+    def here(cls) -> "NodeCapacity":
+        """Of the cluster's nodes if Ray is started, else of this machine."""
+        nodes = (
+            [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
+            if ray.is_initialized()
+            else []
+        )
+        if nodes:
+            cores = max(node.get("CPU", 0) for node in nodes)
+            # A node without cores is the head of a cluster whose other nodes come when asked for.
+            alone = len(nodes) == 1 and cores > 0
+            return cls(cores, max(node.get("GPU", 0) for node in nodes), alone)
+        return cls(len(os.sched_getaffinity(0)), gpus_here())
+
+
+def deployment_name(pool: str) -> str:
+    """The Serve deployment of a pool."""
+    return f"engine-{pool}"
+
+
+def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
+    """The pools with nothing left open. Pure.
+
+    A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
+    each other. A replica of several ranks is one actor with as many GPUs, so it is on one node.
+    """
+    resolved: dict[str, PoolConfig] = {}
+    for name, pool in config.pools_on(machine.gpus).items():
+        engine = dict(pool.engine)
+        cores = pool.num_cpus
+        if name == "cpu":
+            if cores is None:
+                cores = float(max(1, machine.cores // max(1, pool.replicas)))
+            if not {**config.engine, **engine}.get("num_threads"):
+                engine["num_threads"] = max(1, int(cores) // config.ranks(pool))
+        num_gpus = pool.num_gpus
+        if num_gpus is None:
+            num_gpus = float(config.ranks(pool)) if name == "gpu" else 0.0
+        resolved[name] = pool.model_copy(
+            update={
+                "num_cpus": float(config.ranks(pool)) if cores is None else cores,
+                "num_gpus": num_gpus,
+                "engine": engine,
+            }
+        )
+    return resolved
+
+
+def _update_options(pool: PoolConfig) -> dict[str, Any]:
+    return {"max_surge_percent": SURGE} if pool.start_first else {}
+
+
+def _actor_options(pool: PoolConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
+    if pool.resources:
+        options["resources"] = dict(pool.resources)
+    if pool.labels:
+        options["label_selector"] = dict(pool.labels)
+    return options

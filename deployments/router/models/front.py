@@ -1,0 +1,245 @@
+"""ModelFront: the `Backend` of one model or of several. Each has a Dispatcher of its own, so that
+queues, limits, replicas and metrics of two models have nothing to do with each other; a request is
+given to its model's by one look into a dictionary.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from deployments.adapters.record_store import AdapterRecord
+from deployments.adapters.registry import AdapterRegistry
+from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
+from deployments.observe.metrics import MetricFamily, RouterMetrics, of_model
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.inflight import InflightRequest
+from engine.errors import AdapterError, InvalidRequest, Overloaded
+from engine.lora.tiers.names import not_found
+from engine.text.tokenizer import Tokenizer
+
+_POLL = 0.2  # seconds between looks at what a model that has left still answers
+
+
+class ModelFront:
+    """name: the router's. several: models come and go; else there is the one that was put in, and
+    everything that is told is told without its name.
+
+    All methods are called on the event loop that made it.
+    """
+
+    def __init__(self, name: str, *, several: bool = False) -> None:
+        self.name = name
+        self.several = several
+        self.metrics = RouterMetrics()  # of several: what belongs to none of them
+        self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
+        self.adapters = FrontAdapters(self)
+        self.dispatchers: dict[str, Dispatcher] = {}
+        self._leaving: dict[Dispatcher, asyncio.Task[None]] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._owners: dict[str, Dispatcher] = {}
+        self._draining = False
+
+    def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
+        """Serve the model by this one from now on. What another one answers under its name may go
+        on for so many seconds."""
+        dispatcher.on_end = self.on_end
+        dispatcher.on_models = self._rebuild
+        if not self.several:
+            self.metrics = dispatcher.metrics
+        before = self.dispatchers.get(model)
+        self.dispatchers[model] = dispatcher
+        if self._draining:
+            dispatcher.refuse_new()
+        if before is not None:
+            self._retire(before, seconds)
+        self._rebuild()
+
+    def take_out(self, model: str, seconds: float) -> None:
+        """New requests do not find the model; those in flight may go on for so many seconds."""
+        self._retire(self.dispatchers.pop(model), seconds)
+        self._rebuild()
+
+    def sort(self, names: Sequence[str]) -> None:
+        """The models are told in this order from now on."""
+        self.dispatchers = {name: self.dispatchers[name] for name in names}
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """The first model has an adapter's bare name, if two have it."""
+        cards: dict[str, ModelCard] = {}
+        owners: dict[str, Dispatcher] = {}
+        for dispatcher in self.dispatchers.values():
+            for name, card in dispatcher.models().items():
+                if card.parent is None or name not in cards:
+                    cards[name], owners[name] = card, dispatcher
+        self._cards, self._owners = cards, owners
+
+    def _retire(self, dispatcher: Dispatcher, seconds: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds))
+        self._leaving[dispatcher] = task
+
+    async def _wait_idle(self, dispatcher: Dispatcher, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while dispatcher.held()["requests"] and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL)
+        dispatcher.close()
+        del self._leaving[dispatcher]
+
+    # -- Backend
+
+    def models(self) -> Mapping[str, ModelCard]:
+        return self._cards
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        return self._owner(model).tokenizer(model)
+
+    def admit(self, key: str, model: str) -> None:
+        owner = self._owners.get(model)
+        if owner is not None:
+            owner.admit(key, model)
+        elif self._draining:
+            raise Overloaded(DRAINING, code="draining", retry_after=5)
+
+    def generate(self, request: GenerationRequest) -> InflightRequest:
+        return self._owner(request.model).generate(request)
+
+    async def recall(
+        self,
+        model: str,
+        streams: Sequence[str],
+        enough: Callable[[list[RecalledChoice]], bool],
+    ) -> list[RecalledChoice]:
+        return await self._owner(model).recall(model, streams, enough)
+
+    def state(self) -> BackendState:
+        found = BackendState(draining=self._draining)
+        for model, dispatcher in self.dispatchers.items():
+            state = dispatcher.state()
+            before = f"{model}/" if self.several else ""
+            found.replicas |= {before + name: stats for name, stats in state.replicas.items()}
+            found.in_flight += state.in_flight
+            found.queued += state.queued
+            found.queued_tokens += state.queued_tokens
+        return found
+
+    def ready(self) -> bool:
+        return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
+
+    def _owner(self, model: str) -> Dispatcher:
+        """Raises MantaError: the model left after its name was looked up."""
+        owner = self._owners.get(model)
+        if owner is None:
+            raise InvalidRequest("the model was taken away", param="model", code="model_not_found")
+        return owner
+
+    # -- for the router
+
+    @property
+    def only(self) -> str:
+        """The model that requests mean which name none; "" where there are several."""
+        return next(iter(self.dispatchers)) if len(self.dispatchers) == 1 else ""
+
+    def _all(self) -> Iterator[Dispatcher]:
+        yield from self.dispatchers.values()
+        yield from self._leaving
+
+    def figures(self) -> Iterator[MetricFamily]:
+        """What it has counted, for /metrics and Ray's exporter."""
+        for model, dispatcher in self.dispatchers.items():
+            figures = dispatcher.figures()
+            yield from figures if not self.several else of_model(figures, model)
+        if self.several:
+            yield from self.metrics.of_no_model()
+
+    def held(self) -> dict[str, int]:
+        """What requests hold here; nothing of it may outlive its request."""
+        found = {"requests": 0, "waiting": 0, "choices": 0}
+        for dispatcher in self._all():
+            for name, count in dispatcher.held().items():
+                found[name] += count
+        return found
+
+    def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
+        """What became of the requests with this id; see request_trace.py."""
+        return [part for one in self._all() for part in one.explain(id, owner)]
+
+    def autoscaling_stats(self) -> dict[str, int | float]:
+        """Of the one model; models of their own applications scale by what their engines say."""
+        if self.several:
+            return {}
+        return next((one.autoscaling_stats() for one in self.dispatchers.values()), {})
+
+    def refuse_new(self) -> None:
+        """Refuse new requests; those in flight go on."""
+        self._draining = True
+        for dispatcher in self._all():
+            dispatcher.refuse_new()
+
+    def fail_all(self) -> None:
+        """Fail the requests in flight: their time to end is over."""
+        for dispatcher in self._all():
+            dispatcher.fail_all()
+
+    def close(self) -> None:
+        """Fail the requests in flight and disconnect from all replicas."""
+        self._draining = True
+        for task in self._leaving.values():
+            task.cancel()
+        for dispatcher in self._all():
+            dispatcher.close()
+
+
+class FrontAdapters:
+    """The adapters of all models. A name is an adapter of one of them."""
+
+    def __init__(self, front: ModelFront) -> None:
+        self._front = front
+
+    def _each(self) -> dict[str, AdapterRegistry]:
+        return {name: one.adapters for name, one in self._front.dispatchers.items()}
+
+    @property
+    def records(self) -> dict[str, AdapterRecord]:
+        found: dict[str, AdapterRecord] = {}
+        for registry in self._each().values():
+            found = {**registry.records, **found}
+        return found
+
+    async def refresh(self) -> None:
+        await asyncio.gather(*(one.refresh() for one in self._each().values()))
+
+    async def pin(self, name: str) -> AdapterRecord:
+        return await self._of(name).pin(name)
+
+    async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
+        each = self._each()
+        if model and model not in each:
+            raise AdapterError(f"no model is called {model!r}", code="model_not_found")
+        holders = [base for base, one in each.items() if name in one.records]
+        if not model:
+            model = holders[0] if holders else self._front.only
+        if not model:
+            raise InvalidRequest(
+                f"model must name the base model, one of {', '.join(each)}",
+                param="model",
+                code="missing_field",
+            )
+        if name in each or (holders and holders[0] != model):
+            what = "a model" if name in each else f"an adapter of {holders[0]}"
+            raise AdapterError(f"{name} is the name of {what}", code="invalid_model_name")
+        return await each[model].add(name, path)
+
+    async def remove(self, name: str) -> AdapterRecord:
+        return await self._of(name).remove(name)
+
+    def _of(self, name: str) -> AdapterRegistry:
+        """The registry that has the adapter; of one that is new to all, any, as each looks for what
+        other routers have written. Raises AdapterError where there is none."""
+        each = list(self._each().values())
+        for registry in each:
+            if name in registry.records:
+                return registry
+        if not each:
+            raise not_found(name)
+        return each[0]

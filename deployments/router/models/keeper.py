@@ -1,0 +1,211 @@
+"""ModelKeeper: loads the models that a router serves, connects it to their replicas, and, where
+models come and go, looks for what has changed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments import catalog
+from deployments.adapters.record_store import RayRecordStore
+from deployments.backend import ModelCard
+from deployments.checkpoints.resolve import ModelIdentity
+from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.front import ModelFront
+from deployments.router.models.served import ServedModel
+from deployments.router.serve import discovery
+from deployments.store import first_served
+from engine.errors import MantaError
+from engine.model_config import ModelConfig
+from engine.pooled_checkpoint import read_pooling
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.router")
+
+_LOOK = 1.0  # seconds between looks at whether something was changed by our own commands
+_LOOK_AT_ALL = 10.0  # the same at what Serve has, whoever changed it
+
+FindModels = Callable[[str], dict[str, ServedModel]]
+Engines = Sequence["DeploymentHandle[Any]"]
+
+
+@dataclass(slots=True)
+class _Connected:
+    """A model and what follows its replicas."""
+
+    model: ServedModel
+    dispatcher: Dispatcher
+    handles: Engines
+    unsubscribe: list[Callable[[], None]] = field(default_factory=list)
+    replicas: dict[str, discovery.Replicas] = field(default_factory=dict)  # by deployment
+
+    def set_replicas(self, deployment: str, replicas: discovery.Replicas) -> None:
+        self.replicas[deployment] = replicas
+        everything: dict[str, Mapping[str, Any]] = {
+            f"{name}/{replica}": metadata
+            for name, known in self.replicas.items()
+            for replica, metadata in known.items()
+        }
+        self.dispatcher.set_replicas(everything)
+
+
+class ModelKeeper:
+    """app: the router's application. seconds: that requests may go on after their model was changed
+    or taken away. All methods belong to the event loop."""
+
+    def __init__(self, front: ModelFront, app: str, seconds: float) -> None:
+        self._front = front
+        self._app = app
+        self._seconds = seconds
+        self._connected: dict[str, _Connected] = {}
+        self._failed: dict[str, ServedModel] = {}  # which could not be loaded
+        self._mark = b""
+        self._looked = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # nobody else holds them
+
+    async def serve(self, model: ServedModel, engines: Engines) -> None:
+        """Load a model and serve it from now on, in place of what has its name. engines: handles of
+        its deployments. Raises what loading it raises."""
+        card, tokenizer, identity = await asyncio.to_thread(_load, model, self._app)
+        dispatcher = Dispatcher(
+            card,
+            tokenizer,
+            model.dispatch,
+            self._front.name,
+            identity,
+            model.adapters,
+            RayRecordStore(model.app or self._app),
+        )
+        await dispatcher.adapters.start()
+        connected = _Connected(model, dispatcher, engines)
+        loop = asyncio.get_running_loop()
+        for engine in engines:
+            # Any option makes the handle follow its deployment from now on, not from the first
+            # call.
+            engine.options(method_name="stats")
+            set_replicas = partial(connected.set_replicas, engine.deployment_name)
+
+            def listener(
+                replicas: discovery.Replicas, call: Callable[..., None] = set_replicas
+            ) -> None:
+                loop.call_soon_threadsafe(call, replicas)
+
+            connected.unsubscribe.append(
+                discovery.subscribe(engine.app_name, engine.deployment_name, listener)
+            )
+        before = self._connected.get(model.name)
+        self._connected[model.name] = connected
+        self._front.put(model.name, dispatcher, self._seconds)
+        if before is not None:
+            self._disconnect(before, same=model)
+
+    async def follow(self, find: FindModels) -> None:
+        """Serve the models that `find` gives, and look for changes from now on. find: blocks."""
+        await self._look(find)
+        self._task = asyncio.get_running_loop().create_task(self._watch(find))
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for connected in self._connected.values():
+            for unsubscribe in connected.unsubscribe:
+                unsubscribe()
+
+    async def _watch(self, find: FindModels) -> None:
+        told = True
+        while True:
+            await asyncio.sleep(_LOOK)
+            try:
+                mark = await asyncio.to_thread(catalog.mark, self._app)
+                if mark != self._mark or time.monotonic() - self._looked > _LOOK_AT_ALL:
+                    await self._look(find)
+                told = True
+            except (OSError, RayError, RayServeException) as error:
+                if told:
+                    logger.warning("changes of the models cannot be seen: %s", error)
+                told = False
+            except Exception:
+                logger.exception("the look at the models failed")
+
+    async def _look(self, find: FindModels) -> None:
+        # The mark first: a change while the models are read makes the next look find another one.
+        mark = await asyncio.to_thread(catalog.mark, self._app)
+        wanted = await asyncio.to_thread(find, self._app)
+        for name in self._connected.keys() - wanted.keys():
+            logger.info("the model %s is not served any more", name)
+            self._front.take_out(name, self._seconds)
+            self._disconnect(self._connected.pop(name))
+        for name, model in wanted.items():
+            now, failed = self._connected.get(name), self._failed.get(name)
+            if now is not None and now.model.same(model):
+                continue
+            try:
+                await self.serve(model, self._engines(model, now))
+            except (MantaError, OSError, ValueError) as error:
+                if failed is None or not failed.same(model):
+                    logger.error("the model %s cannot be served: %s", name, error)
+                self._failed[name] = model  # and is tried again with the next look
+            else:
+                logger.info("the model %s is served", name)
+                self._failed.pop(name, None)
+        self._front.sort([name for name in wanted if name in self._connected])
+        self._mark, self._looked = mark, time.monotonic()
+
+    @staticmethod
+    def _engines(model: ServedModel, now: "_Connected | None") -> Engines:
+        known = {
+            (engine.app_name, engine.deployment_name): engine
+            for engine in (() if now is None else now.handles)
+        }
+        return [
+            known.get((model.app, pool))
+            or serve.get_deployment_handle(pool, model.app, _check_exists=False)
+            for pool in model.pools
+        ]
+
+    def _disconnect(self, connected: _Connected, same: ServedModel | None = None) -> None:
+        """What it answers goes on; it hears of replicas until then. same: what its handles are
+        still used for."""
+        kept = () if same is None else [(same.app, pool) for pool in same.pools]
+
+        async def end() -> None:
+            while connected.dispatcher.held()["requests"]:
+                await asyncio.sleep(_LOOK)
+            for unsubscribe in connected.unsubscribe:
+                unsubscribe()
+            for handle in connected.handles:
+                if (handle.app_name, handle.deployment_name) not in kept:
+                    await handle.shutdown_async()
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
+    folder = model.find_model()
+    found = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.load(folder)
+    pooling = read_pooling(folder)
+    card = ModelCard(
+        id=model.name,
+        max_model_len=found.max_positions,
+        vocab_size=found.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+        created=first_served(app, model.name, int(time.time())),
+        root=model.name,
+        seed=model.seed,
+        aliases=model.aliases,
+        pooling=pooling,
+        vector_size=0 if pooling is None else pooling.size(found.hidden_size),
+    )
+    return card, tokenizer, ModelIdentity.of(folder)
