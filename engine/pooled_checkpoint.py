@@ -4,7 +4,8 @@
     1_Pooling/config.json                   which hidden states are pooled, and how
     2_Dense/                                a linear layer over the pooled vector
     config_sentence_transformers.json       texts to put before a text, by name ("query")
-    sentence_bert_config.json               tokens of a text at most
+    sentence_bert_config.json               tokens of a text at most, or else in
+    tokenizer_config.json                   model_max_length
     config.json                             is_matryoshka, matryoshka_dimensions
 
 A sequence classifier (*ForSequenceClassification) says it in config.json, and has the layers of its
@@ -68,8 +69,18 @@ def read_pooling(folder: str | Path) -> Pooling | None:
         _prompts(_optional(folder / "config_sentence_transformers.json")),
         bool(sizes) or config.flag("is_matryoshka"),
         tuple(sizes),
-        _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length") or 0,
+        _max_tokens(folder),
     )
+
+
+def _max_tokens(folder: Path) -> int:
+    """Of a text; 0: nothing is said. Version 6 of the library leaves it to the tokenizer's file,
+    where a number beyond all contexts says nothing."""
+    told = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
+    if told is not None:
+        return told
+    most = _optional(folder / "tokenizer_config.json").get("model_max_length", 0)
+    return int(most) if isinstance(most, (int, float)) and 0 < most < 2**31 else 0
 
 
 def read_head(pooling: Pooling, hidden_size: int) -> PoolingHead:

@@ -273,3 +273,20 @@ def test_llm_embed(tmp_path: Path) -> None:
             llm.embed("the sea " * 300)
         assert llm.embed("the sea " * 300, truncate=True)[0].shape == (32,)
         assert llm.generate("the sea", SamplingParams(max_tokens=2))[0].finished
+
+
+def test_tokens_of_a_text(tmp_path: Path) -> None:
+    """Bug: files of sentence-transformers 6 say it in tokenizer_config.json alone, and a text that
+    the library cuts is refused, or cut elsewhere."""
+    (tmp_path / "config.json").write_text("{}")
+    pool(tmp_path, "mean")
+
+    def most(file: str, **values: Any) -> int:
+        (tmp_path / file).write_text(json.dumps(values))
+        pooling = read_pooling(tmp_path)
+        assert pooling is not None
+        return pooling.max_tokens
+
+    assert most("tokenizer_config.json", model_max_length=int(1e30)) == 0
+    assert most("tokenizer_config.json", model_max_length=48) == 48
+    assert most("sentence_bert_config.json", max_seq_length=32) == 32
