@@ -87,7 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
-    prefix_caching: reuse KV blocks of equal prefixes.
+    prefix_caching: reuse KV blocks of equal prefixes. Off for models with recurrent layers, whose
+        states no other request can go on from.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
         On the CPU, where a launch returns when the work is done, tokens would come a step late.
     target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are

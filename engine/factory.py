@@ -127,7 +127,7 @@ def build(
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
             kinds=kv_groups(resolved.model, resolved.ranks).kinds,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=resolved.config.prefix_caching,
             async_scheduling=resolved.async_scheduling,
             target_tpot=config.target_tpot_ms / 1000,
             admission=config.admission,
@@ -158,6 +158,7 @@ def build(
         memory_table=plan.table(),
         step_tokens=resolved.max_num_batched_tokens,
         vector_size=0 if head is None else head.size,
+        prefix_caching=core.config.prefix_caching,
     )
 
 
@@ -349,7 +350,13 @@ def _build_runner(
 
     def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
         kv = KVCache.allocate(
-            groups, num_blocks, config.block_size, resolved.dtype, device, resolved.kv
+            groups,
+            num_blocks,
+            config.block_size,
+            resolved.dtype,
+            device,
+            resolved.kv,
+            rows=max_num_seqs + 1,
         )
         return ModelRunner(
             model,

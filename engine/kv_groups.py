@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from engine.architectures.delta import Delta
 from engine.model_config import LayerAttention, ModelConfig
 from kernels.kv_format import KVFormat
 
@@ -141,6 +142,8 @@ class KVGroups:
     groups: tuple[KVGroup, ...]
     slots: int
     borrowed: tuple[tuple[int, int], ...] = ()  # layers without keys, and those whose they read
+    # Layers that keep a state of each running request, apart from the blocks: by rows.
+    recurrent: tuple[tuple[int, Delta], ...] = ()
 
     @cached_property
     def views(self) -> tuple[KVView, ...]:
@@ -188,6 +191,11 @@ class KVGroups:
             found[group.kind] = (layers + count, taken + more)
         return found
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a running request, in the layers that keep states."""
+        return sum(delta.state_bytes for _, delta in self.recurrent)
+
     def blocks(self, tokens: int, size: int) -> int:
         """The most that a request of so many tokens needs at once."""
         return blocks_for(self.kinds, tokens, size)
@@ -210,7 +218,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):
-        if layer.keys_of is not None:
+        if layer.keys_of is not None or layer.delta is not None:
             continue
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
@@ -229,7 +237,10 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
         for number, layer in enumerate(attention)
         if layer.keys_of is not None
     )
-    return KVGroups(tuple(groups), slots, borrowed)
+    recurrent = tuple(
+        (number, layer.delta) for number, layer in enumerate(attention) if layer.delta is not None
+    )
+    return KVGroups(tuple(groups), slots, borrowed, recurrent)
 
 
 def _kind(layer: LayerAttention) -> KVKind:

@@ -198,6 +198,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     memory_table: str
     step_tokens: int  # that a step computes at most
     vector_size: int = 0  # elements of a text's vector; 0: the model makes none
+    prefix_caching: bool = True  # what was computed of a prompt may be found again
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
+from engine.architectures.delta import Delta
 from engine.architectures.experts import Experts
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
@@ -91,6 +92,8 @@ class LayerAttention:
     bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
     latent: its keys and values are of latents, of which the cache has one "head" a token, and no
         values beside it; head_dim is that head's.
+    gated: what was attended is multiplied by the sigmoid of a product of the layer's input.
+    delta: it keeps a state of the request and no keys; the rest means nothing to it.
     """
 
     num_heads: int
@@ -110,6 +113,8 @@ class LayerAttention:
     keys_of: int | None = None
     bidirectional: bool = False
     latent: Latent | None = None
+    gated: bool = False
+    delta: Delta | None = None
 
     @property
     def tensors(self) -> int:
@@ -125,7 +130,7 @@ class LayerAttention:
     def kept(self) -> tuple[int, int]:
         """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
         sees both ways; the cache's blocks count its tokens all the same."""
-        if self.keys_of is not None:
+        if self.keys_of is not None or self.delta is not None:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
@@ -303,6 +308,12 @@ class ModelConfig:
     def whole_texts(self) -> bool:
         """A text cannot be computed in chunks."""
         return any(layer.bidirectional for layer in self.attention)
+
+    @property
+    def recurrent(self) -> bool:
+        """Layers keep states, from which no other request can go on: nothing of a prompt is found
+        again."""
+        return any(layer.delta is not None for layer in self.attention)
 
     @property
     def record(self) -> Architecture:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 
+import msgspec
 import torch
 
 from engine.config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
@@ -84,6 +85,14 @@ def decide(
             "keys by what else runs; leave it out, or use device: cpu",
             param="deterministic",
         )
+    if model.recurrent:
+        if cuda:
+            raise ConfigError(
+                f"device: {model.architecture} has layers of Gated DeltaNet, for which there are "
+                "no CUDA kernels yet; use device: cpu",
+                param="device",
+            )
+        config = msgspec.structs.replace(config, prefix_caching=False)
     max_model_len = model.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > model.max_positions:
@@ -158,6 +167,11 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
     if model.qk_norm in ("heads", "flat"):
         raise refuse(
             f"{model.architecture} norms queries over all heads, which no rank has; leave it out"
+        )
+    if model.recurrent:
+        raise refuse(
+            f"{model.architecture} has layers that keep states, which cannot be divided yet; leave "
+            "it out"
         )
     if model.layer_input_size:
         raise refuse(
@@ -252,13 +266,16 @@ def _kv_format(
             "which are as small as that already; leave it out",
             param="kv_dtype",
         )
-    if len({layer.kept for layer in model.attention}) > 1 or kv_groups(model).borrowed:
+    kept = {layer.kept for layer in model.attention if layer.delta is None}
+    if len(kept) > 1 or kv_groups(model).borrowed:
         raise ConfigError(
             f"kv_dtype: {name} is not supported where layers have other heads than others, or read "
             f"the keys of others, as {model.architecture}'s do; leave it out",
             param="kv_dtype",
         )
     for layer in model.attention:
+        if layer.delta is not None:
+            continue
         if layer.kept[1] % 4:
             raise ConfigError(
                 f"kv_dtype: {name} needs heads of a multiple of 4 elements, and "
@@ -286,6 +303,8 @@ def _turn(model: ModelConfig) -> int:
     are rotated with each other, and the rest."""
     pieces = 0
     for layer in model.attention:
+        if layer.delta is not None:
+            continue
         dim = layer.kept[1]
         rotary = (layer.rope.dim if layer.rope is not None else 0) or dim
         pieces = gcd(pieces, rotary // 2, dim - rotary)

@@ -42,6 +42,9 @@ class AttentionMeta:
     # of `chunk` tokens. Blocks of keys that no token of the step sees may be another request's.
     window: int = 0
     chunk: int = 0
+    # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
+    # whose first token is its request's first begins it with zeros, whatever is there.
+    rows: Tensor | None = None
 
     def first_key(self, position: Any) -> Any:
         """The first key that the token at `position` sees, of an int or a tensor of them."""

@@ -24,6 +24,7 @@ from torch.nn.functional import (
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
+from kernels.attention.delta import DeltaHeads, gated_delta
 from kernels.attention.latent import attend_latent_chunk, attend_latent_decodes
 from kernels.attention.reference import (
     Scores,
@@ -315,6 +316,24 @@ class Kernels:
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = attend_latent_chunk(q, cache, up, scale, chunk)
         return out.flatten(1)
+
+    def gated_delta(
+        self,
+        x: Tensor,  # [num_tokens, channels]: queries, keys, values before their convolution
+        a: Tensor,  # [num_tokens, value_heads]: decay is exp(-exp(A_log) softplus(a + dt_bias))
+        b: Tensor,  # [num_tokens, value_heads]: corrections are multiplied by its sigmoid
+        heads: DeltaHeads,
+        tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
+        state: Tensor,  # [rows, value_heads, key_size, value_size] float32, likewise
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """The gated delta rule over each entry's tokens, from the state that its row has.
+
+        silu(convolution of x) are queries, keys and values; queries and keys are divided by their
+        length. For each token: state *= decay; state += k (sigmoid(b) (v - k^T state))^T; the
+        result is q^T state / sqrt(key_size), [num_tokens, value_heads, value_size] float32.
+        """
+        return gated_delta(x, a, b, heads, tail, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

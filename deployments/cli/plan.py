@@ -89,6 +89,10 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
     if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != ALL_KEPT:
         for kept, layers, size in result.kv_per_token:
             yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {kept}"
+    layers, size = result.states
+    if layers:
+        yield f"{size / (1 << 20):,.1f} MiB of states a running request, in {layers} layers"
+        yield "no prefix cache: nothing can go on from another request's states"
 
 
 def parameters(result: EnginePlan) -> str:

@@ -71,7 +71,8 @@ class EnginePlan:
     weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
     less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
     and kv_per_token are those of one of them, on the CPU of all. kv_per_token: (what is kept,
-    layers, bytes) of each kind of layers; a token that has left a window takes nothing there."""
+    layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
+    states: layers that keep a state in their place, and its bytes for a request in all of them."""
 
     device: Hardware
     dtype: str
@@ -84,6 +85,7 @@ class EnginePlan:
     max_num_seqs: int
     devices_per_node: int
     ranks: int = 1
+    states: tuple[int, int] = (0, 0)
 
     @property
     def weights(self) -> int:
@@ -202,6 +204,7 @@ def plan(
         max_num_seqs=resolved.max_num_seqs,
         devices_per_node=devices_per_node,
         ranks=ranks,
+        states=(len(groups.recurrent), groups.state_bytes),
     )
 
 

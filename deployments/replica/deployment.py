@@ -83,7 +83,7 @@ class EngineReplica:
             "tokenizer": identity.tokenizer,
             "step_tokens": ready.step_tokens,
             "adapter_slots": config.max_loras,
-            "prefix_caching": config.prefix_caching,
+            "prefix_caching": config.prefix_caching and ready.prefix_caching,
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from engine.architectures.dense import (
     remote,
 )
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
-from engine.architectures.mixtures import dbrx, deepseek, families, llama4
+from engine.architectures.mixtures import dbrx, deepseek, families, llama4, qwen_next
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -60,6 +60,7 @@ _MODULES = (
     llama4,
     dbrx,
     deepseek,
+    qwen_next,
     latent,
     gemma4,
     encoders,

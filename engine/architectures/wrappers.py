@@ -51,6 +51,8 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
         _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2"),
         _wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "qwen2"),
+        _wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6 (dense)"),
+        _wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 (mixtures)"),
         _wrapper("Qwen3VLForConditionalGeneration", "Qwen3-VL (dense)"),
     )
 }

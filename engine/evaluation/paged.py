@@ -86,7 +86,9 @@ class Paged:
         groups = kv_groups(model.config, model.group.size, model.group.rank)
         # Each group has blocks of its own, since all share one pool.
         count = num_blocks * len(groups.groups)
-        self.kv = KVCache.allocate(groups, count, block_size, model.dtype, self.device, form)
+        self.kv = KVCache.allocate(
+            groups, count, block_size, model.dtype, self.device, form, rows=num_blocks
+        )
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
@@ -97,6 +99,8 @@ class Paged:
         for name in ("positions", "slots", "query_start", "kv_len", "block_table"):
             setattr(meta, name, getattr(meta, name).to(self.device))
         meta.lora = lora
+        # A request's state is where its first block's would be.
+        meta.rows = meta.block_table[:, 0].long()
         metas = []
         groups, size = self.kv.groups, self.block_size
         count = len(groups.groups)

@@ -23,6 +23,7 @@ class Attention:
         layer = config.attention[build.layer]
         hidden, dim = config.hidden_size, layer.head_dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
+        wide = 1 + layer.gated  # of queries, for their gates
         (begin, end), keys = build.group.heads(layer.num_heads, layer.num_kv_heads)
         self.kernels = build.kernels
         self.num_heads = end - begin
@@ -31,9 +32,10 @@ class Attention:
         self.eps = config.norm_eps
         self.cos_sin = tables(layer.rope, dim)
         count = 3 - layer.value_is_key if layer.keys_of is None else 1
-        ours, sizes = "qkv"[:count], (q, kv, kv)[:count]
+        ours, sizes = "qkv"[:count], (wide * q, kv, kv)[:count]
         kept = ((begin, end), keys, keys)[:count]
         ranges = [(first * dim, last * dim) for first, last in kept]
+        ranges[0] = (wide * begin * dim, wide * end * dim)
         self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
         columns = (begin * dim, end * dim)
         self.out = build.row("out", hidden, q, bias=config.out_bias, columns=columns)

@@ -9,6 +9,8 @@ from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from engine.layers.bidirectional_attention import BidirectionalAttention
 from engine.layers.build import Builder
+from engine.layers.gated_attention import GatedAttention
+from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
@@ -18,11 +20,15 @@ from kernels.metadata import AttentionMeta
 from kernels.quantized_kv import Cache
 
 
-def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention:
+def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention | GatedDelta:
     """The plain block wherever it serves."""
     if build.config.attention[build.layer or 0].bidirectional:
         return BidirectionalAttention(build, tables)
     layer = build.config.attention[build.layer or 0]
+    if layer.delta is not None:
+        return GatedDelta(build)
+    if layer.gated:
+        return GatedAttention(build, tables)
     if layer.latent is not None:
         return LatentAttention(build, tables)
     if layer.keys_of is not None:

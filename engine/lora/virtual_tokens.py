@@ -80,6 +80,12 @@ class VirtualTokensReader:
                 f"{folder}: prefix tuning is not supported where layers see a part of the context",
                 code="adapter_incompatible",
             )
+        if config.kind == PREFIX and model.recurrent:
+            raise AdapterError(
+                f"{folder}: prefix tuning is not supported where layers keep states in the place "
+                "of keys and values",
+                code="adapter_incompatible",
+            )
         if config.kind == PREFIX and groups[0].attention.latent is not None:
             raise AdapterError(
                 f"{folder}: prefix tuning is not supported where layers keep latents in the place "

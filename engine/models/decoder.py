@@ -286,6 +286,7 @@ class Decoder:
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
         self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
+        self._view_of |= {number: 0 for number, _ in groups.recurrent}  # of which any will do
         self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:

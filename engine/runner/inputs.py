@@ -95,6 +95,7 @@ class CpuInputs:
                 max_kv_len=max_kv_len,
                 query_start_host=query_start.tolist(),
                 kv_len_host=kv_len.tolist(),
+                rows=torch.from_numpy(rows),
             )
             metas.append(meta)
         all_sample = num_tokens == len(rows) and bool(samples.all())

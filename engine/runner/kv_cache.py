@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from kernels.quantized_kv import Cache, QuantizedKV, turned
 @dataclass(slots=True)
 class KVCache:
     """One (keys, values) pair a layer, each [blocks, num_kv_heads, block_size, head_dim]; a layer
-    that reads another's has that one's, and one of latents has them twice. blocks: num_blocks, or
+    that reads another's has that one's, one of latents has them twice,
+    one that keeps states has these. blocks: num_blocks, or
     `KVView.parts` times as many.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
@@ -33,6 +34,9 @@ class KVCache:
     num_blocks: int
     block_size: int
     form: KVFormat
+    # Of layers that keep one: of each row, the last inputs of the convolution [rows, taps - 1,
+    # channels] and the state [rows, value_heads, key_size, value_size], float32
+    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -43,8 +47,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         form: KVFormat = KVFormat(),  # noqa: B008, it is frozen
+        rows: int = 0,
     ) -> "KVCache":
-        """dtype: of a plain form. A form of fewer bits is of layers that keep equally much."""
+        """rows: that may have a state, where layers keep one. dtype: of a plain form. A form of
+        fewer bits is of layers that keep equally much."""
         for group in groups.groups:
             if groups.elements % group.elements:
                 raise ConfigError(
@@ -58,11 +64,17 @@ class KVCache:
         width = block_size * groups.place_bytes(form) // dtype.itemsize
         storage = _allocate((groups.slots, groups.tensors, num_blocks, width), dtype, device)
         kv = cls(groups, [], storage, num_blocks, block_size, form)
+        for layer, delta in groups.recurrent:
+            tail = torch.zeros(rows, delta.taps - 1, delta.channels, device=device)
+            state = torch.zeros(
+                rows, delta.value_heads, delta.key_size, delta.value_size, device=device
+            )
+            kv.states[layer] = tail, state
         kv.layers += kv._views()
         return kv
 
     def _views(self) -> list[tuple[Cache, Cache]]:
-        found: dict[int, tuple[Cache, Cache]] = {}
+        found: dict[int, tuple[Cache, Cache]] = {**self.states}
         for group in self.groups.groups:
             heads, dim = group.attention.kept
             parts = self.groups.elements // group.elements

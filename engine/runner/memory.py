@@ -102,6 +102,8 @@ def plan_memory(
     groups = kv_groups(resolved.model, ranks, model.group.rank)
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
     used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
+    if groups.state_bytes:
+        used.append((f"states ({seqs} requests)", (seqs + 1) * groups.state_bytes))
     adapters = adapter_bytes(resolved, model)
     used += adapters
     used.append(("activations (largest step)", activations))

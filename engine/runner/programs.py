@@ -43,6 +43,7 @@ class StepPrograms:
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
+        self._able &= not model.config.recurrent  # states are torch's work
         self._tried = model.group.size == 1
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kernels.attention.delta import DeltaHeads
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
@@ -191,6 +192,27 @@ class Deterministic(PlannedByFirstLayer):
         rows = zip(q.split(1), meta.plan.apart, strict=True)
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
+    def gated_delta(
+        self,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        heads: DeltaHeads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        if meta.plan is None:
+            meta.plan = _DeterministicPlan(meta)
+        step = super().gated_delta
+        rows = zip(x.split(1), a.split(1), b.split(1), meta.plan.apart, strict=True)
+        return torch.cat(
+            [
+                step(own.clone(), decay.clone(), beta.clone(), heads, tail, state, part)
+                for own, decay, beta, part in rows
+            ]
+        )
+
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
     """Each token an entry with one query, which sees the keys up to its own."""
@@ -209,6 +231,7 @@ def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
         max_kv_len=meta.max_kv_len,
         window=meta.window,
         chunk=meta.chunk,
+        rows=None if meta.rows is None else meta.rows.index_select(0, entry),
     )
 
 
@@ -226,6 +249,7 @@ def _apart(every: AttentionMeta) -> list[AttentionMeta]:
             max_kv_len=length,
             window=every.window,
             chunk=every.chunk,
+            rows=None if every.rows is None else every.rows[at : at + 1],
         )
         for at, length in enumerate(every.kv_len.tolist())
     ]

@@ -650,6 +650,63 @@ LATENT: dict[str, Case] = {
     "minicpm 3": Case("minicpm3", {**_DENSE_MLA, "scale_emb": 3.0, "dim_model_base": 16}),
     "youtu": Case("youtu", _DENSE_MLA),
 }
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    # A state whose query is far from all keys gives little, which its norm makes large again with
+    # all that was rounded.
+    "rms_norm_eps": 1e-2,
+}
+_DELTA_EXPERTS = {
+    **_DELTA,
+    **_CHOSEN,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """All experts of a layer in one tensor, as Qwen 3.5's files have them, in its wrapper."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        names = f"model.layers.{layer}.mlp.experts.{{}}.{{}}_proj.weight"
+        experts = range(config["num_experts"])
+
+        def matrix(expert: int, kind: str, names: str = names) -> Tensor:
+            return next(
+                tensor
+                for name, tensor in tensors.items()
+                if name.endswith(names.format(expert, kind).removeprefix("model."))
+            )
+
+        both = [torch.cat((matrix(e, "gate"), matrix(e, "up"))) for e in experts]
+        here = f"model.layers.{layer}.mlp.experts."
+        found[f"{here}gate_up_proj"] = torch.stack(both)
+        found[f"{here}down_proj"] = torch.stack([matrix(e, "down") for e in experts])
+    return wrapped("model.language_model.")(found, config)
+
+
+# Three layers of Gated DeltaNet and one of gated attention.
+DELTA: dict[str, Case] = {
+    "qwen 3 next": Case("qwen3_next", {**_DELTA_EXPERTS, "norm_topk_prob": True}),
+    "qwen 3.5": Case("qwen3_5_text", _DELTA),
+    "qwen 3.5 vl": Case(
+        "qwen3_5_text",
+        {**_DELTA, "tie_word_embeddings": True},
+        architecture="Qwen3_5ForConditionalGeneration",
+        rewrite=wrapped("model.language_model."),
+    ),
+    "qwen 3.5 moe": Case(
+        "qwen3_5_moe_text",
+        _DELTA_EXPERTS,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        rewrite=stacked,
+    ),
+}
 _SLOPES = [2 ** (-8 * (h + 1) / 32) for h in range(32)] + [
     2 ** (-8 * (h + 0.5) / 32) for h in range(8)
 ]

@@ -55,6 +55,11 @@ def _shared(name: str) -> dict[str, CheckpointTensor]:
 _PROJECTIONS = (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj", f"{_EXPERT}down_proj")
 _W = tuple(f"{_BLOCK}experts.{{e}}.{name}" for name in ("w1", "w3", "w2"))
 _QWEN: Mapping[str, CheckpointTensor] = {**LLAMA, **experts_at("mlp.gate", *_PROJECTIONS)}
+QWEN2_MOE: Mapping[str, CheckpointTensor] = {
+    **_QWEN,
+    **_shared("shared_expert"),
+    "shared_gate": CheckpointTensor((f"{LAYER}mlp.shared_expert_gate",)),
+}
 _MIXTRAL: Mapping[str, CheckpointTensor] = {
     **without(LLAMA, "gate_up", "down"),
     **experts_at("block_sparse_moe.gate", *_W),
@@ -77,7 +82,7 @@ def _mixtral(config: Reader, model: "ModelConfig") -> Experts | None:
     return read_experts(config, model)
 
 
-def _qwen(config: Reader, model: "ModelConfig") -> Experts | None:
+def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
     """Every decoder_sparse_step-th layer, less those that are listed."""
     step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     layers = (i for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense)
@@ -85,7 +90,7 @@ def _qwen(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = _qwen(config, model)
+    found = qwen(config, model)
     if found is None:
         return None
     shared = config.size("shared_expert_intermediate_size")
@@ -225,11 +230,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Qwen2MoeForCausalLM",
-        {
-            **_QWEN,
-            **_shared("shared_expert"),
-            "shared_gate": CheckpointTensor((f"{LAYER}mlp.shared_expert_gate",)),
-        },
+        QWEN2_MOE,
         models="Qwen 1.5 MoE, Qwen 2 57B-A14B",
         model_type="qwen2_moe",
         switches={"qkv_bias": lambda config: config.flag("qkv_bias", True)},
@@ -245,7 +246,7 @@ ARCHITECTURES = (
         keys=_LOCAL,
         defaults={"head_dim": 128},
         only=_ONE_STREAM,
-        experts=_qwen,
+        experts=qwen,
     ),
     Architecture(
         "GptOssForCausalLM",

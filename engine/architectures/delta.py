@@ -1,0 +1,107 @@
+"""Gated DeltaNet: what a record says of it, and the ordinary names, layouts and ways to read it. No
+torch here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.by_layer import FULL
+from engine.architectures.record import CheckpointTensor
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.model_config import LayerAttention, ModelConfig
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A layer that keeps a state of a request in the place of keys and values: for each value head
+    a matrix [key_size, value_size], and the last taps - 1 inputs of its convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a request, float32."""
+        matrix = self.value_heads * self.key_size * self.value_size
+        return 4 * (matrix + (self.taps - 1) * self.channels)
+
+
+def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    """Every fourth layer has attention with a gated output, the others are of LINEAR, unless
+    config.json says otherwise."""
+    every = config.size("full_attention_interval", 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise config.error("layer_types", f"must name the attention of each of {layers} layers")
+    if unknown := sorted({str(kind) for kind in kinds} - {FULL, LINEAR}):
+        raise config.error("layer_types", f"{unknown[0]!r} is not supported")
+    if FULL not in kinds:
+        raise config.error("layer_types", f"a model without a layer of {FULL} is not supported")
+    delta = Delta(
+        config.size("linear_num_key_heads", 16),
+        config.size("linear_num_value_heads", 32),
+        config.size("linear_key_head_dim", 128),
+        config.size("linear_value_head_dim", 128),
+        config.size("linear_conv_kernel_dim", 4),
+    )
+    if delta.value_heads % delta.key_heads:
+        raise config.error(
+            "linear_num_value_heads",
+            f"{delta.value_heads} is no multiple of {delta.key_heads} key heads",
+        )
+    if delta.taps < 2:
+        raise config.error("linear_conv_kernel_dim", "must be at least 2")
+    full = replace(plain, gated=True)
+    return [replace(plain, delta=delta) if kind == LINEAR else full for kind in kinds]
+
+
+def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
+    """Of each key head: query, key, the values that share it, and what gates these; then, in
+    another tensor, beta and decay of these."""
+    import numpy as np
+
+    delta = next(layer.delta for layer in model.attention if layer.delta is not None)
+    shared = delta.value_heads // delta.key_heads
+    values = shared * delta.value_size
+    each = 2 * delta.key_size + 2 * values
+    wide = np.arange(delta.key_heads * each).reshape(delta.key_heads, -1)
+    cuts = np.cumsum([delta.key_size, delta.key_size, values])
+    narrow = len(wide.ravel()) + np.arange(2 * delta.value_heads).reshape(delta.key_heads, -1)
+    pieces = [*np.split(wide, cuts, axis=1), *np.split(narrow, [shared], axis=1)]
+    return np.concatenate([piece.ravel() for piece in pieces])
+
+
+_LINEAR = "model.layers.{i}.linear_attn."
+_REST: Mapping[str, CheckpointTensor] = {
+    "delta_conv": CheckpointTensor((f"{_LINEAR}conv1d.weight",)),
+    "delta_decay": CheckpointTensor((f"{_LINEAR}A_log",)),
+    "delta_bias": CheckpointTensor((f"{_LINEAR}dt_bias",)),
+    "delta_norm": CheckpointTensor((f"{_LINEAR}norm.weight",)),
+    "delta_out": CheckpointTensor((f"{_LINEAR}out_proj",)),
+}
+# What goes in, in our order: queries, keys, values; what gates these; beta; decay.
+DELTA_BY_KEY_HEAD: Mapping[str, CheckpointTensor] = {
+    "delta_in": CheckpointTensor((f"{_LINEAR}in_proj_qkvz", f"{_LINEAR}in_proj_ba"), _by_key_head),
+    **_REST,
+}
+DELTA: Mapping[str, CheckpointTensor] = {
+    "delta_in": CheckpointTensor(tuple(f"{_LINEAR}in_proj_{name}" for name in ("qkv", *"zba"))),
+    **_REST,
+}

@@ -1,0 +1,69 @@
+"""Qwen3-Next and Qwen 3.5: three layers of Gated DeltaNet for each layer of attention, whose output
+is gated; dense or mixtures of experts with a shared one."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.delta import DELTA, DELTA_BY_KEY_HEAD, hybrid
+from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
+from engine.architectures.experts import Experts
+from engine.architectures.mixtures.families import QWEN2_MOE, qwen
+from engine.architectures.record import Architecture, CheckpointTensor, always
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
+
+_SWITCHES = {"qk_norm": always("head"), "norm_offset": always(1.0)}
+_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
+_IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*")
+
+
+def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
+    found = qwen(config, model)
+    if found is None:
+        return None
+    shared = config.size("shared_expert_intermediate_size", 512)
+    return replace(found, shared_size=shared, shared_gate=True)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "Qwen3NextForCausalLM",
+        {**QWEN2_MOE, **QK_NORM, **DELTA_BY_KEY_HEAD},
+        models="Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
+        model_type="qwen3_next",
+        switches=_SWITCHES,
+        defaults={**_DEFAULTS, "norm_topk_prob": True},
+        ignored=_IGNORED,
+        attention=hybrid,
+        experts=_experts,
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        {**LLAMA, **QK_NORM, **DELTA},
+        models="Qwen 3.5 and 3.6 (dense)",
+        model_type="qwen3_5_text",
+        switches=_SWITCHES,
+        defaults=_DEFAULTS,
+        ignored=_IGNORED,
+        attention=hybrid,
+    ),
+    Architecture(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **QWEN2_MOE,
+            **QK_NORM,
+            **DELTA,
+            "experts_gate_up": CheckpointTensor((f"{LAYER}mlp.experts.gate_up_proj",)),
+            "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",)),
+        },
+        models="Qwen 3.5 and 3.6 (mixtures: 35B-A3B, 122B-A10B, 397B-A17B)",
+        model_type="qwen3_5_moe_text",
+        switches=_SWITCHES,
+        defaults={**_DEFAULTS, "norm_topk_prob": True, "intermediate_size": 1},
+        ignored=_IGNORED,
+        attention=hybrid,
+        experts=_experts,
+    ),
+)

@@ -1,0 +1,34 @@
+"""Attention whose result is multiplied by the sigmoid of a product of the layer's input."""
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention import Attention
+from engine.layers.norm import Norm
+from kernels.metadata import AttentionMeta
+from kernels.quantized_kv import Cache
+
+
+class GatedAttention(Attention):
+    """The product that makes queries makes the gate too, head by head: a query, its gate."""
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Cache, Cache],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention."""
+        made = self.qkv.forward(x, meta.lora, norm=norm)
+        both = 2 * self.num_heads * self.head_dim
+        queries = made[:, :both].unflatten(1, (self.num_heads, 2, self.head_dim))
+        qkv = torch.cat((queries[:, :, 0].flatten(1), made[:, both:]), dim=1)
+        q = self.kernels.rope_kv_write(
+            qkv, self.cos_sin, self.q_norm, self.k_norm, self.eps, *kv, self.num_heads, meta
+        )
+        attended = self.kernels.attention(q, *kv, self.scale, meta, **self.also)
+        attended = attended * torch.sigmoid(queries[:, :, 1].flatten(1))
+        return self.out.forward(attended, meta.lora, residual=residual)

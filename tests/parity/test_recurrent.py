@@ -1,0 +1,165 @@
+"""Models with states, through a whole engine: batches, chunks, preemption, rows that are used
+again, steps that fail; and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from deployments.cli.plan import keys_and_values
+from deployments.plan.memory import GIB, Hardware, plan
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.factory import build
+from engine.kv_groups import Full, kv_groups
+from engine.model_config import ModelConfig
+from engine.resolve import check_ranks, decide
+from engine.sampling_params import SamplingParams
+from kernels.attention import delta
+from kernels.reference import Kernels
+from tests.parity.cases import DELTA, save
+from tests.parity.engine_driver import engine, run
+from tests.parity.test_deterministic import all_cuts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES: dict[str, Any] = {"max_model_len": 64, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[Any]]:
+    """Folder, prompts, and the texts of transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    theirs = save(DELTA["qwen 3 next"], folder)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 20, 33, 1, 18)]
+    want = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(12):
+            with torch.inference_mode():
+                ids.append(int(theirs(torch.tensor([ids])).logits[0, -1].argmax()))
+        want.append(ids[len(prompt) :])
+    return folder, prompts, want
+
+
+def test_texts_of_transformers(model: tuple[Path, list[list[int]], list[Any]]) -> None:
+    """A state that a chunk or a decode leaves unwritten, that another request finds in its row, or
+    that a prefix of another request's blocks is taken for."""
+    folder, prompts, want = model
+    core = engine(folder, num_blocks=400, max_num_batched_tokens=16, max_num_seqs=3, **SIZES)
+    for _ in range(2):  # rows are used again
+        found = run(core, prompts, GREEDY)
+        assert [each.token_ids for each in found] == want
+        assert not any(each.cached for each in found)
+
+
+def test_preemption(model: tuple[Path, list[list[int]], list[Any]]) -> None:
+    """A preempted request that goes on from the state of whoever had its row."""
+    folder, prompts, want = model
+    for fewer in range(26, 16, -1):
+        tight = engine(folder, num_blocks=fewer, **SIZES)
+        assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+        if tight.stats().preemptions:
+            return
+    pytest.fail("nothing was preempted")
+
+
+def test_a_failed_step_is_computed_anew(
+    model: tuple[Path, list[list[int]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that failed in its third layer, and runs again on states that already have it."""
+    folder, prompts, want = model
+    core = engine(folder, num_blocks=400, **SIZES)
+    calls, plain = [0], Kernels.gated_delta
+
+    def fails(self: Kernels, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in (12, 30):
+            raise RuntimeError("once")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Kernels, "gated_delta", fails)
+    assert [each.token_ids for each in run(core, prompts, GREEDY)] == want
+    assert calls[0] > 30
+
+
+@pytest.mark.slow
+def test_deterministic(model: tuple[Path, list[list[int]], list[Any]], tmp_path: Path) -> None:
+    """Chunks whose sums differ with where they begin."""
+    case = DELTA["qwen 3.5"]
+    longer = {**case.changes, "max_position_embeddings": 256}
+    save(type(case)(case.model_type, longer), tmp_path)
+    generator = torch.Generator().manual_seed(4)
+    lengths = (1, 2, 15, 16, 17, 90, 150, 33, 64, 65, 7, 40)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    sizes: dict[str, Any] = {"max_model_len": 256, "dtype": "float32", "deterministic": True}
+    assert all_cuts(tmp_path, prompts, params, **sizes)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_fewer_bits(model: tuple[Path, list[list[int]], list[Any]], kv_dtype: str) -> None:
+    """Generated kernels and recorded steps: states that are not recorded with them. Roundings may
+    change a token, and what follows it."""
+    folder, prompts, want = model
+    core = engine(folder, num_blocks=400, dtype="bfloat16", kv_dtype=kv_dtype, **SIZES)
+    found = run(core, prompts, GREEDY)
+    same = [
+        ours == theirs
+        for each, text in zip(found, want, strict=True)
+        for ours, theirs in zip(each.token_ids, text, strict=True)
+    ]
+    assert sum(same) > 0.4 * len(same)
+
+
+def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
+    """States that the plan does not count, or blocks that count layers without keys."""
+    folder, _, _ = model
+    config = ModelConfig.from_folder(folder)
+    groups = kv_groups(config)
+    assert groups.kinds == (Full(),) and [n for n, _ in groups.recurrent] == [0, 1, 2]
+    assert config.kv_bytes_per_token(4) == 2 * 2 * 16 * 4
+    state = 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
+    assert groups.state_bytes == 3 * state
+    given = EngineConfig(model="", dtype="float32", max_num_seqs=5)
+    planned = plan(config, given, Hardware("CPU", "cpu", 8 * GIB))
+    assert dict(planned.memory.rows)["states (5 requests)"] == 6 * 3 * state
+    assert planned.states == (3, 3 * state)
+    assert any("no prefix cache" in line for line in keys_and_values(planned))
+    given = msgspec.structs.replace(given, model=str(folder), device="cpu", num_blocks=20)
+    core, ready = build(given)
+    assert not ready.prefix_caching and not core.config.prefix_caching
+    assert "states (5 requests)" in ready.memory_table
+
+
+def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
+    """A start that fails far behind what is at fault, or a model that is half there."""
+    folder, _, _ = model
+    config, settings = ModelConfig.from_folder(folder), EngineConfig(model=str(folder))
+    with pytest.raises(ConfigError, match="Gated DeltaNet"):
+        decide(settings, config, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 2: .* states"):
+        check_ranks(config, 2)
+    kept = decide(msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu"))
+    assert kept.kv.name == "int8" and not kept.config.prefix_caching
+
+
+def test_chunks_are_the_rule_token_by_token() -> None:
+    """A decay counted twice or not at all, a correction that misses the one before it."""
+    torch.manual_seed(0)
+    heads, tokens, keys, values = 3, 20, 8, 6
+    q, k = torch.randn(2, heads, tokens, keys, dtype=torch.float64)
+    k = k / k.norm(dim=-1, keepdim=True)
+    v = torch.randn(heads, tokens, values, dtype=torch.float64)
+    log_decay = -torch.rand(heads, tokens, dtype=torch.float64)
+    beta = torch.rand(heads, tokens, dtype=torch.float64)
+    state = torch.randn(heads, keys, values, dtype=torch.float64)
+    found, left = delta.chunk_rule(q, k, v, log_decay, beta, state)
+    for t in range(tokens):
+        state = state * log_decay[:, t].exp()[:, None, None]
+        wrong = (v[:, t] - torch.einsum("hkv,hk->hv", state, k[:, t])) * beta[:, t, None]
+        state = state + k[:, t, :, None] * wrong[:, None]
+        assert torch.allclose(found[:, t], torch.einsum("hkv,hk->hv", state, q[:, t]))
+    assert torch.allclose(left, state)
