@@ -79,7 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
         saturates the device while a step stays short), 512 on the CPU (about half a second of
         prefill on two cores).
-    max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU.
+    max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU;
+        128 and 32 where layers keep states.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
     allocation: where free blocks are kept: "list" on the host, or "cumsum" as a mask on the device
         that is searched by its cumulative sum, contiguous blocks first. When: docs/strategies.md.

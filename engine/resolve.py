@@ -17,6 +17,8 @@ from kernels.kv_format import FORMATS, KVFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Requests at once by default where each has states of some dozens of MiB.
+_ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
 _CUDA_THREADS = 2  # for what torch still does on the CPU
 
 
@@ -86,12 +88,6 @@ def decide(
             param="deterministic",
         )
     if model.recurrent:
-        if cuda:
-            raise ConfigError(
-                f"device: {model.architecture} has layers of Gated DeltaNet, for which there are "
-                "no CUDA kernels yet; use device: cpu",
-                param="device",
-            )
         config = msgspec.structs.replace(config, prefix_caching=False)
     max_model_len = model.max_positions
     if config.max_model_len is not None:
@@ -103,7 +99,8 @@ def decide(
                 param="max_model_len",
             )
         max_model_len = config.max_model_len
-    max_num_seqs = config.max_num_seqs or (1024 if cuda else 64)
+    most = (1024 if cuda else 64) if not model.recurrent else _ROWS_OF_STATES[device.type]
+    max_num_seqs = config.max_num_seqs or most
     if config.graph_sizes and max(config.graph_sizes) > max_num_seqs:
         raise ConfigError(
             f"graph_sizes: {max(config.graph_sizes)} is more than can run at once; leave it out or "

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels import activation, kv_write, lora, norm
+from kernels.attention import delta_cuda
 from kernels.attention.decode_plan import plan
+from kernels.attention.delta import DeltaHeads
 from kernels.attention.latent_decode import latent_decode, plan_latent
 from kernels.attention.latent_prefill import latent_prefill
 from kernels.attention.latent_write import latent_write
@@ -221,6 +223,19 @@ class Cuda(Kernels):
             latent_prefill(absorbed, q, cache, found, scale, meta)
         values = torch.bmm(found.transpose(0, 1), up[:, nope:].transpose(1, 2))
         return values.transpose(0, 1).flatten(1)
+
+    def gated_delta(
+        self,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        heads: DeltaHeads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        _count(meta)
+        return delta_cuda.gated_delta(x, a, b, heads, tail, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

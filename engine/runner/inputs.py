@@ -282,6 +282,7 @@ class CudaInputs:
             max_query_len=max_query_len,
             max_kv_len=max_kv_len,
             counts=self.counts,
+            rows=self.rows[:num_entries],
         )
         others = [
             meta.elsewhere(slots[:num_tokens], table[:num_entries])

@@ -29,6 +29,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noqa: E402
 from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
+from kernels.attention.delta import DeltaHeads  # noqa: E402
+from kernels.attention.delta_cuda import gated_delta  # noqa: E402
 from kernels.attention.latent_decode import latent_decode, plan_latent  # noqa: E402
 from kernels.attention.latent_prefill import latent_prefill  # noqa: E402
 from kernels.attention.latent_write import latent_write  # noqa: E402
@@ -404,10 +406,30 @@ def latent(d: Dims) -> None:
         latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)
 
 
+# Key heads and value heads of 128: Qwen3.5-27B, Qwen3.5-0.8B, Qwen3-Next.
+DELTAS = {"llama-8b": (16, 48), "qwen3-0.6b": (16, 16), "smollm2-135m": (16, 32)}
+
+
+def delta(d: Dims) -> None:
+    """A step of Gated DeltaNet."""
+    keys, values = next(heads for name, heads in DELTAS.items() if MODELS[name] == d)
+    channels = 2 * keys * 128 + values * 128
+    vector = torch.empty(values)
+    heads = DeltaHeads(keys, values, 128, 128, torch.empty(channels, 4), vector, vector)
+    whole = bf16(20, channels + values * 130)
+    x, b, a = whole[:, :channels], whole[:, -2 * values : -values], whole[:, -values:]
+    tail, state = torch.empty(5, 3, channels), torch.empty(5, values, 128, 128)
+    meta = AttentionMeta(
+        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
+        rows=int32(2),
+    )  # fmt: skip
+    gated_delta(x, a, b, heads, tail, state, meta)
+
+
 PARTS = {
     part.__name__: part
     for part in (
-        *(layers, packed, plain, attention, quantized_attention, latent),
+        *(layers, packed, plain, attention, quantized_attention, latent, delta),
         *(sampling, assembly, adapters, experts),
     )
 }

@@ -122,19 +122,34 @@ def test_seeded_text_alone_and_together(folder: Path, prompts: list[list[int]]) 
     assert [o.token_ids for o in first] == [o.token_ids for o in second]
 
 
-def test_latent_attention(tmp_path: Path, prompts: list[list[int]]) -> None:
-    """Latents of another layer or entry, a split that is merged wrongly, a chunk that sees too
-    much: the text of transformers, in graphs and however steps are cut."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
+def latents(transformers: Any) -> Any:
+    return transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 8}, kv_lora_rank=128, q_lora_rank=96,
         qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, first_k_dense_replace=1,
         moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
         topk_group=1,
     )  # fmt: skip
-    model: Any = transformers.DeepseekV3ForCausalLM(config)
+
+
+def states(transformers: Any) -> Any:
+    return transformers.Qwen3_5TextConfig(
+        **{**SIZES, "num_hidden_layers": 4}, head_dim=64, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=48,
+        tie_word_embeddings=False, rms_norm_eps=1e-3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [latents, states])
+def test_other_mixers(make: Any, tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Latents of another layer or entry, a split that is merged wrongly, a chunk that sees too
+    much; a state that is another row's, or that padding writes over: the text of transformers, in
+    graphs and however steps are cut."""
+    import transformers
+
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        make(transformers), dtype=torch.float32
+    )
     model.save_pretrained(tmp_path)
     model = model.cuda().eval()
     whole = run(cuda_engine(tmp_path), prompts, GREEDY)
@@ -143,12 +158,13 @@ def test_latent_attention(tmp_path: Path, prompts: list[list[int]]) -> None:
         with torch.inference_mode():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == output.token_ids
-    for cut in (
+    cuts: tuple[dict[str, Any], ...] = (
         {"cuda_graphs": False},
         {"max_num_batched_tokens": 39},
         {"prefix_caching": True},
         {"num_blocks": 48},
-    ):
+    )
+    for cut in cuts:
         outputs = run(cuda_engine(tmp_path, **cut), prompts, PLAIN)
         assert [each.token_ids for each in outputs] == [each.token_ids for each in whole], cut
 

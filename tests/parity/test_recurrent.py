@@ -138,8 +138,7 @@ def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     """A start that fails far behind what is at fault, or a model that is half there."""
     folder, _, _ = model
     config, settings = ModelConfig.from_folder(folder), EngineConfig(model=str(folder))
-    with pytest.raises(ConfigError, match="Gated DeltaNet"):
-        decide(settings, config, torch.device("cuda"))
+    assert decide(settings, config, torch.device("cuda")).max_num_seqs == 128
     with pytest.raises(ConfigError, match=r"tensor_parallel: 2: .* states"):
         check_ranks(config, 2)
     kept = decide(msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu"))
