@@ -31,9 +31,17 @@ def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
     return tuple(cache.numbers.view(torch.int16) for cache in caches)
 
 
-def product_type(q: Tensor) -> tl.dtype:
-    """Of queries, weights and codes where they are multiplied: the constexpr DTYPE."""
-    return tl.float32 if q.dtype == torch.float32 else tl.float16
+def products(q: Tensor) -> dict[str, Any]:
+    """Constexprs. DTYPE: of queries, weights and codes where they are multiplied. ASM: they become
+    float16 by instructions that a compiler does not find and the interpreter does not know: a byte
+    or a nibble is the low end of 1024's mantissa, so that none is converted."""
+    dtype = tl.float32 if q.dtype == torch.float32 else tl.float16
+    return {"DTYPE": dtype, "ASM": dtype == tl.float16 and not triton.knobs.runtime.interpret}
+
+
+def pairs(cache: QuantizedKV) -> Tensor:
+    """Codes, two bytes at a time."""
+    return cache.codes.view(torch.int16)
 
 
 @triton.jit
@@ -64,17 +72,155 @@ def numbers_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.c
 
 
 @triton.jit
-def low_half(codes, dtype: tl.constexpr):
-    """Of int4 the even elements; of 8 bits all."""
-    if codes.dtype == tl.uint8:
-        codes = codes & 15
-    return codes.to(dtype)
+def middle_of(scale, least, KIND: tl.constexpr):
+    """What int4's codes, less 8, are added to: they are multiplied so, because rounded weights
+    cost less the nearer to zero codes lie."""
+    return least + 8.0 * scale
 
 
 @triton.jit
-def high_half(codes, dtype: tl.constexpr):
-    """Of int4 the odd elements."""
-    return (codes >> 4).to(dtype)
+def exponent_of(scale):
+    """[n] scales -> exponent, at least -60, as float32, and mantissa: scale = 2^exponent *
+    mantissa."""
+    bits = scale.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) - 127, -60).to(tl.float32)
+    return exponent, ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Codes [keys, bytes] as numbers: of int4 the even elements and the odd ones, less 8; of 8 bits
+    all, twice."""
+    if KIND == 3:
+        if ASM:
+            low, high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, c, less;
+                mov.b32 c, 0x64646464;
+                mov.b32 less, 0xE408E408;
+                and.b32 a, $4, 0x0F0F0F0F;
+                shr.u32 b, $4, 4;
+                and.b32 b, b, 0x0F0F0F0F;
+                prmt.b32 $0, a, c, 0x4140;
+                prmt.b32 $1, a, c, 0x4342;
+                prmt.b32 $2, b, c, 0x4140;
+                prmt.b32 $3, b, c, 0x4342;
+                add.rn.f16x2 $0, $0, less;
+                add.rn.f16x2 $1, $1, less;
+                add.rn.f16x2 $2, $2, less;
+                add.rn.f16x2 $3, $3, less;
+                }""",
+                "=&r,=&r,=&r,=&r,r",
+                [codes],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            low = ((codes & 15).to(tl.int16) - 8).to(DTYPE)
+            high = ((codes >> 4).to(tl.int16) - 8).to(DTYPE)
+        return low, high
+    if KIND == 1 and ASM:
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, c, less;
+            mov.b32 c, 0x64646464;
+            mov.b32 less, 0xE480E480;
+            xor.b32 a, $2, 0x80808080;
+            prmt.b32 $0, a, c, 0x4140;
+            prmt.b32 $1, a, c, 0x4342;
+            add.rn.f16x2 $0, $0, less;
+            add.rn.f16x2 $1, $1, less;
+            }""",
+            "=&r,=&r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = codes.to(DTYPE)
+    return low, low
+
+
+@triton.jit
+def pair_parts(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Codes of values [keys, pairs of bytes], int16, as numbers: every fourth element of int4 from
+    the first, the second ... on, less 8; of 8 bits every second, twice. A pair of bytes is what the
+    matrix units' own loads can transpose."""
+    if KIND == 3:
+        if ASM:
+            a, b, c, d = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 x, y, z, mask, high, less;
+                mov.b32 mask, 0x000F000F;
+                mov.b32 high, 0x64006400;
+                mov.b32 less, 0xE408E408;
+                shr.u32 x, $4, 4;
+                shr.u32 y, $4, 8;
+                shr.u32 z, $4, 12;
+                lop3.b32 $0, $4, mask, high, 0xEA;
+                lop3.b32 $1, x, mask, high, 0xEA;
+                lop3.b32 $2, y, mask, high, 0xEA;
+                lop3.b32 $3, z, mask, high, 0xEA;
+                add.rn.f16x2 $0, $0, less;
+                add.rn.f16x2 $1, $1, less;
+                add.rn.f16x2 $2, $2, less;
+                add.rn.f16x2 $3, $3, less;
+                }""",
+                "=&r,=&r,=&r,=&r,r",
+                [codes],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a = ((codes & 15) - 8).to(DTYPE)
+            b = (((codes >> 4) & 15) - 8).to(DTYPE)
+            c = (((codes >> 8) & 15) - 8).to(DTYPE)
+            d = (((codes >> 12) & 15) - 8).to(DTYPE)
+        return a, b, c, d
+    if KIND == 1:
+        if ASM:
+            a, b = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 x, c, less;
+                mov.b32 c, 0x64646464;
+                mov.b32 less, 0xE480E480;
+                xor.b32 x, $2, 0x80808080;
+                prmt.b32 $0, x, c, 0x4240;
+                prmt.b32 $1, x, c, 0x4341;
+                add.rn.f16x2 $0, $0, less;
+                add.rn.f16x2 $1, $1, less;
+                }""",
+                "=&r,=&r,r",
+                [codes],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a, b = ((codes << 8) >> 8).to(DTYPE), (codes >> 8).to(DTYPE)
+    elif ASM:
+        a, b = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x;
+            .reg .b16 low, high;
+            prmt.b32 x, $2, 0, 0x3120;
+            mov.b32 {low, high}, x;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = (codes & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        b = ((codes >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return a, b, a, b
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 """`decode.py` over keys and values in 8 and 4 bits: the same plan, splits and merge.
 
 A tile is read as codes, and multiplied as such. A key's scale is a factor of its score. A value's
-goes into the exponent of its weight, so that the largest product of a weight and a scale is 1, and
-all of them fit into float16; the sum of the weights themselves takes it out again. The numbers of a
-tile are read while the tile before it is multiplied, and block ids a tile earlier.
+goes into the exponent of its weight and times it, so that the largest product of a weight and a
+scale is near 1, and all of them fit into float16; the sum of the weights takes it out again. The
+numbers of a tile are read while the tile before it is multiplied, and block ids a tile earlier.
 
-int4 has two products of half as many elements, of the even and the odd ones. Its least element
-needs the sum of a query's elements, and the weights' sum of the values' least.
+Where a byte or a pair of them has several elements, each has products of its own: of int4's even
+and odd elements of keys, of every second or fourth element of values. int4's least element needs
+the sum of a query's elements, and the weights' sum of the values' least.
 """
 
 import triton
@@ -17,10 +18,13 @@ from kernels.attention.decode import LOG2E, capped, item_of, merge, merge_into
 from kernels.attention.decode_plan import DecodePlan
 from kernels.kv_codes import (
     constants,
-    high_half,
-    low_half,
+    exponent_of,
+    middle_of,
     numbers_at,
-    product_type,
+    pair_parts,
+    pairs,
+    parts_of,
+    products,
     shift_of,
     words,
 )
@@ -35,7 +39,7 @@ from kernels.quantized_kv import QuantizedKV
 def _quantized_decode_kernel(
     q,
     k_codes,
-    v_codes,
+    v_codes,  # pairs of bytes
     k_words,  # int16: bfloat16 numbers
     v_words,
     out,
@@ -57,6 +61,7 @@ def _quantized_decode_kernel(
     ROWS: tl.constexpr,  # GROUP padded to what the matrix unit takes
     DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
     KEYS: tl.constexpr,  # keys a tile
+    SHARES: tl.constexpr,  # keys that the warps take in one product
     MERGE: tl.constexpr,  # splits merged at a time
     MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
     LAST_MERGES: tl.constexpr,  # else _merge_kernel does
@@ -67,9 +72,11 @@ def _quantized_decode_kernel(
     CODE_PAGE: tl.constexpr,
     NUMBER_PAGE: tl.constexpr,
     DTYPE: tl.constexpr,  # of products
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
+    PARTS: tl.constexpr = 2 * PACKED
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, DIMS // PACKED)
     dims = columns * PACKED
@@ -77,6 +84,10 @@ def _quantized_decode_kernel(
     row_mask = rows < GROUP
     dim_mask = dims < HEAD_DIM
     tile_mask = row_mask[:, None] & dim_mask[None, :]
+    value_columns = tl.arange(0, DIMS // PARTS)
+    value_dims = value_columns * PARTS
+    value_mask = value_dims < HEAD_DIM
+    out_mask = row_mask[:, None] & value_mask[None, :]
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     programs = tl.num_programs(0)
     pairs = tl.load(counted) * NUM_KV_HEADS
@@ -92,11 +103,9 @@ def _quantized_decode_kernel(
         head_rows = (entry * NUM_HEADS + head * GROUP + rows) * HEAD_DIM
         splits = tl.load(items + item * 8 + 3)
         first = tl.load(items + item * 8 + 4).to(tl.int64)
-        # Block ids are read two tiles ahead, numbers one.
+        # Block ids and numbers are read a tile ahead, codes more tiles by the compiler.
         position = begin + keys
         page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
-        ahead = position + KEYS
-        next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         where_query = q + head_rows[:, None] + dims[None, :]
         query = tl.load(where_query, mask=tile_mask, other=0.0).to(tl.float32)
         odd = query
@@ -109,14 +118,18 @@ def _quantized_decode_kernel(
         query, odd = query.to(DTYPE), odd.to(DTYPE)
         factor = tl.exp2(shift) * scale_log2
         top = tl.full([ROWS], float("-inf"), tl.float32)
-        denominator = tl.zeros([ROWS], tl.float32)
-        below = tl.zeros([ROWS], tl.float32)  # sum of weights times least values
-        acc = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
-        acc_odd = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
+        parts = tl.zeros([ROWS, SHARES], tl.float32)
+        denominator = parts
+        middle = parts  # weights times `middle_of` values
+        acc0 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
+        acc1 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
+        acc2 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
+        acc3 = tl.zeros([ROWS, DIMS // PARTS], tl.float32)
         if SINKS:  # in the first split, as a key without a value, whose scale would be 2^-24
             sink = tl.load(sinks + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
             top = tl.where(item == first, sink - 24.0, top)
-            denominator += tl.where(item == first, 16777216.0, 0.0)
+            one = (item == first) & (tl.arange(0, SHARES) == 0)
+            denominator += tl.where(one, 16777216.0, 0.0)[None, :]
         if SLOPES:
             slope = tl.load(slopes + head * GROUP + rows, mask=row_mask, other=0.0) * LOG2E
             last = tl.load(items + item * 8 + 5)
@@ -137,21 +150,21 @@ def _quantized_decode_kernel(
             offset = page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED)
             where = offset[:, None] + columns[None, :]
             mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
-            key_factor, key_least, exponent, least = k_scale, k_least, v_scale, v_least
-            page = next_page
-            ahead = position + 2 * KEYS
-            next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+            offset = page.to(tl.int64) * (CODE_PAGE // 2) + in_page * (HEAD_DIM // PARTS)
+            value_where = offset[:, None] + value_columns[None, :]
+            key_factor, key_least, value_scale, value_least = k_scale, k_least, v_scale, v_least
             ahead = position + KEYS
+            page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
             in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
             k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
             v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
             key = tl.load(k_codes + where, mask=mask, other=0.0)
-            low = low_half(key, DTYPE)
+            low, high = parts_of(key, KIND, DTYPE, ASM)
             score = tl.dot(query, tl.trans(low), input_precision="ieee")
             if PACKED == 2:
-                high = high_half(key, DTYPE)
                 score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
-                score = score * key_factor[None, :] + total[:, None] * key_least[None, :]
+                key_middle = middle_of(key_factor, key_least, KIND)
+                score = score * key_factor[None, :] + total[:, None] * key_middle[None, :]
                 score = score * factor[:, None]
             else:
                 score = score * (factor[:, None] * key_factor[None, :])
@@ -160,42 +173,54 @@ def _quantized_decode_kernel(
             if SLOPES:
                 distance = position - last
                 score += slope[:, None] * distance[None, :].to(tl.float32)
-            # A value of zeros has any scale.
-            exponent = tl.maximum(tl.log2(exponent), -60.0)
+            exponent, mantissa = exponent_of(value_scale)
             score = tl.where(seen[None, :], score + exponent[None, :], float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1))
             weight = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
-            inverse = tl.exp2(-exponent)[None, :]
-            denominator = denominator * shrink + tl.sum(weight * inverse, axis=1)
-            value = tl.load(v_codes + where, mask=mask, other=0.0)
-            acc = acc * shrink[:, None]
-            weight = weight.to(DTYPE)
-            low = low_half(value, DTYPE)
-            acc = tl.dot(weight, low, acc, input_precision="ieee")
-            if PACKED == 2:
-                # Of the rounded weights: what rounding adds to codes, it takes off here.
-                own = weight.to(tl.float32) * (inverse * least[None, :])
-                below = below * shrink + tl.sum(own, axis=1)
-                acc_odd = acc_odd * shrink[:, None]
-                acc_odd = tl.dot(weight, high_half(value, DTYPE), acc_odd, input_precision="ieee")
+            own = weight * tl.exp2(-exponent)[None, :]
+            # In parts that no two threads share: they are added up once, behind the loop.
+            part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
+            denominator = denominator * shrink[:, None] + part
+            if HEAD_DIM < DIMS:
+                mask = seen[:, None] & value_mask[None, :]
+            value = tl.load(v_codes + value_where, mask=mask, other=0)
+            weight = (weight * mantissa[None, :]).to(DTYPE)
+            value0, value1, value2, value3 = pair_parts(value, KIND, DTYPE, ASM)
+            acc0 = tl.dot(weight, value0, acc0 * shrink[:, None], input_precision="ieee")
+            acc1 = tl.dot(weight, value1, acc1 * shrink[:, None], input_precision="ieee")
+            if PARTS == 4:
+                value_middle = middle_of(value_scale, value_least, KIND)
+                own = own * value_middle[None, :]
+                part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
+                middle = middle * shrink[:, None] + part
+                acc2 = tl.dot(weight, value2, acc2 * shrink[:, None], input_precision="ieee")
+                acc3 = tl.dot(weight, value3, acc3 * shrink[:, None], input_precision="ieee")
             top = new_top
+        middle = tl.sum(middle, axis=1)
+        denominator = tl.sum(denominator, axis=1)
         # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
         at = item.to(tl.int64) * NUM_HEADS + head * GROUP + rows
-        where_out = head_rows[:, None] + dims[None, :]
-        where_part = at[:, None] * HEAD_DIM + dims[None, :]
-        acc = (acc + below[:, None]) / denominator[:, None]
-        acc_odd = (acc_odd + below[:, None]) / denominator[:, None]
+        where_out = out + head_rows[:, None] + value_dims[None, :]
+        where_part = partial + at[:, None] * HEAD_DIM + value_dims[None, :]
+        share = 1.0 / denominator[:, None]
+        acc0 = (acc0 + middle[:, None]) * share
+        acc1 = (acc1 + middle[:, None]) * share
+        acc2 = (acc2 + middle[:, None]) * share
+        acc3 = (acc3 + middle[:, None]) * share
         if splits == 1:
-            tl.store(out + where_out, acc.to(out.dtype.element_ty), mask=tile_mask)
-            if PACKED == 2:
-                rounded = acc_odd.to(out.dtype.element_ty)
-                tl.store(out + where_out + 1, rounded, mask=tile_mask)
+            tl.store(where_out, acc0.to(out.dtype.element_ty), mask=out_mask)
+            tl.store(where_out + 1, acc1.to(out.dtype.element_ty), mask=out_mask)
+            if PARTS == 4:
+                tl.store(where_out + 2, acc2.to(out.dtype.element_ty), mask=out_mask)
+                tl.store(where_out + 3, acc3.to(out.dtype.element_ty), mask=out_mask)
         else:
-            tl.store(partial + where_part, acc, mask=tile_mask)
-            if PACKED == 2:
-                tl.store(partial + where_part + 1, acc_odd, mask=tile_mask)
+            tl.store(where_part, acc0, mask=out_mask)
+            tl.store(where_part + 1, acc1, mask=out_mask)
+            if PARTS == 4:
+                tl.store(where_part + 2, acc2, mask=out_mask)
+                tl.store(where_part + 3, acc3, mask=out_mask)
             tl.store(partial_lse + at, top + tl.log2(denominator), mask=row_mask)
             if LAST_MERGES:
                 tl.debug_barrier()  # every thread's stores come before the arrival
@@ -228,13 +253,13 @@ def quantized_decode(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = max(32, triton.next_power_of_2(head_dim))
+    dims = max(64, triton.next_power_of_2(head_dim))
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
     _quantized_decode_kernel[(num_sms(q.device) * shape.per_sm,)](
         q,
         k_cache.codes,
-        v_cache.codes,
+        pairs(v_cache),
         *words(k_cache, v_cache),
         out,
         block_table,
@@ -255,6 +280,7 @@ def quantized_decode(
         ROWS=max(16, triton.next_power_of_2(group)),
         DIMS=dims,
         KEYS=shape.keys,
+        SHARES=8 * shape.num_warps,
         MERGE=max(2, shape.merge // (merge_rows * dims)),
         MERGE_ROWS=merge_rows,
         LAST_MERGES=plan.last_merges,
@@ -262,7 +288,7 @@ def quantized_decode(
         SINKS=sinks is not None,
         SLOPES=slopes is not None,
         **constants(k_cache),
-        DTYPE=product_type(q),
+        **products(q),
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

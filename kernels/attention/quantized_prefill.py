@@ -8,10 +8,11 @@ from kernels.attention.decode import LOG2E, capped
 from kernels.attention.prefill import PrefillLaunch, borders, entry_of
 from kernels.kv_codes import (
     constants,
-    high_half,
-    low_half,
+    exponent_of,
+    middle_of,
     numbers_at,
-    product_type,
+    parts_of,
+    products,
     shift_of,
     words,
 )
@@ -44,7 +45,7 @@ def _walk(
     row_position,
     top,
     denominator,
-    below,  # of weights times least values, if int4; in parts as the denominator
+    middle,  # of weights times `middle_of` values, if int4; in parts as the denominator
     acc,
     acc_odd,  # if int4
     cap_log2,
@@ -63,6 +64,7 @@ def _walk(
     CODE_PAGE: tl.constexpr,
     NUMBER_PAGE: tl.constexpr,
     DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
     # Of a tile's first keys no query may see any, and their block may be another request's.
@@ -72,12 +74,10 @@ def _walk(
     keys = tl.arange(0, KEYS)
     columns = tl.arange(0, DIMS // PACKED)
     dim_mask = (columns * PACKED < HEAD_DIM)[None, :]
-    # Block ids are read two tiles ahead, numbers one.
+    # Block ids and numbers are read a tile ahead, codes more tiles by the compiler.
     position = begin + keys
     seen = _seen(position, end, lowest, PART)
     page = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
-    ahead = position + KEYS
-    next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
     in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
     k_scale, k_least = numbers_at(k_words, page, in_page, seen, NUMBER_PAGE, KIND)
     v_scale, v_least = numbers_at(v_words, page, in_page, seen, NUMBER_PAGE, KIND)
@@ -86,27 +86,28 @@ def _walk(
         in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
         where = (page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED))[:, None]
         where = where + columns[None, :]
-        key_factor, key_least, exponent, least = k_scale, k_least, v_scale, v_least
-        page = next_page
-        ahead = position + 2 * KEYS
-        next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        key_factor, key_least, value_scale, value_least = k_scale, k_least, v_scale, v_least
         ahead = position + KEYS
+        page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
         k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
         v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
         if MASKED:
-            mask = _seen(position, end, lowest, PART)[:, None] & dim_mask
+            mask = _seen(position, end, lowest, PART)[:, None]
+            if HEAD_DIM < DIMS:
+                mask = mask & dim_mask
             key = tl.load(k_codes + where, mask=mask, other=0.0)
         elif HEAD_DIM < DIMS:
             mask = dim_mask
             key = tl.load(k_codes + where, mask=mask, other=0.0)
         else:
             key = tl.load(k_codes + where)
-        score = tl.dot(query, tl.trans(low_half(key, DTYPE)), input_precision="ieee")
+        low, high = parts_of(key, KIND, DTYPE, ASM)
+        score = tl.dot(query, tl.trans(low), input_precision="ieee")
         if PACKED == 2:
-            high = high_half(key, DTYPE)
             score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
-            score = score * key_factor[None, :] + total[:, None] * key_least[None, :]
+            key_middle = middle_of(key_factor, key_least, KIND)
+            score = score * key_factor[None, :] + total[:, None] * key_middle[None, :]
             score = score * factor[:, None]
         else:
             score = score * (factor[:, None] * key_factor[None, :])
@@ -115,8 +116,7 @@ def _walk(
         elif SLOPES:
             distance = position[None, :] - row_position[:, None]
             score += slope[:, None] * distance.to(tl.float32)
-        # A value of zeros has any scale.
-        exponent = tl.maximum(tl.log2(exponent), -60.0)
+        exponent, mantissa = exponent_of(value_scale)
         score = score + exponent[None, :]
         if MASKED:
             score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
@@ -132,25 +132,25 @@ def _walk(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         # In parts that no two threads share: they are added up once, behind the loop.
-        inverse = tl.exp2(-exponent)[None, :]
-        part = tl.sum(tl.reshape(weight * inverse, [ROWS, KEYS // 8, 8]), axis=1)
+        own = weight * tl.exp2(-exponent)[None, :]
+        part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
         if MASKED or HEAD_DIM < DIMS:
             value = tl.load(v_codes + where, mask=mask, other=0.0)
         else:
             value = tl.load(v_codes + where)
-        weight = weight.to(DTYPE)
-        acc = tl.dot(weight, low_half(value, DTYPE), acc, input_precision="ieee")
+        weight = (weight * mantissa[None, :]).to(DTYPE)
+        low, high = parts_of(value, KIND, DTYPE, ASM)
+        acc = tl.dot(weight, low, acc, input_precision="ieee")
         if PACKED == 2:
-            # Of the rounded weights: what rounding adds to codes, it takes off here.
-            own = weight.to(tl.float32) * (inverse * least[None, :])
+            own = own * middle_of(value_scale, value_least, KIND)[None, :]
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
-            below = below * shrink[:, None] + part
+            middle = middle * shrink[:, None] + part
             acc_odd = acc_odd * shrink[:, None]
-            acc_odd = tl.dot(weight, high_half(value, DTYPE), acc_odd, input_precision="ieee")
+            acc_odd = tl.dot(weight, high, acc_odd, input_precision="ieee")
         top = new_top
-    return top, denominator, below, acc, acc_odd
+    return top, denominator, middle, acc, acc_odd
 
 
 @triton.jit(
@@ -190,6 +190,7 @@ def _quantized_prefill_kernel(
     CODE_PAGE: tl.constexpr,
     NUMBER_PAGE: tl.constexpr,
     DTYPE: tl.constexpr,  # of products
+    ASM: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -244,7 +245,7 @@ def _quantized_prefill_kernel(
     )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
-    below = tl.zeros([ROWS, 8], tl.float32)
+    middle = tl.zeros([ROWS, 8], tl.float32)
     acc_odd = acc
     query_head = head * GROUP + rows % GROUP
     if SINKS:  # as a key without a value, whose scale would be 2^-24
@@ -254,29 +255,29 @@ def _quantized_prefill_kernel(
     if SLOPES:
         slope = tl.load(slopes + query_head) * LOG2E
     if WINDOW or CHUNK:
-        top, denominator, below, acc, acc_odd = _walk(
+        top, denominator, middle, acc, acc_odd = _walk(
             query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
             lowest // KEYS * KEYS, tl.minimum(begin_full, end), row_position, top, denominator,
-            below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-            True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+            middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+            True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
         )  # fmt: skip
-    top, denominator, below, acc, acc_odd = _walk(
+    top, denominator, middle, acc, acc_odd = _walk(
         query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         begin_full, full, row_position, top, denominator,
-        below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        False, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+        middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        False, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
     )  # fmt: skip
-    top, denominator, below, acc, acc_odd = _walk(
+    top, denominator, middle, acc, acc_odd = _walk(
         query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         full, end, row_position, top, denominator,
-        below, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
-        True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE,
+        middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
     )  # fmt: skip
     under = tl.sum(denominator, axis=1)[:, None]
-    least = tl.sum(below, axis=1)[:, None]
-    tl.store(out + where, ((acc + least) / under).to(out.dtype.element_ty), mask=tile_mask)
+    middle_sum = tl.sum(middle, axis=1)[:, None]
+    tl.store(out + where, ((acc + middle_sum) / under).to(out.dtype.element_ty), mask=tile_mask)
     if PACKED == 2:
-        acc_odd = (acc_odd + least) / under
+        acc_odd = (acc_odd + middle_sum) / under
         tl.store(out + where + 1, acc_odd.to(out.dtype.element_ty), mask=tile_mask)
 
 
@@ -340,7 +341,7 @@ def quantized_prefill(
         SINKS=sinks is not None,
         SLOPES=slopes is not None,
         **constants(k_cache),
-        DTYPE=product_type(q),
+        **products(q),
         DETERMINISTIC=deterministic,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
