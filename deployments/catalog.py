@@ -99,6 +99,45 @@ def applications() -> dict[str, Any]:
     }
 
 
+def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
+    """Whether a model's names are its own. Raises ConfigError."""
+    mine = {config.name(): "name", **dict.fromkeys(config.aliases, "aliases")}
+    mine |= dict.fromkeys(config.adapters.paths, "adapters.paths")
+    for name, other in known.items():
+        if name == config.name():
+            continue
+        for taken in (name, *other.config.aliases, *other.config.adapters.paths):
+            if taken in mine:
+                key = mine[taken]
+                raise ConfigError(f"{key}: {taken!r} is a name of the model {name!r}", param=key)
+
+
+def trouble(app: str, name: str) -> str:
+    """Why a model does not start, by Serve's word, which may still try; "" if nothing is known to
+    be wrong. Needs a connection to Ray, and blocks."""
+    from ray import serve
+
+    found = serve.status().applications.get(model_app(app, name))
+    if found is None:
+        return ""
+    told = why_failed(found)
+    over = found.status in ("DEPLOY_FAILED", "UNHEALTHY")
+    return told if over or "Error: " in told else ""
+
+
+def why_failed(application: Any) -> str:
+    """The line that says what went wrong: in a traceback the last line, of the deepest cause.
+    application: as Serve tells of it."""
+    messages = [deployment.message for deployment in application.deployments.values()]
+    for message in (*messages, application.message):
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        errors = [line for line in lines if "Error: " in line and not line.startswith("File")]
+        if errors:
+            return errors[-1]
+    whole = application.message.strip()
+    return whole.splitlines()[-1] if whole else "no reason given"
+
+
 # -- the mark, which tells routers that it is time to look
 
 

@@ -51,6 +51,7 @@ from deployments.api.http.exchange import (
     UntilDisconnect,
 )
 from deployments.api.http.json_body import parse_json
+from deployments.api.models import changes_models
 from deployments.api.options import ApiOptions
 from deployments.api.routes import OPEN, find
 from deployments.backend import Backend, ModelCard, RecalledChoice
@@ -101,6 +102,7 @@ class Api:
                     return
                 if path not in OPEN:
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
+                    admin |= changes_models(exchange.method, path)
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, self.options, admin=admin
                     )

@@ -3,11 +3,14 @@
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.api.batches.folder import BatchFolder
 from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
+
+if TYPE_CHECKING:
+    from deployments.api.models import ModelChanges
 
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
@@ -41,6 +44,7 @@ class ApiOptions:
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
+    models: changes what is served; None where there is one model for good.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
         bytes.
     tell_request_id: put x-request-id into answers; False where something in front of us does.
@@ -70,6 +74,7 @@ class ApiOptions:
     )
     store_bytes: int = 0
     batches: BatchFolder | None = None
+    models: "ModelChanges | None" = None
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -3,17 +3,16 @@
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from deployments.api import adapters
+from deployments.api import adapters, models
 from deployments.api.agents import messages, responses
 from deployments.api.batches import routes as batches
 from deployments.api.embeddings import embeddings
 from deployments.api.fields import agents, generation, others, pooled
 from deployments.api.fields.schema import TEXT, Body, Schema, integer
-from deployments.api.generation.openai_request import find_model
 from deployments.api.http.errors import (
     INVALID,
     NOT_FOUND,
@@ -28,7 +27,7 @@ from deployments.api.openapi.page import HEADERS, page
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
-from deployments.backend import DRAINING, ModelCard
+from deployments.backend import DRAINING
 from deployments.environment import installed_version
 
 if TYPE_CHECKING:
@@ -92,32 +91,6 @@ async def _chat(api: "Api", exchange: HttpExchange) -> None:
 
 async def _completions(api: "Api", exchange: HttpExchange) -> None:
     await api.generate(exchange, chat=False)
-
-
-def _model_shown(card: ModelCard) -> dict[str, Any]:
-    aliases = {"aliases": card.aliases} if card.aliases and card.parent is None else {}
-    return {
-        "id": card.id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "manta",
-        "root": card.root or card.id,
-        "parent": card.parent,
-        "max_model_len": card.max_model_len,
-        **aliases,
-    }
-
-
-async def _models(api: "Api", exchange: HttpExchange) -> None:
-    await api.backend.adapters.refresh()
-    may_use = exchange.caller.may_use
-    cards = [_model_shown(card) for card in api.backend.models().values() if may_use(card.id)]
-    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
-
-
-async def _one_model(api: "Api", exchange: HttpExchange) -> None:
-    card = await find_model(exchange.path[len("/v1/models/") :], api.backend, exchange.caller)
-    await exchange.answer(200, msgspec.json.encode(_model_shown(card)))
 
 
 async def _tokenize(api: "Api", exchange: HttpExchange) -> None:
@@ -230,7 +203,14 @@ ROUTES: tuple[Route, ...] = (
             "Tokens of the prompt of a message", QUEUES, agents.COUNTED, ("input_tokens",)
         ),
     ),
-    Route("/v1/models", _models, get=Operation("What is served", (503,), answer=_LIST)),
+    Route(
+        models.PATH,
+        models.models,
+        get=Operation("What is served", (503,), answer=_LIST),
+        post=Operation(
+            "A model, added or changed", (*READS, *NAMES, 503), others.MODEL, ("id", "status")
+        ),
+    ),
     Route(
         "/v1/embeddings",
         embeddings,
@@ -341,7 +321,12 @@ ROUTES: tuple[Route, ...] = (
         batches.one_batch,
         post=Operation("Stop it", (400, *NAMES), answer=_BATCH),
     ),
-    Route("/v1/models/{name}", _one_model, get=Operation("A model", _ADAPTERS, answer=_MODEL)),
+    Route(
+        f"{models.PATH}/{{name}}",
+        models.one_model,
+        get=Operation("A model", _ADAPTERS, answer=_MODEL),
+        delete=Operation("Take it away", (400, *_ADAPTERS), answer=_GONE),
+    ),
     Route(
         f"{REQUESTS}{{id}}",
         _request,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from deployments.cli.adapter import app as adapter
+from deployments.cli.models.served import app as models
 from deployments.cli.serving.time_limit import leave
 from loadtest.cli import app as loadtest
 
@@ -23,6 +24,7 @@ cli = typer.Typer(
 )
 
 cli.add_typer(adapter, epilog="Example:  manta adapter add legal /models/adapters/legal")
+cli.add_typer(models, epilog="Example:  manta models add llama /models/llama-8b")
 cli.add_typer(loadtest, epilog="Example:  manta loadtest run chat.yaml --url http://host:8000")
 
 _Spec = Annotated[

@@ -5,7 +5,6 @@ import json
 import logging
 import signal
 import time
-from typing import Any
 
 from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
@@ -125,6 +124,8 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
+    from deployments.catalog import why_failed
+
     while True:
         app = serve.status().applications.get(app_name)
         if app is not None:
@@ -132,7 +133,7 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 return
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
                 which = f" of {app_name}" if "." in app_name else ""  # one of several models
-                raise ServeError(f"the deployment{which} failed: {_reason(app)}")
+                raise ServeError(f"the deployment{which} failed: {why_failed(app)}")
             counts = []
             for name, deployment in app.deployments.items():
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
@@ -140,17 +141,6 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 counts.append(f"{name} {running}/{total}")
             status.update(f"Starting the replicas: {', '.join(counts) or 'placing them'}")
         time.sleep(_POLL)
-
-
-def _reason(app: Any) -> str:
-    """The line that says what went wrong: in a traceback the last line, of the deepest cause."""
-    messages = [deployment.message for deployment in app.deployments.values()]
-    for message in (*messages, app.message):
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error: " in line and not line.startswith("File")]
-        if errors:
-            return errors[-1]
-    return app.message.strip().splitlines()[-1] if app.message.strip() else "no reason given"
 
 
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:

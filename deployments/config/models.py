@@ -310,9 +310,9 @@ class HttpConfig(_Section):
     )
     admin_keys_file: str | None = Field(
         None,
-        description="The same for keys that may also change what is served (/v1/adapters). "
-        "Default none: where api_keys_file is set no key may change it, and where keys are not "
-        "used every client may.",
+        description="The same for keys that may also change what is served (/v1/adapters, and "
+        "/v1/models where there are several). Default none: where api_keys_file is set no key may "
+        "change it, and where keys are not used every client may; /v1/models is then closed.",
     )
     share_prefixes: bool = Field(
         False,
@@ -783,6 +783,10 @@ class MantaConfig(_Section):
                 for other in others:
                     if (holder := taken.setdefault(other, name)) != name or other in self.models:
                         wrong(f"{other!r} is a name of the model {holder!r}", "models", name, key)
+            for kind, pool in own.pools.items():
+                if pool.max_replicas is not None and not pool.min_replicas:
+                    told = "is 0, and no request would wake one of several models; set it to 1"
+                    wrong(f"min_replicas {told}", "models", name, "pools", kind)
             try:
                 self.of(name)
             except ValidationError as error:

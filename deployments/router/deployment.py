@@ -32,6 +32,7 @@ from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
 from deployments.router.keys.sharing import SharedCounts
 from deployments.router.keys.usage_log import UsageLog
+from deployments.router.models.changes import ChangeModels, RouterChanges
 from deployments.router.models.front import ModelFront
 from deployments.router.models.keeper import FindModels, ModelKeeper
 from deployments.router.models.served import ServedModel
@@ -55,12 +56,14 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """models: the one that is served; None where models come and go, and then find_models gives
-    those of an application. in_flight: requests at most. stream_seconds: that a request may go on
-    after its model was changed or taken away. usage_file: "" is none; see UsageConfig.
-    batches, grpc: None if they are not served. tracing: None: no spans are made."""
+    those of an application, and change_models changes them. in_flight: requests at most.
+    stream_seconds: that a request may go on after its model was changed or taken away. usage_file:
+    "" is none; see UsageConfig. batches, grpc: None if they are not served. tracing: None: no spans
+    are made."""
 
     models: tuple[ServedModel, ...] | None
     find_models: FindModels | None
+    change_models: ChangeModels | None
     in_flight: int
     body_bytes: int
     strict: bool
@@ -146,6 +149,9 @@ class Router:
             event_secret=secret,
             metrics=self._application_metrics.text,
             explain=self._explain,
+            models=None
+            if settings.change_models is None
+            else RouterChanges(settings.change_models, front, self._models),
             observe=lambda route, status, _: front.metrics.http.add(1, route, str(status)),
         )
         # A caller with a handle is inside the cluster: no key.

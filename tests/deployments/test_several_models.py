@@ -3,6 +3,7 @@ a real Ray and Serve with real engines, where what happens to one changes nothin
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -17,13 +18,14 @@ from deployments.app import build, deploy, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app
 from deployments.cli.kubernetes import rayservice
+from deployments.cli.models import served
 from deployments.cli.target import engine_config
 from deployments.config.load import MantaConfig, load_config, parse_config
 from deployments.neighbours import check, left_out
 from deployments.observe.metrics import render
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.models.front import ModelFront
-from engine.errors import AdapterError, ConfigError, InvalidRequest, Overloaded
+from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
 from engine.sampling_params import SamplingParams
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.serve_cluster import Cluster, tiny_model
@@ -36,6 +38,7 @@ ENGINE = {
     "dtype": "float32",
     "num_threads": 1,
 }
+ADMIN = "admin-key-of-the-tests-0123456789"
 PROMPT = {"prompt": "the answer", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
@@ -57,7 +60,11 @@ def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
             "engine": ENGINE,
             "models": {name: {**one, **more} for name, more in models.items()},
             "router": {"replicas": 1},
-            "http": {"proxy": "serve", "port": port},
+            "http": {
+                "proxy": "serve",
+                "port": port,
+                "admin_keys_file": str(folder.parent / "admins"),
+            },
             "limits": {"drain_seconds": 5.0},
         },
         {},
@@ -278,7 +285,11 @@ async def test_an_adapters_name_is_of_one_model() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    parent = tmp_path_factory.mktemp("models")
+    keys = parent / "admins"
+    keys.touch(0o600)
+    keys.write_text(f"{ADMIN}\n")
+    return tiny_model(parent / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -428,3 +439,46 @@ def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Pat
         wait(lambda: several.names() == ["one", "two"])
         wait(lambda: several.ready("two") and several.engines("two")["pid"] != two)
     assert several.engines("one")["pid"] == one
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_models_come_and_go_over_http(
+    several: Several, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is added takes the others with it, answers before it is there, or stays when it
+    is removed; anybody may do it; what is wrong with it is told by nobody."""
+    url, admins = f"http://127.0.0.1:{several.cluster.port}/several", folder.parent / "admins"
+    section = tmp_path / "added.yaml"
+
+    def written(text: str) -> str:
+        section.write_text(f"model: {folder}\npools: {{cpu: {{num_cpus: 0.4}}}}\n{text}")
+        return str(section)
+
+    with pytest.raises(MantaError, match="API key"):
+        served.add("three", written(""), url=url, key=None)
+    for wrong, said in (
+        ("replcas: 2", "replcas: .*did you mean replicas"),
+        ("aliases: [claude-*]", "'claude-\\*' is a name of the model 'one'"),
+        ("engine: {max_num_seqs: -1}", "engine.max_num_seqs: max_num_seqs must not be"),
+    ):
+        with pytest.raises(MantaError, match=said):
+            served.add("three", written(wrong), url=url, key=admins)
+    with pytest.raises(MantaError, match="no model is called 'three'"):
+        served.remove("three", url=url, key=admins)
+    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    with Stream(several, "one"):
+        served.add("three", written("aliases: [drei]"), url=url, key=admins)
+        assert several.text("three") and several.ready("drei")
+        deploy(serve_config(several.config))  # the file knows nothing of it
+        served.show(url=url, key=admins)
+        shown = capsys.readouterr().out
+        assert re.search(r"^one +ready +256 tokens +claude-\*$", shown, re.M)
+        assert re.search(r"^three +ready +256 tokens +drei$", shown, re.M)
+        served.remove("three", url=url, key=admins)
+        assert several.names() == ["one", "two"] and not several.ready("three")
+        served.add("four", written("engine: {quantization: gguf}"), wait=False, url=url, key=admins)
+        with pytest.raises(MantaError, match=r"four does not start: .*gguf"):
+            served.add("four", written("engine: {quantization: gguf}"), url=url, key=admins)
+        served.remove("four", url=url, key=admins)
+    assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (one, two)

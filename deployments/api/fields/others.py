@@ -5,6 +5,7 @@ from deployments.api.fields.generation import CHAT_MESSAGES, REASONING_EFFORT, T
 from deployments.api.fields.schema import (
     BOOLEAN,
     FILLED,
+    OBJECT,
     TEXT,
     TOKEN,
     Body,
@@ -17,6 +18,7 @@ from deployments.api.fields.schema import (
     text,
 )
 
+MAX_MODEL_NAME = 128  # bytes
 MAX_ADAPTER_NAME = 256  # bytes; what is a name is checked further down
 MAX_ADAPTER_PATH = 4096
 
@@ -40,6 +42,17 @@ ADAPTER = openai_body(
         "name": text(MAX_ADAPTER_NAME),
         "path": {**FILLED, "maxLength": MAX_ADAPTER_PATH},
         "model": text(MAX_ADAPTER_NAME),
+    },
+    ("name",),
+)
+MODEL = Body(  # a section `models.NAME`; the configuration's own checks say more
+    {
+        "name": text(MAX_MODEL_NAME),
+        "model": FILLED,
+        "revision": TEXT,
+        "aliases": list_of(TEXT, 0, 64),
+        "replicas": integer(0, 4096),
+        **dict.fromkeys(("engine", "pools", "adapters", "scaling", "limits"), OBJECT),
     },
     ("name",),
 )

@@ -71,6 +71,8 @@ class ModelKeeper:
         self._looked = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # nobody else holds them
+        self._find: FindModels = lambda app: {}
+        self._looking = asyncio.Lock()
 
     async def serve(self, model: ServedModel, engines: Engines) -> None:
         """Load a model and serve it from now on, in place of what has its name. engines: handles of
@@ -110,8 +112,9 @@ class ModelKeeper:
 
     async def follow(self, find: FindModels) -> None:
         """Serve the models that `find` gives, and look for changes from now on. find: blocks."""
-        await self._look(find)
-        self._task = asyncio.get_running_loop().create_task(self._watch(find))
+        self._find = find
+        await self.look()
+        self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
         if self._task is not None:
@@ -120,14 +123,14 @@ class ModelKeeper:
             for unsubscribe in connected.unsubscribe:
                 unsubscribe()
 
-    async def _watch(self, find: FindModels) -> None:
+    async def _watch(self) -> None:
         told = True
         while True:
             await asyncio.sleep(_LOOK)
             try:
                 mark = await asyncio.to_thread(catalog.mark, self._app)
                 if mark != self._mark or time.monotonic() - self._looked > _LOOK_AT_ALL:
-                    await self._look(find)
+                    await self.look()
                 told = True
             except (OSError, RayError, RayServeException) as error:
                 if told:
@@ -136,10 +139,15 @@ class ModelKeeper:
             except Exception:
                 logger.exception("the look at the models failed")
 
-    async def _look(self, find: FindModels) -> None:
+    async def look(self) -> None:
+        """Serve what there is now. Raises OSError, and what Ray does."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
         # The mark first: a change while the models are read makes the next look find another one.
         mark = await asyncio.to_thread(catalog.mark, self._app)
-        wanted = await asyncio.to_thread(find, self._app)
+        wanted = await asyncio.to_thread(self._find, self._app)
         for name in self._connected.keys() - wanted.keys():
             logger.info("the model %s is not served any more", name)
             self._front.take_out(name, self._seconds)

@@ -1,0 +1,138 @@
+"""/v1/models: what is served, listed, and, where there are several models, added, changed and taken
+away while the others serve."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from deployments.api.auth import authenticate
+from deployments.api.fields.others import MAX_MODEL_NAME
+from deployments.api.generation.fields import take_str
+from deployments.api.generation.openai_request import find_model
+from deployments.api.http.errors import PERMISSION, ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.backend import ModelCard
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+PATH = "/v1/models"
+
+
+class ModelChanges(Protocol):
+    """Of an endpoint of several models."""
+
+    def ready(self, model: str) -> bool:
+        """Whether a replica of it can take requests."""
+        ...
+
+    async def trouble(self, model: str) -> str:
+        """Why it does not start, "" if nothing is known to be wrong."""
+        ...
+
+    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+        """Add a model, or change it. section: keys of `models.NAME`. Raises ConfigError."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Raises MantaError (model_not_found)."""
+        ...
+
+
+def changes_models(method: str, path: str) -> bool:
+    """Whether a request needs a key that may change what is served."""
+    at = path == PATH or path.startswith(f"{PATH}/")
+    return at and method not in ("GET", "HEAD")
+
+
+async def models(api: "Api", exchange: HttpExchange) -> None:
+    """GET: all. POST: add one, or change it."""
+    if exchange.method == "POST":
+        await _put(api, exchange)
+        return
+    await api.backend.adapters.refresh()
+    may_use = exchange.caller.may_use
+    cards = [_shown(api, card) for card in api.backend.models().values() if may_use(card.id)]
+    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
+
+
+async def one_model(api: "Api", exchange: HttpExchange) -> None:
+    """GET: one. DELETE: take it away."""
+    name = exchange.path[len(PATH) + 1 :]
+    if exchange.method == "DELETE":
+        await _changes(api).remove(name)
+        gone = {"id": name, "object": "model", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(gone))
+        return
+    card = await find_model(name, api.backend, exchange.caller)
+    shown = _shown(api, card)
+    if shown.get("status") == "starting" and _may_change(api, exchange):
+        assert api.options.models is not None
+        if trouble := await api.options.models.trouble(card.id):
+            shown |= {"status": "failed", "message": trouble}
+    await exchange.answer(200, msgspec.json.encode(shown))
+
+
+async def _put(api: "Api", exchange: HttpExchange) -> None:
+    changes = _changes(api)
+    body = await api.read(exchange)
+    name = take_str(body, "name", MAX_MODEL_NAME)
+    if name is None:
+        raise invalid("name is required", "name", "missing_field")
+    # Unknown keys, too: the configuration refuses them, with the nearest right one.
+    section = {key: value for key, value in body.items() if key != "name" and value is not None}
+    try:
+        await changes.put(name, section)
+    except ConfigError as error:
+        raise invalid(error.message, error.param) from None
+    card = api.backend.models().get(name)
+    told = {"id": name, "object": "model", "status": "starting"}
+    await exchange.answer(200, msgspec.json.encode(_shown(api, card) if card is not None else told))
+
+
+def _changes(api: "Api") -> ModelChanges:
+    """Raises ApiError 403 permission_denied."""
+    if api.options.models is None:
+        raise ApiError(
+            403,
+            "permission_denied",
+            "this endpoint serves one model, out of a configuration without `models`",
+            kind=PERMISSION,
+        )
+    if not api.options.admin_keys:
+        raise ApiError(
+            403,
+            "permission_denied",
+            "models are changed with a key of http.admin_keys_file only, and it is not set",
+            kind=PERMISSION,
+        )
+    return api.options.models
+
+
+def _may_change(api: "Api", exchange: HttpExchange) -> bool:
+    """Where users need no key, nobody has looked yet for the key of an admin."""
+    try:
+        authenticate(exchange, api.options, admin=True)
+    except ApiError:
+        return False
+    return bool(api.options.admin_keys)
+
+
+def _shown(api: "Api", card: ModelCard) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if card.parent is None and card.aliases:
+        more["aliases"] = card.aliases
+    if card.parent is None and api.options.models is not None:
+        more["status"] = "ready" if api.options.models.ready(card.id) else "starting"
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "manta",
+        "root": card.root or card.id,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+        **more,
+    }

@@ -1,0 +1,113 @@
+"""`manta models`: the models of a running endpoint of several, over HTTP."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from deployments.cli.console import StatusLine
+
+app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
+
+_Name = Annotated[str, typer.Argument(help="What requests call it.")]
+_Url = Annotated[str, typer.Option(help="Server to talk to.")]
+_Key = Annotated[
+    Path | None,
+    typer.Option(help="File with a key of http.admin_keys_file; default: OPENAI_API_KEY."),
+]
+_HERE = "http://127.0.0.1:8000"
+_CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
+_POLL = 1.0
+
+
+@app.command("list")
+def show(url: _Url = _HERE, key: _Key = None) -> None:
+    """Name, status, context and aliases of each."""
+    for model in _ask(url, key, "GET", "/models")["data"]:
+        if model["parent"] is None:
+            aliases = ", ".join(model.get("aliases", ()))
+            length = f"{model['max_model_len']:,} tokens"
+            print(
+                f"{model['id']:24} {model.get('status', 'served'):9} {length:16} {aliases}".rstrip()
+            )
+
+
+@app.command()
+def add(
+    name: _Name,
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|MODEL",
+            help="A .yaml file with the keys of `models.NAME`, or a model as the server sees it: "
+            "'default', a folder, a .gguf file, a hub name.",
+        ),
+    ],
+    wait: Annotated[bool, typer.Option(help="Wait until it is ready.")] = True,
+    url: _Url = _HERE,
+    key: _Key = None,
+) -> None:
+    """Serve a model, or change one: the others go on as they are."""
+    _ask(url, key, "POST", "/models", {**_section(spec), "name": name}, _CHANGE_SECONDS)
+    if not wait:
+        print(f"{name} is starting")
+        return
+    from deployments.cli.chat import ServerError
+
+    began = time.monotonic()
+    with StatusLine(f"Starting {name}") as status:
+        while True:
+            told = _ask(url, key, "GET", f"/models/{quote(name, safe='')}")
+            if told.get("status") == "ready":
+                break
+            if told.get("status") == "failed":
+                raise ServerError(f"{name} does not start: {told['message']}")
+            status.update(f"Starting {name}: {time.monotonic() - began:.0f} s")
+            time.sleep(_POLL)
+    print(f"{name} is ready")
+
+
+@app.command()
+def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
+    """Serve a model no longer: what it answers may end. Its files stay."""
+    _ask(url, key, "DELETE", f"/models/{quote(name, safe='')}", None, _CHANGE_SECONDS)
+    print(f"{name} is removed")
+
+
+def _section(spec: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    from deployments.config.yaml_lines import YamlProblem, parse
+    from engine.errors import ConfigError
+
+    path = Path(spec).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        return {"model": str(path.absolute()) if path.exists() else spec}
+    try:
+        found = parse(path.read_text("utf-8-sig")).data
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{spec}: {getattr(error, 'strerror', None) or error}") from None
+    except YamlProblem as problem:
+        raise ConfigError(f"{spec}:{problem.line}: {problem.message}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{spec}: must be a mapping of keys, such as `model: default`")
+    if "name" in found:
+        raise ConfigError(f"{spec}: name: unknown key; the name is given on the command line")
+    return found
+
+
+def _ask(
+    url: str,
+    key: Path | None,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    from deployments.cli.chat import ChatServer, read_key
+
+    server = ChatServer(url, read_key(key))
+    if seconds is None:
+        return dict(server.ask(method, path))
+    return dict(server.ask(method, path, body, seconds))

