@@ -25,7 +25,7 @@ from kernels.kv_format import KVFormat
 from tests.engine.checkpoints import load_model
 from tests.engine.test_ranks import start, two_cores
 from tests.parity.cases import LATENT, save
-from tests.parity.engine_driver import run
+from tests.parity.engine_driver import engine, run
 from tests.parity.test_deterministic import all_cuts
 
 __all__ = ["two_cores"]  # a fixture
@@ -82,6 +82,18 @@ def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
         assert isinstance(ours, HeadProducts) and theirs.weight.dtype == torch.float32
         assert (ours.weight - theirs.weight).abs().max() < 0.02 * ours.weight.abs().max()
         assert theirs.num_bytes == theirs.weight.nbytes
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_fewer_bits(folder: Path, prompts: list[list[int]], quantization: str) -> None:
+    """Generated products and recorded steps, which latents have no part in. Roundings may change a
+    token, and what follows it."""
+    sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "num_blocks": 400}
+    want = run(engine(folder, **sizes), prompts, GREEDY)
+    fewer = engine(folder, dtype="bfloat16", quantization=quantization, **sizes)
+    found = run(fewer, prompts, GREEDY)
+    first = [a.token_ids[0] == b.token_ids[0] for a, b in zip(found, want, strict=True)]
+    assert sum(first) > 0.7 * len(first)
 
 
 def test_two_ranks(folder: Path, prompts: list[list[int]], two_cores: None) -> None:
