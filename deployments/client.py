@@ -10,6 +10,7 @@ plain dicts; see docs/python.md.
 """
 
 import asyncio
+import operator
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from deployments.api.generation.fields import check_names
 from deployments.api.http.errors import ApiError
 from deployments.resuming import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
+from engine.library.prompts import as_list, is_token_id
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages
+Prompt = str | Sequence[int] | Messages  # or an array of NumPy, torch or DLPack
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     """Raises InvalidRequest, for unknown fields too: a handle call has no x-ignored-fields."""
+    prompt = as_list(prompt)
     if isinstance(prompt, str):
         given: dict[str, Any] = {"prompt": prompt}
     elif not isinstance(prompt, Sequence):
@@ -254,13 +257,18 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     elif prompt and isinstance(prompt[0], Mapping):
         given = {"messages": list(prompt)}
     else:
-        given = {"prompt": list(prompt)}
+        given = {"prompt": [one if isinstance(one, int) else _plain(one) for one in prompt]}
     body = {**({"model": model} if model else {}), **given, **fields}
     try:
         check_names(body, (CHAT if "messages" in body else COMPLETION).known, strict=True)
     except ApiError as error:
         raise InvalidRequest(error.message, param=error.param, code=error.code) from None
     return body
+
+
+def _plain(item: Any) -> Any:
+    """A token id of NumPy or torch as an int, an array as a list; the rest as it is."""
+    return operator.index(item) if is_token_id(item) else as_list(item)
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

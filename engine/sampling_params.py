@@ -13,7 +13,7 @@ from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, words
 
 MAX_N = 8
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         `seed_for`.
     stop: a string or up to 4, of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
-    logprobs: None = none; k = the chosen token's and the k most likely (k <= 20).
+    logprobs: None = none; k = the chosen token's and the k most likely (k <= 32).
     prompt_logprobs: the same for each prompt token but the first.
     structured: what the output may be. It ends where the grammar is complete, or at an end token
         where the grammar is satisfied; stop_token_ids end it only there, and min_tokens and

@@ -188,6 +188,7 @@ class Api:
         body = await self.read(exchange)
         if turn is not None:
             body = await in_thread(partial(turn.chat, body), exchange.body_size)
+            await turn.admit(exchange)
             exchange.ignored += turn.ignored
         ids = event_ids(exchange, exchange.caller.id, self.options.event_secret)
         key = key_of(exchange, body, self.options)

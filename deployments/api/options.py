@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
+# (id, owner or None for everyone's) -> how many prompts were stopped.
+Stop = Callable[[str, str | None], Awaitable[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class ApiOptions:
     tell_request_id: put x-request-id into answers; False where something in front of us does.
     metrics: gives the text of /metrics (Prometheus exposition format).
     explain: what routers know of a request, for /v1/requests/{id}; see router/request_trace.py.
+    stop: ends the requests of an id that are live at any router, for /stop_generate.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
@@ -79,6 +82,7 @@ class ApiOptions:
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None
     explain: Explain | None = None
+    stop: Stop | None = None
     observe: Callable[[str, int, float], None] | None = None
 
     def __post_init__(self) -> None:

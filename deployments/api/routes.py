@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deployments.api import adapters, models
-from deployments.api.agents import messages, responses
+from deployments.api.agents import liteqwen, messages, responses
 from deployments.api.batches import routes as batches
 from deployments.api.embeddings import embeddings
 from deployments.api.fields import agents, generation, others, pooled
+from deployments.api.fields import liteqwen as lq
 from deployments.api.fields.schema import TEXT, Body, Schema, integer
 from deployments.api.http.errors import (
     INVALID,
@@ -148,6 +149,7 @@ _BATCH = ("id", "object", "endpoint", "status", "input_file_id", "request_counts
 _RESPONSE = ("id", "object", "created_at", "status", "model", "output", "usage")
 _MODEL = ("id", "object", "owned_by", "max_model_len")
 _STREAMS = (JSON, EVENTS)
+_LITEQWEN = ("response", "history", "code", "logits", "flag")
 _GONE = ("id", "object", "deleted")
 _ADAPTER = ("id", "object", "path", "source")
 _ADAPTERS = (503, *NAMES)
@@ -202,6 +204,21 @@ ROUTES: tuple[Route, ...] = (
         post=Operation(
             "Tokens of the prompt of a message", QUEUES, agents.COUNTED, ("input_tokens",)
         ),
+    ),
+    Route(
+        "/chat",
+        liteqwen.chat,
+        post=Operation("A chat, as liteqwen has it", QUEUES, lq.CHAT, _LITEQWEN),
+    ),
+    Route(
+        "/stream_chat_post",
+        liteqwen.stream_chat,
+        post=Operation("The same as events", QUEUES, lq.CHAT, kinds=(EVENTS,)),
+    ),
+    Route(
+        "/stop_generate",
+        liteqwen.stop,
+        post=Operation("End a request by its id", (*READS, *NAMES), lq.STOP, ("stopped",)),
     ),
     Route(
         models.PATH,

@@ -149,6 +149,7 @@ class Router:
             event_secret=secret,
             metrics=self._application_metrics.text,
             explain=self._explain,
+            stop=self._stop,
             models=None
             if settings.change_models is None
             else RouterChanges(settings.change_models, front, self._models),
@@ -258,6 +259,17 @@ class Router:
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
         return [part for answer in answers for part in answer]
+
+    async def stop(self, request_id: str, owner: str | None = None) -> int:
+        """End this router's live requests of an id; how many prompts these were. owner: of
+        explain."""
+        return self._front.stop(request_id, owner)
+
+    async def _stop(self, request_id: str, owner: str | None) -> int:
+        """The same at whichever routers have them: calls with one id may be at several."""
+        async with self._peer_calls:
+            answers = await self._peers.ask(_ASK_SECONDS, "stop", request_id, owner)
+        return self._front.stop(request_id, owner) + sum(answers)
 
     async def __del__(self) -> None:
         if hasattr(self, "_models"):

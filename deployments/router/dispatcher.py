@@ -212,6 +212,18 @@ class Dispatcher:
         now = time.monotonic()
         return [trace.tell(self.name, now) for trace in self._traces.find(id, owner, unfinished)]
 
+    def stop(self, id: str, owner: str | None) -> int:
+        """End the live requests with this id, and tell how many prompts these were. owner: of
+        explain."""
+        found = [
+            inflight
+            for inflight in self._requests
+            if inflight.trace.id == id and owner in (None, inflight.trace.owner)
+        ]
+        for inflight in found:
+            inflight.fail(MantaError("the request was stopped", code="cancelled"))
+        return len(found)
+
     def ready(self) -> bool:
         return not self._draining and any(client.available for client in self._clients.values())
 

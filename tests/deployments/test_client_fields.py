@@ -1,7 +1,10 @@
 """What the Python clients refuse before anything is sent: no Ray is needed."""
 
+import numpy as np
 import pytest
+import torch
 
+from deployments import client
 from deployments.client import AsyncClient, Client
 from engine.errors import InvalidRequest
 
@@ -34,3 +37,13 @@ async def test_unknown_fields(prompt, fields, code, hint):
     for error in errors:
         assert error.code == code and error.param == next(iter(fields)), error
         assert hint in error.message, error
+
+
+def test_arrays_are_prompts() -> None:
+    """Bug: ids of NumPy or torch are said to be no prompt, or reach the router as no JSON."""
+    for array in (np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int64(6)]):
+        body = client._body("tiny", array, {})
+        assert body == {"model": "tiny", "prompt": [5, 6]}
+        assert {type(token) for token in body["prompt"]} == {int}
+    with pytest.raises(InvalidRequest, match="a prompt is a text"):
+        client._body("tiny", np.array(5), {})  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from deployments.api.agents.renaming import Renaming
 from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.http.exchange import HttpExchange
 from deployments.backend import RecalledChoice
 from engine.errors import MantaError
 
@@ -24,6 +25,10 @@ class Turn(ABC):
     @abstractmethod
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The body of the chat; in a thread if it is large. Sets names. Raises ApiError."""
+
+    async def admit(self, exchange: HttpExchange) -> None:
+        """What has to be asked for before the request is queued. Raises ApiError."""
+        return
 
     @abstractmethod
     def answer(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.fields.schema import (
     BOOLEAN,
+    ELSEWHERE,
     FILLED,
     NOTHING,
     NULL,
@@ -250,5 +251,7 @@ _COMPLETION: Mapping[str, Schema] = {
     "add_special_tokens": BOOLEAN,
 }
 COMPLETION = openai_body(
-    _COMPLETION, ("model", "prompt"), {"suffix": NOTHING, "tools": NOTHING, **_OLD_TOOLS}
+    _COMPLETION,
+    ("model", "prompt"),
+    {"suffix": NOTHING, **dict.fromkeys(("tools", *_OLD_TOOLS), ELSEWHERE)},
 )

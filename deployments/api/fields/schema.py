@@ -19,6 +19,8 @@ FILLED: Schema = {"type": "string", "minLength": 1}
 OBJECT: Schema = {"type": "object"}
 TOKEN: Schema = {"type": "integer", "minimum": 0}
 NOTHING: Schema = {"enum": [False, 0, "", [], {}]}  # values that ask for nothing
+# The same of another route's fields: an empty one is a field that is not known.
+ELSEWHERE: Schema = {**NOTHING}
 NULL: Schema = {"type": "null"}
 NEVER: Schema = {"not": {}}
 
@@ -38,7 +40,9 @@ class Body:
     @property
     def known(self) -> frozenset[str]:
         """What is looked into."""
-        return frozenset(self.taken) | {n for n, one in self.refused.items() if one is not NEVER}
+        others = (NEVER, ELSEWHERE)
+        looked = {name for name, one in self.refused.items() if not any(one is o for o in others)}
+        return frozenset(looked | self.taken.keys())
 
     def schema(self, *, strict: bool = False) -> Schema:
         """Of the whole body. Null is what a field has that is left out."""
@@ -47,8 +51,10 @@ class Body:
             for name, one in self.taken.items()
         }
         properties |= {name: {} for name in sorted(self.ignored | self.silent)}
+        never = (NEVER, ELSEWHERE) if strict else (NEVER,)
         properties |= {
-            name: one if one is NEVER else optional(one) for name, one in self.refused.items()
+            name: NEVER if any(one is o for o in never) else optional(one)
+            for name, one in self.refused.items()
         }
         found: Schema = {"type": "object", "properties": properties}
         if self.required:
@@ -64,7 +70,7 @@ def openai_body(
     refused: Mapping[str, Schema] | None = None,
 ) -> Body:
     """With what OpenAI's clients send without effect, and what no request may set."""
-    never = {**(refused or {}), **dict.fromkeys(sorted(NOT_ALLOWED), NEVER)}
+    never = {**(refused or {}), **dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)}
     return Body(taken, required, WITHOUT_EFFECT - taken.keys() - never.keys(), refused=never)
 
 

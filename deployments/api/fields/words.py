@@ -22,7 +22,7 @@ def rows(body: Body) -> Iterator[tuple[str, str, str]]:
     for name, schema in body.refused.items():
         if schema is NEVER:
             yield name, REFUSED, ""
-        elif schema is NOTHING:
+        elif schema == NOTHING:
             yield name, f"{REFUSED} unless empty", ""
         else:
             yield name, f"{REFUSED} unless null", ""

@@ -18,6 +18,7 @@ ROLES = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "observation": "observation",  # what a tool has said, in templates such as ChatGLM's
 }
 _MODALITIES = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
 # What answers carry and callers send back; of no use to a template.

@@ -164,6 +164,10 @@ class ModelFront:
         """What became of the requests with this id; see request_trace.py."""
         return [part for one in self._all() for part in one.explain(id, owner)]
 
+    def stop(self, id: str, owner: str | None) -> int:
+        """End the live requests with this id; how many prompts these were."""
+        return sum(one.stop(id, owner) for one in self._all())
+
     def autoscaling_stats(self) -> dict[str, int | float]:
         """Of the one model; models of their own applications scale by what their engines say."""
         if self.several:

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deployments.api.app import build_asgi
-from deployments.api.fields import agents, generation, others, pooled
+from deployments.api.fields import agents, generation, liteqwen, others, pooled
 from deployments.api.fields.schema import NEVER, Body, Schema
 from deployments.api.openapi.document import document
 from deployments.api.options import ApiOptions
@@ -39,6 +39,7 @@ BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/rerank": (pooled.RERANK, {"model": MODEL, "query": "a", "documents": ["b"]}),
     "/v1/score": (pooled.SCORE, {"model": MODEL, "text_1": "a", "text_2": "b"}),
     "/v1/classify": (pooled.CLASSIFY, {"model": MODEL, "input": "hello"}),
+    "/chat": (liteqwen.CHAT, {"query": "hello", "gen_kwargs": {"max_new_tokens": 2}}),
     "/tokenize": (others.TOKENIZE, {"messages": TURN}),
     "/detokenize": (others.DETOKENIZE, {"tokens": [5]}),
 }
