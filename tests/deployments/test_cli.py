@@ -62,6 +62,7 @@ def test_help_of_every_command_has_an_example() -> None:
         "version",
         "loadtest",
         "adapter",
+        "models",
         "batch",
         "key",
         "status",

@@ -425,24 +425,6 @@ def test_a_killed_engine_is_none_of_the_others_business(several: Several) -> Non
 
 @pytest.mark.serve
 @pytest.mark.slow
-def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Path) -> None:
-    """A model that is added, changed or taken out of the file, and every engine loads again."""
-    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
-    port = several.cluster.port
-    with Stream(several, "one"):
-        more = configuration(folder, port, one={"aliases": ["claude-*", "gpt-4"]}, two={}, three={})
-        deploy(serve_config(more))
-        wait(lambda: "three" in several.names() and several.ready("three"))
-        wait(lambda: several.text("gpt-4".replace("gpt-4", "one")) and several.ready("gpt-4"))
-        changed = configuration(folder, port, one={}, two={"engine": {"max_num_seqs": 3}})
-        deploy(serve_config(changed))
-        wait(lambda: several.names() == ["one", "two"])
-        wait(lambda: several.ready("two") and several.engines("two")["pid"] != two)
-    assert several.engines("one")["pid"] == one
-
-
-@pytest.mark.serve
-@pytest.mark.slow
 def test_models_come_and_go_over_http(
     several: Several, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -482,3 +464,21 @@ def test_models_come_and_go_over_http(
             served.add("four", written("engine: {quantization: gguf}"), url=url, key=admins)
         served.remove("four", url=url, key=admins)
     assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (one, two)
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Path) -> None:
+    """A model that is added, changed or taken out of the file, and every engine loads again."""
+    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    port = several.cluster.port
+    with Stream(several, "one"):
+        more = configuration(folder, port, one={"aliases": ["claude-*", "gpt-4"]}, two={}, three={})
+        deploy(serve_config(more))
+        wait(lambda: "three" in several.names() and several.ready("three"))
+        wait(lambda: several.text("gpt-4".replace("gpt-4", "one")) and several.ready("gpt-4"))
+        changed = configuration(folder, port, one={}, two={"engine": {"max_num_seqs": 3}})
+        deploy(serve_config(changed))
+        wait(lambda: several.names() == ["one", "two"])
+        wait(lambda: several.ready("two") and several.engines("two")["pid"] != two)
+    assert several.engines("one")["pid"] == one
