@@ -17,6 +17,7 @@ from deployments.adapters.record_store import AdapterRecord
 from deployments.app import build, deploy, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app
+from deployments.cli import status
 from deployments.cli.kubernetes import rayservice
 from deployments.cli.models import served
 from deployments.cli.target import engine_config
@@ -408,6 +409,20 @@ def test_metrics_have_the_model(several: Several) -> None:
         assert f'manta_num_requests_running{{model_name="{model}",replica="engine-cpu/' in text
     assert 'manta_http_requests_total{model_name="",router="' in text
     assert text.count("# TYPE manta_request_success_total ") == 1
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_status_has_a_page_for_each_model(several: Several) -> None:
+    """Pools of the routers' application only, which has none; two models' replicas on one page."""
+    several.text("two")
+    found = [status.summarise(one) for one in status._looks(APP).values()]
+    assert [(one["application"], one["model"]) for one in found] == [(APP, "one"), (APP, "two")]
+    for one in found:
+        assert one["status"] == "RUNNING" and one["pools"]["cpu"]["running"] == 1
+        assert [replica["pool"] for replica in one["replicas"]] == ["cpu"]
+    assert found[1]["latency_ms"]["first_token"]["p50"]
+    status.pages(found)
 
 
 @pytest.mark.serve
