@@ -60,7 +60,7 @@ def check(
     padding: int = 0,
     back_ends: tuple[Any, ...] = (cuda, cuda_deterministic),
     **how: Any,
-) -> None:
+) -> AttentionMeta:
     num_heads, kv_heads, dim = heads
     *caches, meta = paged(
         kv_len, query_len, kv_heads, dim, block_size, decodes, torch.float32, padding=padding
@@ -81,10 +81,11 @@ def check(
     for back_end in back_ends:
         meta.plan = meta.counts = None
         back_end.prepare(meta, num_heads, k_cache)
-        for _ in range(2):  # the second layer finds the counters as the first did
+        for _ in range(2 if back_end is cuda else 1):  # counters are as the first layer found them
             out = back_end.attention(q, k_cache, v_cache, dim**-0.5, meta, **how).view(q.shape)
             assert out.isfinite().all()
             assert row_error(out[: len(want)], want) < BOUND[dtype]
+    return meta
 
 
 @forms
@@ -96,8 +97,8 @@ def check(
 def test_mixed_step(name: str, dtype: torch.dtype, block_size: int, dim: int) -> None:
     """A scale of another key, of values for keys, or of a tile too late; halves of a byte
     exchanged; a page of NaN read through a weight of zero."""
-    kv_len, query_len = [150, 3, 1, 35, 140], [1, 1, 1, 35, 3]
-    check(name, kv_len, query_len, (4, 1, dim), block_size, 3, dtype, padding=5)
+    kv_len, query_len = [150, 1, 35, 70], [1, 1, 35, 3]
+    check(name, kv_len, query_len, (4, 1, dim), block_size, 2, dtype, padding=5)
 
 
 @forms
@@ -122,22 +123,24 @@ def test_what_is_seen_and_scored(name: str, sees: tuple[int, int], how: str) -> 
     """A mask off by one, a block read that went back, a cap before the scale, a sink that counts
     with a value's scale."""
     torch.manual_seed(0)
-    kv_len, query_len = [130, 3, 1, 65, 90, 17], [1, 1, 1, 3, 25, 17]
+    kv_len, query_len = [130, 3, 65, 50, 17], [1, 1, 3, 25, 17]
     extra: dict[str, Any] = {"softcap": 3.0} if "cap" in how else {}
     if "sinks" in how:
         extra["sinks"] = torch.randn(8, device=DEVICE).abs() * 4
     if how == "slopes":
         extra["slopes"] = torch.rand(8, device=DEVICE) * 0.3
-    check(name, kv_len, query_len, (8, 1, 32), 16, 3, torch.float32, sees, 5, **extra)
+    check(name, kv_len, query_len, (8, 1, 32), 16, 2, torch.float32, sees, 5, **extra)
 
 
 @forms
-@pytest.mark.parametrize("lengths", [[2047], [2600, *[1] * 80]], ids=["grid", "last"])
+@pytest.mark.parametrize("lengths", [[1100], slow([2600, *[1] * 80])], ids=["grid", "last"])
 def test_decodes_in_splits(name: str, lengths: list[int]) -> None:
     """Splits merged with the wrong weights, or without the odd elements."""
     count = len(lengths) if DEVICE == "cuda" else min(len(lengths), 6)  # the interpreter is slow
     dtype = DTYPES[1] if DEVICE == "cpu" else DTYPES[0]
-    check(name, lengths[:count], [1] * count, (8, 4, 64), 16, count, dtype, back_ends=(cuda,))
+    heads = (8, 4, 64)
+    meta = check(name, lengths[:count], [1] * count, heads, 16, count, dtype, back_ends=(cuda,))
+    assert int(meta.plan.count[0]) > count, "nothing was split"
 
 
 @forms
