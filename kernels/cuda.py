@@ -22,6 +22,7 @@ from kernels.gemm import cublaslt, fp8
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
 from kernels.gemm.packed_dot import expand, packed_dot
+from kernels.gemm.packed_few import few_fits, packed_few
 from kernels.gemm.packed_gemv import packed_gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
@@ -114,9 +115,15 @@ class Cuda(Kernels):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """One token: all in one kernel. Up to PACKED_ROWS: from the codes. More: the weight is
+        """Few tokens: by `packed_few` where it has the format. One token of other formats: all in
+        one kernel. Up to PACKED_ROWS: from the codes. More: the weight is
         expanded for a product of the library, which costs less than decoding it for each tile.
         From FP8_ROWS on, e4m3 weights with a scale an output are multiplied by rounded rows."""
+        if few_fits(x, weight):
+            if norm is not None:
+                x = self.rms_norm(x, norm, eps)
+            y = packed_few(x, weight, residual)
+            return y if gate is None else self.GATES[gate](y)
         if fits(x) and (gate is None or gate in GATES):
             return packed_gemv(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
         if x.shape[0] >= FP8_ROWS and fp8.scales_fit(x, weight):

@@ -76,7 +76,7 @@ class Format:
     @property
     def span(self) -> int:
         """Inputs after which the GPU's order of 4-bit codes repeats: a power of two of 16 to 128
-        that divides the group. Nibble i of word j of a span is input i * span / 8 + j, so that the
+        that divides the group. Nibble i of word j of a span is input i * span / 4 + j, so that the
         same nibble of neighbouring words belongs to neighbouring inputs."""
         return gcd(self.group, 128)
 
@@ -114,7 +114,7 @@ def _unpaired(codes: Tensor) -> Tensor:
 class PackedWeight:
     """A weight [out, in] of a Format on a GPU. `fill` gives it its rows.
 
-    codes: 4 bits: int32 [out, in / 8], in the order that `Format.span` says. 8 bits: [out, in],
+    codes: 4 bits: int16 [out, in / 4], in the order that `Format.span` says. 8 bits: [out, in],
         uint8 that are e4m3 numbers, or int8, where a code is stored less 128.
     scale: [ceil(out / form.rows), in / group].
     offset: the same, or None.
@@ -127,7 +127,7 @@ class PackedWeight:
         assert width % form.group == 0, (form, width)
         self.form, self.shape, self.bias = form, (outputs, width), bias
         if form.bits == 4:
-            self.codes = torch.empty(outputs, width // 8, dtype=torch.int32, device=device)
+            self.codes = torch.empty(outputs, width // 4, dtype=torch.int16, device=device)
         else:
             kind = torch.uint8 if form.code == "e4m3" else torch.int8
             self.codes = torch.empty(outputs, width, dtype=kind, device=device)
@@ -157,10 +157,10 @@ class PackedWeight:
         form, count = self.form, codes.shape[0]
         target = self.codes[first : first + count]
         if form.bits == 4:
-            # [n, spans, nibble, word] -> one word of eight nibbles
-            nibbles = _unpaired(codes).view(count, -1, 8, form.span // 8).to(torch.int32)
+            # [n, spans, nibble, word] -> one word of four nibbles
+            nibbles = _unpaired(codes).view(count, -1, 4, form.span // 4).to(torch.int16)
             words = nibbles[:, :, 0]
-            for at in range(1, 8):
+            for at in range(1, 4):
                 words = words | (nibbles[:, :, at] << (4 * at))
             target.copy_(words.view(count, -1))
         elif form.code == "e4m3":
@@ -186,9 +186,9 @@ class PackedWeight:
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)
             return codes if form.code == "e4m3" else codes ^ 128, self.scale, self.offset
-        spans = self.codes.view(self.shape[0], -1, 1, form.span // 8)
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.codes.device)
-        nibbles = ((spans >> shifts.view(8, 1)) & 15).to(torch.uint8).view(self.shape[0], -1)
+        spans = self.codes.view(self.shape[0], -1, 1, form.span // 4)
+        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=self.codes.device)
+        nibbles = ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(self.shape[0], -1)
         both = nibbles.view(self.shape[0], -1, 2, 16)
         return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1), self.scale, self.offset
 

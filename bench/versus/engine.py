@@ -175,7 +175,7 @@ def _path_with(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _run_side(
+def run_side(
     side: str, model: str, names: list[str], change: list[str], against: Path | None
 ) -> Iterator[Line]:
     """The lines of one run in a process of its own, each when it is there."""
@@ -207,7 +207,7 @@ def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
     return [line for line in lines if done[_of(line)] >= set(names)]
 
 
-def _best(lines: list[dict[str, Any]], side: str, name: str) -> float:
+def best(lines: list[dict[str, Any]], side: str, name: str) -> float:
     """Output tokens/s; for prefill all tokens, because that is the work."""
     key = "total_tok_s" if name == "prefill" else "out_tok_s"
     return max(line[key] for line in lines if line["side"] == side and line.get("workload") == name)
@@ -249,7 +249,7 @@ def compare(
     for label, folder in models.items():
         for run, side in ((run, side) for run in range(runs) for side in sides):
             if (label, run, side) not in there:
-                for line in _run_side(side, folder, wanted[label], change, against):
+                for line in run_side(side, folder, wanted[label], change, against):
                     raw.keep({"model": label, "run": run, **line})
     labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
     rows = [row for label in labels for row in _rows(label, raw.all, other)]
@@ -269,9 +269,7 @@ def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str,
         for side in ("manta", other)
     ]
     names = [name for name in did[0] if name in did[1]]
-    found = [
-        (name, "tok/s", _best(mine, "manta", name), _best(mine, other, name)) for name in names
-    ]
+    found = [(name, "tok/s", best(mine, "manta", name), best(mine, other, name)) for name in names]
     ready = (
         min(line["ready_s"] for line in mine if line["side"] == side and "ready_s" in line)
         for side in ("manta", other)

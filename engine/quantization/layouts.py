@@ -168,14 +168,17 @@ class IntegerLayout(Layout):
             key = "weight_g_idx" if scheme.kind == "packed" else "g_idx"
             tensor = torch.empty(width, dtype=torch.int32, device=device)
             source = Source(f"{name}.{key}", (width,))
-            fill = self._fill_order
-            self.parameters["order"] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
+            self.parameters["order"] = Parameter(
+                f"{name}.{key}", tensor, (source,), fill=self._fill_order
+            )
         for key, size in shapes.items():
             scale = key in ("scales", "weight_scale")
             tensor = torch.empty(size, dtype=torch.float32 if scale else torch.int32, device=device)
             source = Source(f"{name}.{key}", size)
-            zeros = self._fill_zeros if key == "qzeros" and scheme.symmetric else None
-            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=zeros)
+            fill = self._fill_zeros if key == "qzeros" and scheme.symmetric else None
+            if scale:  # no scale is zero; this is a number of float16 too, as files have them
+                fill = partial(_fill_with, tensor, 2.0**-9)
+            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
 
     def _fill_zeros(self, generator: torch.Generator) -> None:
         stored = self.form.zero - self._scheme.zeros_less_one

@@ -2,11 +2,13 @@
 
 A nibble becomes a float32 by its place: as the fourth to seventh bit of the mantissa of 128 it is
 128 + nibble, which takes a shift and one logical operation, where a conversion would take two
-slower ones. What is too much by that (BASE) leaves the sum over a group once.
+slower ones. What is too much by that (BASE) leaves the sum over a group once. For bfloat16 there is
+PTX that makes two numbers at a time.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,16 +20,17 @@ OFFSETS = {"none": 0, "add": 1, "shift": 2}
 
 @triton.jit
 def nibble(words, table, AT: tl.constexpr, CODE: tl.constexpr):
-    """Of int32 words the nibble at 4 * AT, as a float32: code + 128, or the number that it stands
+    """Of int16 words the nibble at 4 * AT, as a float32: code + 128, or the number that it stands
     for (e2m1 times 2)."""
+    words = words.to(tl.int32)
     if CODE == 0:
-        bits = (words << (16 - 4 * AT)) if AT < 4 else (words >> (4 * AT - 16))
+        bits = words << (16 - 4 * AT)
         value = ((bits & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
     elif CODE == 1:
         # Exponent and mantissa at the low end of float32's exponent: e2m1 times 2^-126, subnormals
         # included.
         sign = (words << (28 - 4 * AT)) & -0x80000000
-        bits = (words << (22 - 4 * AT)) if AT < 6 else (words >> (4 * AT - 22))
+        bits = words << (22 - 4 * AT)
         value = (sign | (bits & 0x01C00000)).to(tl.float32, bitcast=True)
         value *= 1.7014118346046923e38  # 2^127
     else:
@@ -71,3 +74,76 @@ def constants(weight: PackedWeight) -> dict[str, Any]:
         "BAND": form.rows,
         "SPAN": form.span if form.bits == 4 else form.group,
     }
+
+
+# ---- Pairs of codes as pairs of bfloat16 numbers: PTX for inline assembly ------------------------
+
+_ONE, _MAGIC = 0x3F80, 0x4300  # 1 and 128 in bfloat16
+
+
+def _twice(half: int) -> str:
+    return f"0x{half << 16 | half:08x}"
+
+
+def _bfloat16(value: float) -> int:
+    return torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item() & 0xFFFF
+
+
+def nibbles(at: int, less: int) -> str:
+    """PTX: of two words in $1 the nibbles at 4 * at, as bfloat16 less `less`, in $0. In the low
+    bits of the mantissa of 128 a nibble is 128 + nibble."""
+    shift = f"shr.b32 t, $1, {4 * at};" if at else "mov.b32 t, $1;"
+    decode = f"lop3.b32 t, t, 0x000f000f, {_twice(_MAGIC)}, 0xea;"
+    if not less:
+        return f"{{ .reg .b32 t; {shift} {decode} mov.b32 $0, t; }}"
+    return (
+        f"{{ .reg .b32 t, o, z; {shift} {decode} mov.b32 o, {_twice(_ONE)}; "
+        f"mov.b32 z, {_twice(_bfloat16(-less))}; fma.rn.bf16x2 $0, t, o, z; }}"
+    )
+
+
+def floats(high: bool) -> str:
+    """PTX: of two words in $1 the low or the high bytes, e4m3, as bfloat16 in $0: the same fields,
+    whose exponents are 120 too small."""
+    bring = "mov.b32 t, $1;" if high else "shl.b32 t, $1, 8;"
+    return f"{{ .reg .b32 t, u; {bring} {_float_in('t', '$0')} }}"
+
+
+def integers(high: bool) -> str:
+    """PTX: of two words in $1 the low or the high bytes, signed, as bfloat16 in $0: seven bits in
+    the mantissa of 128, less 128, or less 256 where the eighth bit is set."""
+    bring = "shr.b32 t, $1, 8;" if high else "mov.b32 t, $1;"
+    return f"{{ .reg .b32 t, u; {bring} {_integer_in('t', '$0')} }}"
+
+
+def four_bytes(code: int) -> str:
+    """PTX: the four codes in $2, e4m3 or signed, as bfloat16 in $0 and $1."""
+    if code == E4M3_CODE:  # into the high bytes of two halves
+        spread, decode = ("0x1404", "0x3424"), _float_in
+    else:
+        spread, decode = ("0x4140", "0x4342"), _integer_in
+    parts = (
+        f"prmt.b32 t, $2, 0, {bytes_}; {decode('t', to)}"
+        for bytes_, to in zip(spread, ("$0", "$1"), strict=True)
+    )
+    return f"{{ .reg .b32 t, u; {' '.join(parts)} }}"
+
+
+def _float_in(source: str, to: str) -> str:
+    """e4m3 numbers in the high bytes of two halves."""
+    return (
+        f"shr.b32 u, {source}, 4; and.b32 u, u, 0x07f007f0; "
+        f"lop3.b32 u, {source}, 0x80008000, u, 0xea; "
+        f"{{ .reg .b32 k, z; mov.b32 k, {_twice(_bfloat16(2.0**120))}; mov.b32 z, 0x80008000; "
+        f"fma.rn.bf16x2 {to}, u, k, z; }}"
+    )
+
+
+def _integer_in(source: str, to: str) -> str:
+    """Signed numbers in the low bytes of two halves."""
+    return (
+        f"lop3.b32 u, {source}, 0x007f007f, {_twice(_MAGIC)}, 0xea; "
+        f"lop3.b32 {source}, {source}, 0x00800080, 0xc300c300, 0xea; "
+        f"{{ .reg .b32 o; mov.b32 o, {_twice(_ONE)}; "
+        f"fma.rn.bf16x2 {to}, u, o, {source}; }}"
+    )

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gemm.packed_codes import constants, eight_bits, nibble
+from kernels.gemm.packed_codes import (
+    INT,
+    code_of,
+    constants,
+    eight_bits,
+    four_bytes,
+    nibble,
+    nibbles,
+)
 from kernels.packed import PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
@@ -18,21 +26,26 @@ _FLOAT = torch.float32
 
 
 @triton.jit
-def _scaled(value, scale, offset, group, exists, BASE: tl.constexpr, OFFSET: tl.constexpr):
+def _scales(scale, offset, group, exists, BASE: tl.constexpr, OFFSET: tl.constexpr):
+    """What a decoded code is multiplied by, and what is added then."""
     s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
     if OFFSET == 0:
-        y = value * s - BASE * s
+        o = -BASE * s
     else:
         o = tl.load(offset + group, mask=exists, other=0.0).to(tl.float32)
         o = (o - BASE * s) if OFFSET == 1 else (o - BASE) * s
-        y = value * s + o
-    return y
+    return s, o
+
+
+@triton.jit
+def _pairs(words, HOW: tl.constexpr):
+    return tl.inline_asm_elementwise(HOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
 def _packed_dot_kernel(
     x,  # [tokens, columns]
-    codes,  # [rows, columns / 8] int32, or [rows, columns]
+    codes,  # [rows, columns / 4] int16, or [rows, columns]
     scale,  # [rows / BAND, columns / GROUP]
     offset,
     table,
@@ -57,11 +70,16 @@ def _packed_dot_kernel(
     WIDTH: tl.constexpr,  # words or codes of a row at a time
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,  # no column sticks out
+    QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
+    HOW0: tl.constexpr,
+    HOW1: tl.constexpr,
+    HOW2: tl.constexpr,
+    HOW3: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    FIELDS: tl.constexpr = 8 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 8
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
+    RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -98,16 +116,45 @@ def _packed_dot_kernel(
         else:
             group = groups[:, None] + ((start + element * FIELDS) // GROUP)[None, :]
             has = exists
-        if BITS == 4:
-            for field in tl.static_range(8):
-                value = nibble(w, table, field, CODE)
-                value = _scaled(value, scale, offset, group, has, BASE, OFFSET)
+        if QUICK and BITS == 4:
+            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            part = tl.zeros([ROWS, TOKENS], tl.float32)
+            total = tl.zeros([ROWS, TOKENS], tl.float32)
+            ones = tl.full([ROWS, WIDTH], 1.0, tl.bfloat16)
+            for field in tl.static_range(4):
+                other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
+                if field == 0:
+                    value = _pairs(w, HOW0)
+                elif field == 1:
+                    value = _pairs(w, HOW1)
+                elif field == 2:
+                    value = _pairs(w, HOW2)
+                else:
+                    value = _pairs(w, HOW3)
+                part = tl.dot(value, other, part)
+                if OFFSET != 0:  # the sum of x, in every row
+                    total = tl.dot(ones, other, total)
+            acc += part * s
+            if OFFSET != 0:
+                acc += total * added
+        elif QUICK:
+            value = tl.inline_asm_elementwise(
+                HOW0, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+            acc = tl.dot(value, tl.load(x_at + start, mask=x_mask, other=0.0), acc)
+        elif BITS == 4:
+            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            for field in tl.static_range(4):
+                value = nibble(w, table, field, CODE) * s + added
                 other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
                 acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
         else:
-            value = _scaled(eight_bits(w, CODE), scale, offset, group, has, BASE, OFFSET)
+            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            value = eight_bits(w, CODE) * s + added
             other = tl.load(x_at + start, mask=x_mask, other=0.0)
             acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+    if QUICK and BITS == 8:
+        acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
     if SPLIT > 1:
@@ -169,40 +216,66 @@ def _packed_expand_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    FIELDS: tl.constexpr = 8 if BITS == 4 else 1
-    RUN: tl.constexpr = SPAN // 8
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
+    RUN: tl.constexpr = SPAN // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     element = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     exists = (row < rows)[:, None] & (element * FIELDS < columns)[None, :]
     wide = row.to(tl.int64)[:, None]
     w = tl.load(codes + wide * pitch + element[None, :], mask=exists, other=0)
     group = (row // BAND).to(tl.int64)[:, None] * (columns // GROUP)
-    group += (element * FIELDS // GROUP)[None, :]
+    has = exists
+    if GROUP % (WIDTH * FIELDS) == 0:  # one of a row: every other read of a scale is spared
+        group += tl.program_id(1) * (WIDTH * FIELDS) // GROUP
+        has = (row < rows)[:, None]
+    else:
+        group += (element * FIELDS // GROUP)[None, :]
+    s, added = _scales(scale, offset, group, has, BASE, OFFSET)
     if BITS == 4:
         column = element // RUN * SPAN + element % RUN
-        for field in tl.static_range(8):
-            value = nibble(w, table, field, CODE)
-            value = _scaled(value, scale, offset, group, exists, BASE, OFFSET)
+        column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)  # else it writes by twos
+        for field in tl.static_range(4):
+            value = nibble(w, table, field, CODE) * s + added
             place = out + wide * columns + (column + field * RUN)[None, :]
             tl.store(place, value.to(out.dtype.element_ty), mask=exists)
     else:
-        value = _scaled(eight_bits(w, CODE), scale, offset, group, exists, BASE, OFFSET)
+        value = eight_bits(w, CODE) * s + added
         place = out + wide * columns + element[None, :]
         tl.store(place, value.to(out.dtype.element_ty), mask=exists)
 
 
+def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
+    """PTX for the codes of these weights, or nothing where there is none: for bfloat16, 4-bit
+    integers with one scale in a step of `width` words, and 8 bits with a scale an output."""
+    form, columns = weight.form, weight.shape[1]
+    if not (x.is_cuda and x.dtype == torch.bfloat16):
+        return []
+    if form.bits == 4:
+        if code_of(weight) != INT or form.group % (4 * width) or form.zero > 127:
+            return []
+        return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
+    if form.group != columns or form.rows > 1 or form.offset != "none":
+        return []
+    if form.code == "int" and form.zero != 128:
+        return []
+    return [four_bytes(code_of(weight)), "", "", ""]
+
+
 def tile(bits: int, tokens: int) -> tuple[int, int, int, int, int]:
-    """(ROWS, TOKENS, words or codes of a row, warps, stages)."""
-    width = 16 if bits == 4 else 128
+    """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of a sweep over llama-8b's
+    matrices on one H200."""
+    if tokens <= 16:
+        return (64, 16, 32, 2, 3) if bits == 4 else (64, 16, 128, 2, 4)
     if tokens <= 64:
-        return 64, max(16, triton.next_power_of_2(tokens)), width, 4, 5
-    return 128, 64, width, 8, 4
+        few = max(16, triton.next_power_of_2(tokens))
+        return (128, few, 32, 4, 3) if bits == 4 else (64, few, 128, 4, 3)
+    return (128, 128 if bits == 4 else 64, 32 if bits == 4 else 128, 8, 3)
 
 
 def splits(programs: int, steps: int, sms: int) -> int:
     """So many that multiprocessors have up to two programs, of two steps at least, each."""
     found = 1
-    while found < 8 and 2 * found * programs <= 2 * sms and 4 * found <= steps:
+    while found < 4 and 2 * found * programs <= 2 * sms and 4 * found <= steps:
         found *= 2
     return found
 
@@ -219,12 +292,20 @@ def packed_dot(
     rows, columns = weight.shape
     num_rows, num_tokens, width, warps, stages = config or tile(weight.form.bits, tokens)
     grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
-    steps = triton.cdiv(columns, width * (8 if weight.form.bits == 4 else 1))
+    step = width * (4 if weight.form.bits == 4 else 1)
+    steps = triton.cdiv(columns, step)
     split = split or splits(grid[0] * grid[1], steps, num_sms(x.device))
     out = x.new_empty((tokens, rows)) if residual is None else residual
     target = out
     if split > 1:
         target = x.new_empty((split, tokens, rows), dtype=_FLOAT)
+    how = quick(x, weight, width)
+    if not how and weight.form.group % step:
+        stages = 2  # a scale and an offset for each code are on their way too
+    if how:
+        decode = {"QUICK": True, **{f"HOW{i}": ptx for i, ptx in enumerate(how)}}
+    else:
+        decode = {"QUICK": False, **{f"HOW{i}": "" for i in range(4)}}
     extras = {"ADD": residual is not None, "BIAS": weight.bias is not None}
     alone = {"ADD": False, "BIAS": False}
     _packed_dot_kernel[(*grid, split)](
@@ -244,8 +325,9 @@ def packed_dot(
         TOKENS=num_tokens,
         WIDTH=width,
         SPLIT=split,
-        EVEN=columns % (width * (8 if weight.form.bits == 4 else 1)) == 0,
+        EVEN=columns % step == 0,
         PRECISION="ieee" if x.dtype == _FLOAT else "tf32",
+        **decode,
         num_warps=warps,
         num_stages=stages,
         **(extras if split == 1 else alone),
@@ -273,9 +355,9 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
     """The weights [out, in] in like's dtype."""
     rows, columns = weight.shape
     out = like.new_empty((rows, columns))
-    width = 64 if weight.form.bits == 4 else 256
-    fields = 8 if weight.form.bits == 4 else 1
-    _packed_expand_kernel[(triton.cdiv(rows, 8), triton.cdiv(columns, width * fields))](
+    width = 32 if weight.form.bits == 4 else 128
+    fields = 4 if weight.form.bits == 4 else 1
+    _packed_expand_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, width * fields))](
         weight.codes,
         weight.scale,
         weight.offset,
@@ -284,7 +366,7 @@ def expand(weight: PackedWeight, like: Tensor) -> Tensor:
         rows,
         columns,
         weight.codes.shape[1],
-        ROWS=8,
+        ROWS=16,
         WIDTH=width,
         num_warps=4,
         **constants(weight),

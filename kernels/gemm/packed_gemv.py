@@ -17,7 +17,7 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 @triton.jit
 def _packed_gemv_kernel(
     x,  # [columns]
-    codes,  # [rows, columns / 8] int32, or [rows, columns]; GATED: twice the rows
+    codes,  # [rows, columns / 4] int16, or [rows, columns]; GATED: twice the rows
     scale,  # [rows / BAND, columns / GROUP]
     offset,
     table,
@@ -55,8 +55,8 @@ def _packed_gemv_kernel(
         mine = tl.program_id(0) * ROWS + index
         source = mine
     row_mask = mine < rows
-    FIELDS: tl.constexpr = 8 if BITS == 4 else 1  # codes of an element
-    RUN: tl.constexpr = SPAN // 8  # words of a span
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1  # codes of an element
+    RUN: tl.constexpr = SPAN // 4  # words of a span
     STEP: tl.constexpr = UNITS * UNIT * FIELDS
     unit = tl.arange(0, UNITS)
     element = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
@@ -93,7 +93,7 @@ def _packed_gemv_kernel(
         if BITS == 4:
             part = tl.zeros([ROWS, UNITS, UNIT], tl.float32)
             kept = tl.zeros([UNITS, UNIT], tl.float32)
-            for field in tl.static_range(8):
+            for field in tl.static_range(4):
                 here = start + column + field * RUN
                 value = tl.load(x + here, mask=inside[:, None], other=0.0).to(tl.float32)
                 if NORM:
@@ -173,8 +173,8 @@ def packed_gemv(
     outs = rows // 2 if gate else rows
     per_program = num_rows // 2 if gate else num_rows
     if form.bits == 4:
-        unit = min(4, form.span // 8)
-        step = units * unit * 8
+        unit = min(8, form.span // 4)
+        step = units * unit * 4
     else:
         unit = 16
         step = units * unit

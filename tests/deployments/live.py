@@ -205,8 +205,9 @@ def resident_mib(pid: int) -> float:
 
 
 # What may grow: asyncio's pool of threads for slow work, which starts them as it needs them, and
-# Ray's own connections, which come and go. A leak would be one for each of hundreds of requests.
-SLACK = {"threads": 5, "tcp": 3}
+# Ray's own connections and tasks, which come and go. A leak would be one for each of hundreds of
+# requests.
+SLACK = {"threads": 5, "tcp": 3, "tasks": 2}
 
 
 def grown(live: Live, before: dict[str, Counter[str]], at_once: int) -> list[str]:

@@ -10,7 +10,7 @@ from tests.deployments.live import NAME
 
 WAYS = ("whole", "stream", "drop", "early", "half-close", "half a body")
 BUSY = "busy"  # refused with a time to come again: what a slow machine promises is not held
-PAUSES = (0.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each try
+PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # seconds before each try
 WEIGHTS = (25, 25, 20, 12, 12, 6)
 _TEXT = "the sea is grey and old , we write a short line about it in two words or less"
 _WORDS = _TEXT.split()

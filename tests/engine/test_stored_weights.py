@@ -525,6 +525,18 @@ def test_rows_of_a_step_do_not_see_each_other(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "packed"])
+def test_made_up_scales_could_be_a_files(kind: Any) -> None:
+    """Drawn like weights, one of millions is zero, which no start with made-up weights survived;
+    others were no numbers of float16, which the fastest kernels want."""
+    layout = IntegerLayout("w", Scheme(kind, 4, 32), (64, 64), torch.device("cpu"))
+    parameter = layout.parameters[layout.scale_name]
+    assert parameter.fill is not None
+    parameter.fill(torch.Generator())
+    assert bool((parameter.tensor > 0).all())
+    assert torch.equal(parameter.tensor.half().float(), parameter.tensor)
+
+
 def refused() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"quant_method": "quanto"}, "quant_method.*quanto.*gguf, gptq"
     yield {"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3 is not supported"

@@ -47,6 +47,7 @@ from kernels.gemm.deterministic import TILES, product  # noqa: E402
 from kernels.gemm.fp8 import round_rows  # noqa: E402
 from kernels.gemm.gemv import gemv  # noqa: E402
 from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
+from kernels.gemm.packed_few import packed_few  # noqa: E402
 from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
 from kernels.kv_format import FORMATS  # noqa: E402
@@ -177,6 +178,16 @@ def packed(d: Dims) -> None:
         packed_gemv(x, gated, norm=norm, eps=EPS, gate="silu")
         packed_dot(bf16(8, d.hidden), weight, bf16(8, qkv))
         expand(weight, x)
+    few = [
+        Format(4, 128, zero=8),
+        Format(4, 128, offset="add"),
+        Format(4, 128, offset="shift"),
+        forms[-3],
+        forms[-2],
+    ]
+    for form in few if d.hidden % 256 == 0 else ():
+        packed_few(bf16(4, d.hidden), PackedWeight(form, qkv, d.hidden, bf16(qkv), device))
+        packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
     for tokens in (32, 64, 256):

@@ -9,7 +9,8 @@ from kernels.cuda import FP8_ROWS
 from kernels.dispatch import kernels_for
 from kernels.gemm import fp8
 from kernels.gemm import packed_dot as dot_module
-from kernels.gemm.packed_dot import expand, packed_dot
+from kernels.gemm.packed_dot import expand, packed_dot, quick
+from kernels.gemm.packed_few import few_fits, packed_few
 from kernels.gemm.packed_gemv import packed_gemv
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
@@ -34,6 +35,14 @@ FORMS = {
     "e4m3-row": (Format(8, 288, F32, code="e4m3"), 288),
     "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128), 256),
 }
+# What `packed_few` is made for, and the shorter ways of `packed_dot`.
+FEW = {
+    "few-int4": (Format(4, 128, zero=8), 512),
+    "few-int4-add": (Format(4, 128, offset="add"), 768),
+    "few-int4-shift": (Format(4, 128, offset="shift"), 2048),
+    "few-int8": (Format(8, 640, F32, zero=128), 640),
+    "few-e4m3": (Format(8, 1024, F32, code="e4m3"), 1024),
+}
 QUICK = ("int4-128", "e2m1-32", "int8-32-shift")
 # The interpreter takes seconds for each; a GPU none.
 EACH = [
@@ -46,7 +55,7 @@ BOUNDS = {**BOUND, F32: 2e-5}
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
     """A weight and the float64 numbers that it stands for."""
-    form, width = FORMS[name]
+    form, width = {**FORMS, **FEW}[name]
     torch.manual_seed(rows)
     count = -(-rows // form.rows)
     codes = torch.randint(0, 256, (rows, width * form.bits // 8), dtype=torch.uint8)
@@ -113,7 +122,7 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
     assert weight.bias is not None
     x, residual = random(5, weight.shape[1], dtype=dtype), random(5, 40, dtype=dtype)
     plain = x.double() @ ref.T + weight.bias.double() + residual.double()
-    width = 16 if weight.form.bits == 4 else 32
+    width = 32
     # Scaled weights are rounded to x's type, as an expanded weight would be.
     for split in (1, 2):
         got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
@@ -134,7 +143,7 @@ def test_every_number_of_tokens_means_the_same(
 ) -> None:
     """The back end's own way for a number of tokens, against the reference's."""
     monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
-    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens: (32, 16, 16, 1, 2))
+    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens: (32, 16, 32, 1, 2))
     dtype = torch.float16
     for name in ("int4-128", "e4m3-row"):
         weight, _ = packed(name, 24, bias=True)
@@ -178,6 +187,30 @@ def test_rows_are_rounded(size: int, dtype: torch.dtype) -> None:
         assert near.all()
         top = ref.abs().amax(-1, keepdim=True)
         assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 8, 9, 31, 200])
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_tokens_on_a_device(name: str, tokens: int) -> None:
+    """A pair of codes decoded in the wrong order, a scale of the next group, a share of the columns
+    left out, a row of the tile that belongs to no token; bias and residual added twice."""
+    weight, ref = packed(name, 224, bias=True)
+    assert weight.bias is not None
+    weight.bias = weight.bias.bfloat16()
+    x = random(tokens, weight.shape[1], dtype=torch.bfloat16)
+    residual = random(tokens, 224, dtype=torch.bfloat16)
+    plain = x.double() @ ref.T + weight.bias.double()
+    bound = 2 * BOUND[torch.bfloat16]
+    if tokens <= 8:
+        assert few_fits(x, weight)
+        for config in (None, (16, 1), (32, 1)):
+            assert row_error(packed_few(x, weight, config=config), plain) < bound
+        got = packed_few(x, weight, residual.clone())
+        assert row_error(got, plain + residual.double()) < bound
+    assert quick(x, weight, 32 if weight.form.bits == 4 else 128)
+    for split in (1, 2):
+        assert row_error(packed_dot(x, weight, split=split), plain) < bound
 
 
 @pytest.mark.gpu

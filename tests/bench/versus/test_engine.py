@@ -37,7 +37,7 @@ def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for line in lines_of(1, side, 3.0 if side == "manta" else 1.5):
             yield {key: value for key, value in line.items() if key not in ("model", "run")}
 
-    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    monkeypatch.setattr(versus_engine, "run_side", fake)
     compare({"m": "folder"}, NAMES, 1, tmp_path, [], resume=False)
     assert ran == ["manta", "vllm"]
     (raw,) = tmp_path.glob("*.jsonl")
@@ -61,7 +61,7 @@ def test_models_in_calls_of_their_own(tmp_path: Path, monkeypatch: pytest.Monkey
         for line in lines_of(0, side, 3.0 if side == "manta" else 1.5, names):
             yield {key: value for key, value in line.items() if key not in ("model", "run")}
 
-    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    monkeypatch.setattr(versus_engine, "run_side", fake)
     compare({"small": "folder"}, ["single"], 1, tmp_path, [], resume=True)
     compare({"large": "folder"}, NAMES, 1, tmp_path, [], resume=True)
     (table,) = tmp_path.glob("*.json")
@@ -80,7 +80,7 @@ def test_the_command_of_the_docs_prints_their_table(
         for line in lines_of(0, side, 3.0, names):
             yield {key: value for key, value in line.items() if key not in ("model", "run")}
 
-    monkeypatch.setattr(versus_engine, "_run_side", fake)
+    monkeypatch.setattr(versus_engine, "run_side", fake)
     docs = (Path(__file__).parents[3] / "docs/performance.md").read_text()
     command = re.search(r"python -m (bench.versus.engine --model LLAMA QWEN .*)", docs)
     assert command
@@ -131,7 +131,7 @@ def test_another_checkout_runs_its_own_code(
         "print(json.dumps({'side': 'manta', 'ready_s': 4.0, 'config': config}))\n"
         "print(json.dumps({'side': 'manta', 'workload': 'single', 'out_tok_s': 2.0}))\n"
     )
-    real = versus_engine._run_side
+    real = versus_engine.run_side
 
     def run_side(side: str, *rest: Any) -> Iterator[Line]:
         if side == versus_engine.BEFORE:
@@ -140,7 +140,7 @@ def test_another_checkout_runs_its_own_code(
             yield {"side": side, "ready_s": 2.0, "config": {}}
             yield {"side": side, "workload": "single", "out_tok_s": 3.0}
 
-    monkeypatch.setattr(versus_engine, "_run_side", run_side)
+    monkeypatch.setattr(versus_engine, "run_side", run_side)
     compare({"m": str(model)}, ["single"], 1, tmp_path, [], False, before)
     (table,) = tmp_path.glob("before-after-*.json")
     document = json.loads(table.read_text())

@@ -1,0 +1,257 @@
+"""Matrix products of one to eight tokens with packed weights, on bfloat16 and Ampere or later: the
+weights go from memory into the registers that the matrix units read them from, with no shared
+memory and no barrier between.
+
+A program owns 16 or 32 outputs; its warps share the columns, each a run of its own, and add up at
+the end. A thread asks for its next codes before it works on those that it has. A pair of codes
+becomes two bfloat16 numbers in one to five instructions, exactly; scales are applied to the sums of
+their groups, in float32. This is Gluon, because Triton's own language has no say in where numbers
+lie; no interpreter runs it, so that its tests need a GPU (`tests/kernels/test_packed.py`) and
+`tests/kernels/test_compile.py` only compiles it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.gemm.packed_codes import INT, code_of, floats, integers, nibbles
+from kernels.packed import PackedWeight
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+TOKENS = 8  # the short side of the matrix units' tiles
+_WORDS = 32  # of a row that a warp takes at a time: 128 codes of 4 bits, 64 of 8
+_AHEAD = 2  # such steps are on their way
+_GROUP = 128  # inputs of a scale of 4-bit codes
+
+
+@gluon.jit
+def _decoded(words, HOW: gl.constexpr):
+    return gl.inline_asm_elementwise(HOW, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _part(word, AT: gl.constexpr, TYPE: gl.constexpr):
+    """The 16 bits at 16 * AT as a number of this type."""
+    return (word >> (16 * AT)).to(gl.int16).to(TYPE, bitcast=True)
+
+
+@gluon.jit
+def _packed_few_kernel(
+    x,  # [tokens, columns]
+    codes,  # int16 [rows, columns / FIELDS]
+    scale,  # of 4 bits: int32 pairs of float16 [rows, columns / 256]; else float32 [rows]
+    offset,  # int32 like the scale's pairs
+    bias,  # [rows]
+    residual,  # [tokens, rows]
+    out,  # [tokens, rows]
+    tokens,
+    rows,
+    columns,
+    HOW0: gl.constexpr,  # PTX for each field of a word
+    HOW1: gl.constexpr,
+    HOW2: gl.constexpr,
+    HOW3: gl.constexpr,
+    FIELDS: gl.constexpr,  # codes of a word: 4 of 4 bits with groups of 128, or 2 of 8 bits
+    OFFSET: gl.constexpr,  # 0: none, 1: added, 2: added to codes; codes come with 128 more then
+    ADD: gl.constexpr,
+    BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WORDS: gl.constexpr,
+    SHARES: gl.constexpr,  # of the columns: one for each warp
+    PDL: gl.constexpr,
+):
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[SHARES, 1, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=SUMS, k_width=4)
+    share_l = gl.arange(0, SHARES, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
+    share_l = share_l.expand_dims(1).expand_dims(2)
+    row_l = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
+    row_l = row_l.expand_dims(0).expand_dims(2)
+    word_l = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
+    word_l = word_l.expand_dims(0).expand_dims(1)
+    share_r = gl.arange(0, SHARES, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    share_r = share_r.expand_dims(1).expand_dims(2)
+    word_r = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
+    word_r = word_r.expand_dims(0).expand_dims(2)
+    token_r = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))
+    token_r = token_r.expand_dims(0).expand_dims(1)
+    share_s = gl.arange(0, SHARES, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))
+    share_s = share_s.expand_dims(1).expand_dims(2)
+    row_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))
+    row_s = row_s.expand_dims(0).expand_dims(2)
+
+    first = gl.program_id(0) * ROWS
+    pitch = columns // FIELDS
+    each = pitch // WORDS // SHARES  # steps of a share, an even number
+    at = codes + (first + row_l).to(gl.int64) * pitch + (share_l * each * WORDS + word_l)
+    exists = (token_r < tokens) & (word_r >= 0)
+    if FIELDS == 4:  # a span of four runs, one for each field
+        x_at = x + token_r * columns + (share_r * each * (4 * WORDS) + word_r)
+    else:  # two neighbours in a word
+        x_at = x.to(gl.pointer_type(gl.int32), bitcast=True)
+        x_at = x_at + token_r * pitch + (share_r * each * WORDS + word_r)
+    pairs = (first + row_s).to(gl.int64) * (pitch // WORDS // 2) + share_s * (each // 2)
+
+    # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
+    first_w = gl.load(at, eviction_policy="evict_first")
+    second_w = gl.load(at + WORDS, eviction_policy="evict_first")
+    if FIELDS == 4:
+        s_pair = gl.load(scale + pairs)
+        if OFFSET:
+            o_pair = gl.load(offset + pairs)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    zero = gl.zeros([SHARES, ROWS, TOKENS], gl.float32, layout=SUMS)
+    one = gl.full([SHARES, ROWS, WORDS], 1.0, gl.bfloat16, layout=LEFT)
+    acc = zero
+    other = zero
+    for step in range(0, each, 2):
+        at += 2 * WORDS
+        pairs += 1
+        goes_on = step + 2 < each
+        more = gl.full([SHARES, ROWS, WORDS], goes_on, gl.int1, layout=LEFT)
+        next_first = gl.load(at, mask=more, other=0, eviction_policy="evict_first")
+        next_second = gl.load(at + WORDS, mask=more, other=0, eviction_policy="evict_first")
+        if FIELDS == 4:
+            has = gl.full([SHARES, ROWS, 1], goes_on, gl.int1, layout=SUMS)
+            next_s = gl.load(scale + pairs, mask=has, other=0)
+            if OFFSET:
+                next_o = gl.load(offset + pairs, mask=has, other=0)
+        # All of x before any of it is used: a load takes longer than what is done with it.
+        xs = ()
+        for run in gl.static_range(8 if FIELDS == 4 else 2):
+            xs = xs + (gl.load(x_at + run * WORDS, mask=exists, other=0),)  # noqa: RUF005
+        for half in gl.static_range(2):
+            w = first_w if half == 0 else second_w
+            if FIELDS == 4:
+                even = mma_v2(_decoded(w, HOW0), xs[4 * half], zero)
+                odd = mma_v2(_decoded(w, HOW1), xs[4 * half + 1], zero)
+                even = mma_v2(_decoded(w, HOW2), xs[4 * half + 2], even)
+                odd = mma_v2(_decoded(w, HOW3), xs[4 * half + 3], odd)
+                s = _part(s_pair, half, gl.float16).to(gl.float32)
+                acc += (even + odd) * s
+                if OFFSET:
+                    # The sum of x, in every row: what a code's 128 and the offset are times.
+                    even = mma_v2(one, xs[4 * half], zero)
+                    odd = mma_v2(one, xs[4 * half + 1], zero)
+                    even = mma_v2(one, xs[4 * half + 2], even)
+                    odd = mma_v2(one, xs[4 * half + 3], odd)
+                    o = _part(o_pair, half, gl.float16).to(gl.float32)
+                    if OFFSET == 1:
+                        acc += (even + odd) * (o - 128.0 * s)
+                    else:
+                        acc += (even + odd) * ((o - 128.0) * s)
+            else:
+                both = xs[half]
+                acc = mma_v2(_decoded(w, HOW0), _part(both, 0, gl.bfloat16), acc)
+                other = mma_v2(_decoded(w, HOW1), _part(both, 1, gl.bfloat16), other)
+        x_at += 2 * WORDS * (4 if FIELDS == 4 else 1)
+        first_w, second_w = next_first, next_second
+        if FIELDS == 4:
+            s_pair = next_s
+            if OFFSET:
+                o_pair = next_o
+    if FIELDS == 2:
+        acc += other
+
+    y = gl.sum(acc, axis=0)
+    WHOLE: gl.constexpr = gl.SliceLayout(0, SUMS)
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE)).expand_dims(1)
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, WHOLE)).expand_dims(0)
+    inside = (token < tokens) & (row < rows)
+    if FIELDS == 2:
+        y *= gl.load(scale + row)
+    if BIAS:
+        y += gl.load(bias + row).to(gl.float32)
+    place = token * rows + row
+    if ADD:
+        y += gl.load(residual + place, mask=inside, other=0.0).to(gl.float32)
+    gl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
+    """(ROWS, SHARES): the best of a sweep over llama-8b's matrices on one H200."""
+    num_rows, most = 16, 8
+    if bits == 4 and rows > 4096 and steps < 64:
+        most = 4
+    while steps % (_AHEAD * most):
+        most //= 2
+    return num_rows, most
+
+
+def few_fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the kernel is made for these: 4-bit integers or e2m1 by groups of 128 with float16
+    scales, or 8 bits with a scale an output, whole tiles, and bfloat16 of a few tokens."""
+    form, (rows, columns) = weight.form, weight.shape
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    if form.bits == 4:
+        known = code_of(weight) == INT and form.zero < 128
+        return (
+            known
+            and form.group == _GROUP
+            and form.scale == torch.float16
+            and columns % (_AHEAD * 4 * _WORDS) == 0
+        )
+    single = form.group == columns and form.rows == 1 and form.scale == torch.float32
+    usual = form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
+    return single and usual and columns % (_AHEAD * 2 * _WORDS) == 0
+
+
+def packed_few(
+    x: Tensor,  # [tokens, in] bfloat16
+    weight: PackedWeight,  # [out, in]
+    residual: Tensor | None = None,  # like the result, and overwritten by it
+    config: tuple[int, int] | None = None,
+) -> Tensor:
+    """x @ weight.T + bias + residual: [tokens, out] bfloat16, added up in float32. Only what
+    `few_fits` says."""
+    form, (rows, columns) = weight.form, weight.shape
+    tokens = x.shape[0]
+    out = x.new_empty((tokens, rows)) if residual is None else residual
+    fields = 16 // form.bits
+    num_rows, shares = config or tile(form.bits, rows, columns // (fields * _WORDS))
+    how: list[Any]
+    offset = 0
+    if form.bits == 4:
+        offset = {"none": 0, "add": 1, "shift": 2}[form.offset]
+        how = [nibbles(at, 0 if offset else 128 + form.zero) for at in range(4)]
+    else:
+        ptx = floats if form.code == "e4m3" else integers
+        how = [ptx(False), ptx(True), "", ""]
+    pairs = (lambda t: None if t is None else t.view(torch.int32)) if form.bits == 4 else None
+    _packed_few_kernel[(triton.cdiv(rows, num_rows),)](
+        x,
+        weight.codes.view(torch.int16),
+        pairs(weight.scale) if pairs else weight.scale,
+        pairs(weight.offset) if pairs else None,
+        weight.bias,
+        residual,
+        out,
+        tokens,
+        rows,
+        columns,
+        *how,
+        FIELDS=fields,
+        OFFSET=offset,
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        ROWS=num_rows,
+        TOKENS=TOKENS,
+        WORDS=_WORDS,
+        SHARES=shares,
+        num_warps=shares,
+        **pdl(x.device),
+    )
+    return out
