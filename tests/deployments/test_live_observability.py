@@ -3,8 +3,10 @@
 import json
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,40 @@ def test_any_router_explains_any_request(cluster: Cluster) -> None:
             assert part["timing_ms"]["total"] >= part["timing_ms"]["first_token"] > 0
         routers.add(part["router"])
     assert len(routers) == 2
+
+
+def test_any_router_stops_any_request(cluster: Cluster) -> None:
+    """The stop comes over another connection, to a router that has never heard of the request."""
+    ids = [f"stopped-{number}" for number in range(6)]
+
+    def post(path: str, body: dict[str, Any]) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{cluster.port}{path}",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def live(id: str) -> bool:
+        try:
+            return bool(explained(cluster, id)["parts"][0]["state"] == "running")
+        except urllib.error.HTTPError:
+            return False
+
+    with ThreadPoolExecutor(len(ids)) as pool:
+        streams = [
+            pool.submit(post, "/stream_chat_post", {"query": "hello", "request_id": id})
+            for id in ids
+        ]
+        for id, stream in zip(ids, streams, strict=True):
+            wait(lambda id=id: live(id))
+            with pytest.raises(urllib.error.HTTPError) as twice:
+                post("/chat", {"query": "hello", "request_id": id})
+            assert twice.value.code == 409
+            assert json.loads(post("/stop_generate", {"request_id": id}))["stopped"] == 1
+            last = stream.result(30).strip().splitlines()[-1]
+            assert json.loads(last.removeprefix("data: "))["code"] == 499
 
 
 def test_an_id_leads_through_all_logs(cluster: Cluster) -> None:
