@@ -16,10 +16,12 @@ from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.fp8 import round_rows
+from kernels.gemm.packed_few import TOKENS as FEW
+from kernels.gemm.packed_few import packed_few
 from kernels.kv_format import FORMATS
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
-from kernels.packed import Format, PackedWeight
+from kernels.packed import E2M1, Format, PackedWeight
 from kernels.quantized_kv import Cache, QuantizedKV
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
@@ -216,6 +218,7 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
         "int4": Format(4, min(width, 128), zero=8),
         "int8": Format(8, width, torch.float32, zero=128),
         "fp8": Format(8, width, torch.float32, code="e4m3"),
+        "mxfp4": Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
     }[to]
     num_bytes = PackedWeight.num_bytes(form, size, width)
     weights = []
@@ -227,7 +230,9 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
         weights.append(weight)
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
-    ours = [partial(cuda.packed_linear, x, weight) for weight in weights]
+    # Without a device nothing says that it fits, and what a device does shall be tried here too.
+    few = rows <= FEW and to != "mxfp4"
+    ours = [partial(packed_few if few else cuda.packed_linear, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
 
@@ -475,6 +480,9 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
             for rows in (1, 2, 8, 16, 32, 64, 256, 1024):
                 make = partial(packed_linear, s, *LINEARS[name][0], rows, to)
                 cases[f"{to} product/{name}/{rows}"] = make
+    for rows in (1, 16, 256):
+        down = LINEARS["8b down"][0]
+        cases[f"mxfp4 product/8b down/{rows}"] = partial(packed_linear, s, *down, rows, "mxfp4")
     for rows in (32, 256, 8192):
         cases[f"norm to e4m3/{rows}"] = partial(rounded_rows, s, rows)
     for rows in (256, 4096):

@@ -139,9 +139,9 @@ def test_misspelt_key_is_told_in_two_seconds(tmp_path: Path) -> None:
     "env",
     [
         {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"COLUMNS": "40"},
-        {"NO_COLOR": "1"},
-        {"TERM": "dumb"},
+        pytest.param({"COLUMNS": "40"}, marks=pytest.mark.slow),
+        pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
         {"PYTHONIOENCODING": "ascii"},
     ],
 )

@@ -67,6 +67,7 @@ def test_steps_keep_the_promise_and_throughput(monkeypatch: pytest.MonkeyPatch) 
     assert max(told[300:-300]) < ROWS, "the routers see fewer rows"
 
 
+@pytest.mark.slow
 def test_with_noise_and_hiccups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: one pause of the process makes the cap one row for good."""
     kept, throughput, _ = serve(monkeypatch, TARGET, noise=0.1)

@@ -201,6 +201,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.skipif(bool(os.environ.get("ATEN_CPU_CAPABILITY")), reason="this is the inner run")
+@pytest.mark.slow
 @pytest.mark.parametrize("vnni", ["", "avxvnni"])
 def test_other_processors(vnni: str) -> None:
     """AVX2 with and without AVX-VNNI, on a processor that has more."""

@@ -117,6 +117,7 @@ def test_failed_assertion_is_exit_1(scenario: Path, tmp_path: Path) -> None:
     assert "failed, http_5xx: 1" in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_when_something_is_wrong(scenario: Path, tmp_path: Path) -> None:
     """E 94: rate 0, negative, 10^9; unknown metric; empty trace; unwritable result file."""
     (tmp_path / "empty.jsonl").write_text("")
@@ -184,6 +185,7 @@ def test_reference_then_verify(scenario: Path, tmp_path: Path) -> None:
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_what_was_asked_for_is_refused(scenario: Path, tmp_path: Path) -> None:
     """A test of faults passes because none came, or one of answers because none was compared."""
     with FakeServer() as server:

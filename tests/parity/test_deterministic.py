@@ -108,7 +108,7 @@ def all_cuts(
     return good
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_numbers_depend_on_the_request_alone(
     folder: Path, prompts: list[list[int]], dtype: str
 ) -> None:
@@ -118,6 +118,7 @@ def test_numbers_depend_on_the_request_alone(
     assert not all_cuts(folder, prompts, GREEDY, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_sampled_texts_too(folder: Path, prompts: list[list[int]]) -> None:
     """Noise that depends on the place in the batch."""
     assert all_cuts(folder, prompts, SAMPLED, dtype="bfloat16", deterministic=True)
@@ -136,6 +137,7 @@ def test_it_says_the_same_as_the_default(folder: Path, prompts: list[list[int]])
         assert max(abs(a.logprob - b.logprob) for a, b in first) < close
 
 
+@pytest.mark.slow
 def test_adapters(folder: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     """An adapter's product that depends on how many rows have it, or a row without one that is
     computed in another way because its neighbours have some."""

@@ -1,0 +1,92 @@
+"""What measure.py times of latent attention and Gated DeltaNet: sizes of DeepSeek-V2-Lite and of
+Qwen3-Next."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from bench.kernels.cases import Sizes, meta_of
+from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
+from kernels.attention.delta import DeltaHeads
+from kernels.dispatch import kernels_for
+
+cuda = kernels_for("cuda")
+HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
+KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
+# Keys of each entry.
+DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
+
+
+def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
+    """Absorbed: each latent is read once for all heads. With the products around it."""
+    num_bytes = float(sum(kv_len)) * (RANK + ROPE) * s.dtype.itemsize
+    meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), 16)
+    caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(copies_for(num_bytes))]
+    cuda.prepare(meta, HEADS, caches[0], RANK)
+    q, up = s.random(len(kv_len), HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
+    calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
+    return KernelWork(calls, num_bytes)
+
+
+def latent_prefill(s: Sizes, length: int) -> KernelWork:
+    """The operations are those of attention with a key and a value for each head."""
+    meta, num_blocks = meta_of(s, [length], [length], 0, 16)
+    caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
+    cuda.prepare(meta, HEADS, caches[0], RANK)
+    q, up = s.random(length, HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
+    calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
+    seen = length * (length + 1) / 2
+    return KernelWork(calls, 2 * seen * HEADS * (NOPE + ROPE + VALUE), OPERATIONS)
+
+
+def latent_write(s: Sizes, rows: int) -> KernelWork:
+    meta, num_blocks = meta_of(s, [rows], [rows], 0, 16)
+    width = (HEADS * (NOPE + ROPE) + RANK + ROPE) * s.dtype.itemsize
+    q, latents = s.random(rows, HEADS, NOPE + ROPE), s.random(rows, RANK + ROPE)
+    norm, cache = s.random(RANK), s.random(num_blocks, 1, 16, RANK + ROPE)
+    angles = torch.randn(rows, ROPE, device=s.device)
+    call = partial(cuda.latent_write, q, latents, norm, 1e-6, angles, cache, meta)
+    return KernelWork([call] * 4, 2.0 * rows * width)
+
+
+def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    """The bytes are those of states, read and written once, and of what tokens bring and take."""
+    count, tokens = len(kv_len), sum(query_len)
+    meta, _ = meta_of(s, kv_len, query_len, count if tokens == count else 0, 16)
+    meta = replace(meta, rows=torch.arange(count, device=s.device))
+    cache = s.random(1, 1, 16, 16)
+    cuda.prepare(meta, 1, cache)
+    channels = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+    heads = DeltaHeads(
+        KEY_HEADS,
+        VALUE_HEADS,
+        SIZE,
+        SIZE,
+        torch.randn(channels, TAPS, device=s.device),
+        torch.randn(VALUE_HEADS, device=s.device),
+        torch.randn(VALUE_HEADS, device=s.device),
+    )
+    x, a, b = (
+        s.random(tokens, channels),
+        s.random(tokens, VALUE_HEADS),
+        s.random(tokens, VALUE_HEADS),
+    )
+    tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
+    state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
+    moved = 2.0 * (state.nbytes + tail.nbytes) + x.nbytes + 4.0 * tokens * VALUE_HEADS * SIZE
+    return KernelWork([partial(cuda.gated_delta, x, a, b, heads, tail, state, meta)] * 4, moved)
+
+
+def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
+    cases: dict[str, Callable[[], KernelWork]] = {
+        f"latent decode/{name}": partial(latent_decode, s, kv_len)
+        for name, kv_len in DECODES.items()
+    }
+    cases["latent prefill/1 x 8192"] = partial(latent_prefill, s, 8192)
+    for rows in (1, 256):
+        cases[f"rope and latent write/{rows}"] = partial(latent_write, s, rows)
+        cases[f"delta decode/{rows}"] = partial(delta, s, [1000] * rows, [1] * rows)
+    cases["delta prefill/1 x 8192"] = partial(delta, s, [8192], [8192])
+    return cases
