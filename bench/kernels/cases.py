@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels import lora as bench_lora
 from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
+from bench.kernels.mixers import mixer_cases
+from bench.kernels.sizes import LLAMA, Sizes, meta_of
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
@@ -32,28 +33,6 @@ from kernels.sampling.logprobs import logprobs
 Make = Callable[[], KernelWork]
 cuda = kernels_for("cuda")
 
-
-class Sizes(NamedTuple):
-    """Of a model, and where its tensors are."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    hidden: int = 4096
-    inner: int = 14336
-    vocab: int = 128256
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-    kv: str = ""  # "int8", "fp8", "int4": keys and values in fewer bits
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
-
-    def ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-LLAMA = Sizes()
 
 # Keys of each entry, and the least share of copy bandwidth that issue 3 asks for.
 DECODES: dict[str, tuple[list[int], float | None]] = {
@@ -92,32 +71,6 @@ LINEARS = {
     "0.6b gate_up": ((6144, 1024), (1, 2, 4)),
     "0.6b down": ((1024, 3072), (1, 2, 4)),
 }
-
-
-def meta_of(
-    s: Sizes, kv_len: list[int], query_len: list[int], num_decodes: int, block_size: int
-) -> tuple[AttentionMeta, int]:
-    """Entries whose blocks lie scattered; and how many blocks there are."""
-    blocks = [-(-n // block_size) for n in kv_len]
-    order = torch.randperm(sum(blocks)).int().split(blocks)
-    table = torch.zeros(len(kv_len), max(blocks), dtype=torch.int32)
-    for entry, own in enumerate(order):
-        table[entry, : len(own)] = own
-    lengths = zip(kv_len, query_len, strict=True)
-    positions = torch.cat([torch.arange(n - m, n) for n, m in lengths])
-    entry_of = torch.repeat_interleave(torch.arange(len(kv_len)), torch.tensor(query_len))
-    slots = table[entry_of, positions // block_size].long() * block_size + positions % block_size
-    meta = AttentionMeta(
-        positions=positions.int().to(s.device),
-        slots=slots.to(s.device),
-        query_start=torch.tensor([0, *query_len]).cumsum(0).int().to(s.device),
-        kv_len=s.ints(kv_len),
-        block_table=table.to(s.device),
-        num_decodes=num_decodes,
-        max_query_len=max(query_len),
-        max_kv_len=max(kv_len),
-    )
-    return meta, sum(blocks)
 
 
 def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple[Cache, Cache]]:
@@ -498,6 +451,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (64, 256):
         for part, name in enumerate(("qkv", "o", "gate_up", "down")):
             cases[f"adapters/{name}/{rows}"] = partial(adapters, s, rows, part)
+    cases |= mixer_cases(s)
     # The last case, because it is not known how a library fails.
     others = {**(libraries or {}), **{name: torch_attention(kind) for name, kind in FAST.items()}}
     make = partial(prefill, s, [8192], [8192], PREFILL_TARGET, others)

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from bench.kernels.cases import Sizes, meta_of
 from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
+from bench.kernels.sizes import Sizes, meta_of
 from kernels.attention.delta import DeltaHeads
 from kernels.dispatch import kernels_for
 

@@ -94,8 +94,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from bench.kernels import measure
-    from bench.kernels.cases import LLAMA, all_cases
-    from bench.kernels.mixers import mixer_cases
+    from bench.kernels.cases import all_cases
     from kernels.dispatch import kernels_for
 
     began = time.perf_counter()
@@ -107,7 +106,7 @@ def main() -> int:
             print(f"without FlashAttention 3: {error}", flush=True)
     cases = {
         name: make
-        for name, make in {**mixer_cases(LLAMA), **all_cases(libraries=libraries)}.items()
+        for name, make in all_cases(libraries=libraries).items()
         if name.startswith(tuple(args.only))
     }
     if not cases:

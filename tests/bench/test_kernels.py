@@ -31,7 +31,6 @@ from bench.kernels.cases import (  # noqa: E402
     sampling,
 )
 from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
-from bench.kernels.mixers import mixer_cases  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
 from kernels.attention import decode_plan, latent_decode, quantized_decode  # noqa: E402
 from kernels.gemm import deterministic, packed_dot  # noqa: E402
@@ -74,8 +73,7 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in NUM_SMS:
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     monkeypatch.setattr(deterministic, "agreeing", lambda weight, bias, add: deterministic.TILES[2])
-    meta = LLAMA._replace(device="meta")
-    cases = {**mixer_cases(meta), **all_cases(meta, {"other": lambda *_: lambda: None})}
+    cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})
     found, names = {}, set()
     for row in rows(cases, BEST, once):
         assert "error" not in row, row
