@@ -56,6 +56,7 @@ ONCE = (  # fails the first time
 NEVER = "def test_never(): assert False\n"
 
 
+@pytest.mark.slow
 def test_a_test_that_passes_alone_is_told_of(tmp_path: Path) -> None:
     """A clock that a neighbour held up fails a change; or nobody hears that it did."""
     outcome, printed = outcome_of(tmp_path, FINE + ONCE, pair=True)

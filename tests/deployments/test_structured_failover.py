@@ -43,7 +43,9 @@ class ModelFleet(Fleet):
         return make
 
 
-@pytest.mark.parametrize("tokens", [0, 5, 25])
+@pytest.mark.parametrize(
+    "tokens", [5, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (0, 25))]
+)
 async def test_the_same_document(tmp_path: Path, tokens: int) -> None:
     """A grammar that begins anew at the replica that takes over, and a document in a document."""
     tokenizer = byte_level()

@@ -287,6 +287,7 @@ def test_capacity_bounds_the_context() -> None:
     assert len(outputs[1].tokens) == 2 and outputs[2].finish == "error"
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     """Bug: an engine that grows with every request it has served."""
     core, runner = make_core(num_blocks=256, max_num_batched_tokens=256)

@@ -57,6 +57,7 @@ def serve(
     return seconds, tokens / (clock[0] - began), told
 
 
+@pytest.mark.slow
 def test_steps_keep_the_promise_and_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: rows are capped and prompts fill the step; or the promise is kept by serving few."""
     free, fast, told = serve(monkeypatch, 0.0)

@@ -319,7 +319,12 @@ def test_integers_have_64_bits(
 # ---- the step loop -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+AHEAD = pytest.mark.parametrize(
+    "ahead", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in_turn", "ahead"]
+)
+
+
+@AHEAD
 def test_outputs_are_valid_and_the_same_however_they_run(
     model: tuple[Path, Tokenizer], ahead: bool
 ) -> None:
@@ -345,7 +350,7 @@ def test_outputs_are_valid_and_the_same_however_they_run(
     assert outputs[90].tokens == plain, "a neighbour with a grammar changes others"
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+@AHEAD
 def test_with_everything_else_that_sampling_does(
     model: tuple[Path, Tokenizer], ahead: bool
 ) -> None:
@@ -402,7 +407,7 @@ def test_ends(model: tuple[Path, Tokenizer]) -> None:
         assert text[0] == "x" and text[1].isdigit() and text[2:] == "y"
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+@AHEAD
 def test_goes_on_elsewhere(model: tuple[Path, Tokenizer], ahead: bool) -> None:
     """A replica that takes over starts the grammar anew, or a token late."""
     folder, _ = model

@@ -9,6 +9,8 @@ import os
 import random
 import time
 
+import pytest
+
 from deployments.api.app import build_asgi
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import DispatchLimits
@@ -63,6 +65,7 @@ def holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
 
 
+@pytest.mark.slow
 async def test_thousands_of_disconnects_leave_nothing():
     """One ticket, task, request in flight, booking or file handle for each client that leaves:
     while it waits, at the first token, in mid-stream, or just before the end."""

@@ -210,7 +210,10 @@ SENDERS = {
 }
 
 
-@pytest.mark.parametrize("what", SENDERS)
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("body", "nothing")]
+
+
+@pytest.mark.parametrize("what", ["head", *SLOW])
 async def test_slow_senders_are_timed_out_and_hold_no_place(what):
     """Slowloris: a thousand connections that send a byte now and then, and nobody else gets in."""
     async with fleet_of_one(in_flight=8) as fleet, serving(fleet, Crowded) as (port, app):

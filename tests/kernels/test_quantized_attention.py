@@ -115,7 +115,7 @@ def test_heads(name: str, heads: tuple[int, int, int]) -> None:
 @forms
 @pytest.mark.parametrize(
     ("sees", "how"),
-    [((20, 0), "sinks"), ((0, 24), "cap"), slow((64, 0), "plain"), slow((0, 0), "slopes"),
+    [((20, 0), "sinks"), slow((0, 24), "cap"), slow((64, 0), "plain"), slow((0, 0), "slopes"),
      slow((0, 0), "cap and sinks")],
     ids=str,
 )  # fmt: skip
