@@ -17,15 +17,13 @@ from pydantic import BaseModel, ValidationError
 
 from deployments.config import yaml_lines
 from deployments.config.adapters import make_absolute
+from deployments.config.endpoint import HttpConfig, LimitsConfig, RouterConfig
 from deployments.config.keys import read_api_keys
 from deployments.config.models import (
-    HttpConfig,
-    LimitsConfig,
     MantaConfig,
     ModelConfig,
     PoolConfig,
     PoolKind,
-    RouterConfig,
     engine_model,
     flatten,
 )

@@ -12,7 +12,6 @@ import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     create_model,
@@ -21,18 +20,26 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from deployments.api.batches.folder import BatchSettings
 from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
-from deployments.observe.otlp import TracingSettings
+from deployments.config.endpoint import (
+    SECTION,
+    BatchConfig,
+    GrpcConfig,
+    HttpConfig,
+    LimitsConfig,
+    LogConfig,
+    RouterConfig,
+    Section,
+    TracingConfig,
+    UsageConfig,
+)
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
-_MODEL_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
 @cache
@@ -46,7 +53,7 @@ def engine_model() -> type[BaseModel]:
             kind = hints[field.name]
             lists = typing.get_origin(kind) is tuple  # YAML has lists only
             fields[field.name] = (kind, Field(field.default, strict=False if lists else None))
-    return create_model("EngineOptions", __config__=_MODEL_CONFIG, **fields)
+    return create_model("EngineOptions", __config__=SECTION, **fields)
 
 
 def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
@@ -80,11 +87,7 @@ EngineOptions = Annotated[dict[str, Any], AfterValidator(_engine_options)]
 PoolKind = Literal["gpu", "cpu"]
 
 
-class _Section(BaseModel):
-    model_config = _MODEL_CONFIG
-
-
-class PoolConfig(_Section):
+class PoolConfig(Section):
     """Engine replicas of one kind: one Serve deployment."""
 
     replicas: int = Field(
@@ -168,7 +171,7 @@ class PoolConfig(_Section):
         return self
 
 
-class ScalingConfig(_Section):
+class ScalingConfig(Section):
     """Autoscaling of the pools that have max_replicas. See docs/routing.md."""
 
     ttft: float = Field(
@@ -201,420 +204,7 @@ class ScalingConfig(_Section):
     )
 
 
-class RouterConfig(_Section):
-    """The routers: HTTP, tokenising, requests in flight, the choice of a replica."""
-
-    replicas: int = Field(
-        2,
-        ge=1,
-        le=256,
-        description="Router processes. The number is fixed, because a change reloads the HTTP "
-        "edge, which cuts long streams. 2: one can fail.",
-    )
-    num_cpus: float = Field(
-        0.0,
-        ge=0,
-        le=64,
-        description="CPU cores that Ray reserves for each router. 0: on a small machine the "
-        "engines get all cores, and an idle router needs none.",
-    )
-    wait_seconds: float = Field(
-        30.0,
-        ge=0,
-        le=3600,
-        description="How long a request waits at most, for a replica to be ready (then 503 "
-        "no_replica) or to have room (503 overloaded). 30 "
-        "s: a replaced replica of a small model is ready again by then, and clients' own limits "
-        "are longer.",
-    )
-    losses: int = Field(
-        1,
-        ge=0,
-        le=100,
-        description="Replicas killed from outside that a request may lose without one new token, "
-        "before the request fails, as it may be the cause. Where engines die by themselves, the "
-        "request fails at the second death.",
-    )
-    heartbeat_seconds: float = Field(
-        0.5,
-        gt=0,
-        le=60,
-        description="Seconds between signs of life on a channel; they cost nothing.",
-    )
-    silence_seconds: float = Field(
-        2.5,
-        gt=0,
-        le=600,
-        description="A channel silent for so many seconds is dead and its requests move. So soon a "
-        "lost machine is noticed. Five heartbeats: a busy interpreter may miss one.",
-    )
-
-    @model_validator(mode="after")
-    def _order(self) -> "RouterConfig":
-        if self.silence_seconds < 2 * self.heartbeat_seconds:
-            raise ValueError("silence_seconds must be at least twice heartbeat_seconds")
-        return self
-
-
-class TlsConfig(_Section):
-    """TLS at the HTTP edge, 1.2 or later. In a cluster: docs/deploy.md."""
-
-    certificate: str | None = Field(
-        None,
-        description="File in PEM with the certificate and the certificates between it and a root. "
-        "Default none: plain HTTP. The file is read when the edge starts or is reloaded.",
-    )
-    key: str | None = Field(
-        None, description="File in PEM with the certificate's key, not encrypted, readable by few."
-    )
-
-    @model_validator(mode="after")
-    def _both(self) -> "TlsConfig":
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key belong together; one of them is missing")
-        return self
-
-
-class HttpConfig(_Section):
-    """The HTTP edge."""
-
-    host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        max_length=255,
-        description="Address to listen on. Loopback: nothing is open to the network until you "
-        "change it; on a single machine the engines' channels then stay on loopback too.",
-    )
-    port: int = Field(
-        8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
-    )
-    proxy: Literal["auto", "haproxy", "serve"] = Field(
-        "auto",
-        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed "
-        "chunk, Serve's own proxy about 300. auto: haproxy where its binary is installed.",
-    )
-    max_stream_seconds: int = Field(
-        3600,
-        ge=1,
-        le=7 * 86400,
-        description="The longest stream that survives a change at the edge (haproxy's hard stop) "
-        "or the update of its router. 1 h: longer than any answer, short enough that old processes "
-        "go.",
-    )
-    api_keys_file: str | None = Field(
-        None,
-        description="File with one API key a line, or `sha256:` and its digest, readable by its "
-        "owner only. Behind a key stands what it may do: models, rates, a budget, priority; see "
-        "docs/http.md. A change is taken within seconds. Default none: no key is asked for, which "
-        "suits loopback.",
-    )
-    admin_keys_file: str | None = Field(
-        None,
-        description="The same for keys that may also change what is served (/v1/adapters, and "
-        "/v1/models where there are several). Default none: where api_keys_file is set no key may "
-        "change it, and where keys are not used every client may; /v1/models is then closed.",
-    )
-    share_prefixes: bool = Field(
-        False,
-        description="Requests of different API keys share the prefix cache. Off: otherwise the "
-        "time to the first token would tell one key what another has asked. On: for keys of one "
-        "owner, whose common prompts are then computed once.",
-    )
-    cors_origins: list[str] = Field(
-        default_factory=list,
-        description="Origins of web pages that may send requests, as a browser names them: "
-        "https://chat.example.com, without a path; `*` is any. Default none: browsers keep all "
-        "pages away. Without API keys a page named here can use the service through your browser.",
-    )
-    keepalive_seconds: float = Field(
-        5.0,
-        ge=0,
-        le=600,
-        description="A stream without a token after so many seconds gets the head of its answer, "
-        "and then a comment line as often until its first token, because proxies cut silent "
-        "connections, often after 60 s. A later failure has no status of its own: see "
-        "docs/http.md. 0: never.",
-    )
-    store_bytes: int = Field(
-        0,
-        ge=0,
-        le=1 << 40,
-        description="Memory for answers of /v1/responses that are kept for later turns, each for "
-        "its own API key and up to 30 days; the least recently used go first. Only with "
-        "`router.replicas: 1`: routers do not share them, and they end with their router. 0: "
-        "none are kept, and clients send the whole conversation.",
-    )
-    tls: TlsConfig = Field(default_factory=TlsConfig)
-    connections: int = Field(
-        16384,
-        ge=16,
-        le=1_000_000,
-        description="Connections of clients at once (haproxy), beyond them 503 overloaded. Two "
-        "fifths of the limit of open files if that is less. 16384: twice what two routers "
-        "have in flight at most.",
-    )
-    connections_per_address: int = Field(
-        8192,
-        ge=0,
-        le=1_000_000,
-        description="Connections from one address, at most half of `connections`; beyond them 429 "
-        "too_many_connections. 8192: a load generator does not notice the bound, and one address "
-        "never keeps out the others. 0: no bound, for a proxy in front that all clients come "
-        "through.",
-    )
-    strict: bool = Field(
-        False,
-        description="Refuse unknown request fields instead of naming them in x-ignored-fields. "
-        "Off: clients send fields of other servers.",
-    )
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine reaches the service."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    @property
-    def exposed(self) -> str:
-        """What every client in the network may do without a key; "" if nothing."""
-        if self.loopback or self.api_keys_file is not None:
-            return ""
-        admin = "" if self.admin_keys_file is not None else ", change adapters"
-        return (
-            f"http.host {self.host} is open to the network and no key is asked for: every client "
-            f"that reaches port {self.port} may use it{admin} and read what became of all requests"
-        )
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _origins(cls, value: list[str]) -> list[str]:
-        for origin in value:
-            if not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"{origin[:64]!r} is no origin: give scheme and host, and the port if it has "
-                    "one, such as https://chat.example.com, or * for any"
-                )
-        return value
-
-
-class GrpcConfig(_Section):
-    """The service over gRPC, with the host, keys and certificate of `http`. See docs/grpc.md."""
-
-    port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="Port on each node that has a router; its routers share it. Another "
-        "application on the same machine needs another. Default none: it is not served.",
-    )
-
-
-class LogConfig(_Section):
-    """What goes into Serve's log files. See docs/observability.md."""
-
-    level: Literal["info", "debug"] = Field(
-        "info",
-        description="debug: lines for each request in router, replica and engine, with its id. "
-        "info: lines for requests that failed or moved.",
-    )
-    format: Literal["text", "json"] = Field(
-        "text", description="json: an object a line, with the request's id and our fields."
-    )
-
-
-class UsageConfig(_Section):
-    """What each key has used, as a file. The same is in /metrics."""
-
-    file: str | None = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description="Appended to: a JSON object a line for each prompt that has ended, with key, "
-        "model and tokens; on each machine that has a router. Budgets of keys begin with what it "
-        "says of their day or month. Default none: budgets begin with the application.",
-    )
-    bytes: int = Field(
-        64 * 2**20,
-        ge=4096,
-        le=1 << 40,
-        description="A file of so many bytes is renamed to file.1, and file.1 to file.2. 64 MiB: "
-        "about 200,000 prompts.",
-    )
-    files: int = Field(
-        8,
-        ge=0,
-        le=1000,
-        description="Renamed files that are kept; the oldest go. 8: half a gigabyte.",
-    )
-
-
-class BatchConfig(_Section):
-    """/v1/files and /v1/batches: requests from a file, answered when there is room."""
-
-    folder: str | None = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description="Where files and batches are kept: a folder that all routers see, so in a "
-        "cluster a shared one whose file system has locks. Default none: the routes are off.",
-    )
-    in_flight: int = Field(
-        32,
-        ge=1,
-        le=4096,
-        description="Requests of batches at once, behind all others. 32: fills what others leave "
-        "of a few replicas, and is little to have in the queue.",
-    )
-    file_bytes: int = Field(
-        200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
-    )
-    key_bytes: int = Field(
-        10 * 2**30,
-        ge=1024,
-        le=1 << 50,
-        description="Bytes of a key's files, results included, beyond which an upload is refused. "
-        "10 GiB: 50 of the largest uploads.",
-    )
-    key_batches: int = Field(
-        100, ge=1, le=100_000, description="Batches of a key that have not ended."
-    )
-    keep_days: float = Field(
-        30.0,
-        gt=0,
-        le=3650,
-        description="Files, results and ended batches are removed after so many. 30: OpenAI's.",
-    )
-
-    def settings(self) -> BatchSettings | None:
-        """None: the routes are off."""
-        if self.folder is None:
-            return None
-        return BatchSettings(
-            self.folder,
-            self.in_flight,
-            self.file_bytes,
-            self.key_bytes,
-            self.key_batches,
-            self.keep_days * 86400.0,
-        )
-
-
-class TracingConfig(_Section):
-    """Spans of requests for an OpenTelemetry collector. See docs/observability.md."""
-
-    endpoint: str | None = Field(
-        None,
-        pattern=r"https?://[^/\s]+.*",
-        max_length=2048,
-        description="Where it takes OTLP over HTTP, such as http://127.0.0.1:4318; /v1/traces is "
-        "added. Default none: no span is made.",
-    )
-    sample: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="The part of the requests that are traced, of those that come without a "
-        "traceparent; one that has it says so itself.",
-    )
-    service: str = Field("manta", min_length=1, max_length=128, description="service.name.")
-    headers: dict[str, str] = Field(
-        default_factory=dict, description="Of each request to the collector, such as a key."
-    )
-
-    def settings(self) -> TracingSettings | None:
-        """None: no span is made."""
-        if self.endpoint is None:
-            return None
-        return TracingSettings(self.endpoint, self.sample, self.service, self.headers)
-
-
-class LimitsConfig(_Section):
-    """Bounds on what the service takes in."""
-
-    in_flight: int = Field(
-        4096,
-        ge=1,
-        le=1_000_000,
-        description="Requests in flight at one router; beyond them 503 overloaded. 4096: two "
-        "routers then take half of http.connections, so that refusals have room beside them.",
-    )
-    waiting: int = Field(
-        1024,
-        ge=0,
-        le=1_000_000,
-        description="Choices that may wait at one router while no replica is ready.",
-    )
-    queue_seconds: float | None = Field(
-        None,
-        gt=0,
-        le=3600,
-        description="Work that may wait at one router for room at the replicas, in seconds at the "
-        "rate at which they were seen to work; beyond it 503 overloaded with the time until there "
-        "is room. Default: 0.75 of `scaling.ttft`, so that a request that is let in has its first "
-        "token within twice `scaling.ttft` (p99), the answers that it waits for included. A burst "
-        "that fits into the free rows may wait four times as long, and less may wait where an "
-        "engine is slow to begin.",
-    )
-    queue_tokens: int = Field(
-        1_000_000,
-        ge=1,
-        le=10**12,
-        description="The same in tokens of prompts and expected outputs, whatever the rate. Bounds "
-        "the router's memory: about 40 bytes a token.",
-    )
-    share_by: str = Field(
-        "api_key",
-        pattern=r"^(api_key|user|x-[a-z0-9-]{1,62})$",
-        description="What waiting requests take turns by: `api_key`, `user` (the request's field) "
-        "or the name of a header, such as x-tenant. The last two are for a gateway in front that "
-        "sets them: a client that can choose them can take more turns.",
-    )
-    deadline_seconds: float | None = Field(
-        None,
-        gt=0,
-        le=7 * 86400,
-        description="Time for a request that sets none itself (x-deadline-seconds); after it 408 "
-        "deadline_exceeded. Default: any time.",
-    )
-    age_seconds: float = Field(
-        5.0,
-        gt=0,
-        le=3600,
-        description="Waiting time that outweighs one step of a request's `priority`, so that "
-        "no request waits for ever.",
-    )
-    body_bytes: int = Field(
-        4 * 2**20,
-        ge=1024,
-        le=2**30,
-        description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
-        "of prompt with room.",
-    )
-    drain_seconds: float = Field(
-        60.0,
-        ge=0,
-        le=3600,
-        description="How long requests may go on at a replica that is to stop, before they move "
-        "elsewhere. When `manta serve` is to stop, how long before they end with an error.",
-    )
-    restarts: int = Field(
-        5,
-        ge=0,
-        le=1000,
-        description="How often in an hour `manta serve` starts its own Ray and the application "
-        "again when that Ray is lost (its raylet or GCS has ended). Beyond that it ends with exit "
-        "code 1, for a supervisor; 0: at once. 5: enough for chance, and no endless circle.",
-    )
-    stall_seconds: float = Field(
-        30.0,
-        ge=1,
-        le=3600,
-        description="An engine whose step takes so many seconds is replaced. 30 s: a CPU may need "
-        "them for a prompt. An engine that computes nothing meanwhile is noticed after 8 s, an "
-        "engine without a sign of life after 3 s.",
-    )
-
-
-class ModelLimitsConfig(_Section):
+class ModelLimitsConfig(Section):
     """Bounds of one model of several, instead of those of `limits`."""
 
     waiting: int | None = Field(None, ge=0, le=1_000_000, description="As `limits.waiting`.")
@@ -631,7 +221,7 @@ class ModelLimitsConfig(_Section):
     )
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """One of several models, under its name: `models: {NAME: {...}}`. What it leaves out of
     `engine`, `scaling` and `limits` is as at the top level."""
 
@@ -665,7 +255,7 @@ _ModelName = Annotated[str, Field(pattern=_NAME)]
 _OF_ONE = ("model", "revision", "served_name", "aliases", "replicas", "pools", "adapters")
 
 
-class MantaConfig(_Section):
+class MantaConfig(Section):
     """What is served: one model, or several behind one endpoint."""
 
     model: str = Field(
