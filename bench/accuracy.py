@@ -31,7 +31,7 @@ from engine.resolve import kv_form
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index
 from kernels.dispatch import kernels_for
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 from kernels.packed import unpacked
 
 ROOT = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from engine.architectures.delta import Delta
 from engine.model_config import LayerAttention, ModelConfig
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 
 TYPICAL = 4096  # tokens of the request that room is told in
 MOST_GROUPS = 8  # tables a request may have; more layers a block rather than more

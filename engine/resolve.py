@@ -13,7 +13,7 @@ from engine.config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
 from engine.errors import ConfigError
 from engine.kv_groups import kv_groups
 from engine.model_config import LayerAttention, ModelConfig, no_folder
-from kernels.kv_format import FORMATS, KVFormat
+from kernels.kv.format import FORMATS, KVFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import activation, kv_write, lora, norm
+from kernels import activation, lora, norm
 from kernels.attention import delta_cuda
 from kernels.attention.decode_plan import plan
 from kernels.attention.delta import DeltaHeads
@@ -25,9 +25,10 @@ from kernels.gemm.packed_dot import expand, packed_dot
 from kernels.gemm.packed_few import few_fits, packed_few
 from kernels.gemm.packed_gemv import packed_gemv
 from kernels.gemm.small_m import few_rows, few_rows_fit
+from kernels.kv.quantized import Cache
+from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.quantized_kv import Cache
 from kernels.reference import Kernels
 
 PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
@@ -173,9 +174,7 @@ class Cuda(Kernels):
         num_heads: int,
         meta: AttentionMeta,
     ) -> Tensor:
-        return kv_write.rope_kv_write(
-            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta
-        )
+        return rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta)
 
     def attention(
         self,

@@ -17,9 +17,9 @@ from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed_dot import expand
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
 from kernels.packed import PackedWeight
-from kernels.quantized_kv import Cache
 from kernels.reference import Kernels
 
 

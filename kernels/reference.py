@@ -37,9 +37,9 @@ from kernels.attention.reference import (
 from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
+from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.quantized_kv import Cache, QuantizedKV, turned
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,

@@ -19,11 +19,11 @@ from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.fp8 import round_rows
 from kernels.gemm.packed_few import TOKENS as FEW
 from kernels.gemm.packed_few import packed_few
-from kernels.kv_format import FORMATS
+from kernels.kv.format import FORMATS
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta
 from kernels.packed import E2M1, Format, PackedWeight
-from kernels.quantized_kv import Cache, QuantizedKV
 from kernels.sampling import layout
 from kernels.sampling.choose import choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise

@@ -11,7 +11,7 @@ from engine.resolve import Resolved
 from engine.runner.kv_cache import KVCache, in_views
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 from kernels.metadata import AttentionMeta, LoraStep
 
 # Of one request: (all token ids, its block ids, where the step begins).

@@ -22,7 +22,7 @@ from engine.models.registry import Model
 from engine.resolve import resolve
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 
 BLOCK = 16
 PIECE = 512  # tokens of a text that are seen together

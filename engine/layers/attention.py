@@ -9,8 +9,8 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class Attention:

@@ -7,8 +7,8 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
 from kernels.attention.bidirectional import bidirectional_attention
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class BidirectionalAttention(Attention):

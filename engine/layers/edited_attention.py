@@ -16,8 +16,8 @@ from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
 from engine.model_config import LayerAttention, ModelConfig
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention | GatedDelta:

@@ -13,8 +13,8 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class Stack:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from engine.layers.attention import Attention
 from engine.layers.norm import Norm
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class GatedAttention(Attention):

@@ -8,8 +8,8 @@ from engine.layers.linear import Linear
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class LatentAttention:

@@ -8,8 +8,8 @@ from torch import Tensor
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class Xielu:

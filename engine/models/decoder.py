@@ -24,8 +24,8 @@ from engine.layers.norm import Norm
 from engine.layers.rotary import Tables
 from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 KV = tuple[Cache, Cache]
 

@@ -16,8 +16,8 @@ from engine.quantization.method import LinearMethod
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache
 
 
 class Model(Protocol):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.kv_groups import KVGroups
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
+from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache, QuantizedKV, turned
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.pdl import num_sms
-from kernels.quantized_kv import Cache, QuantizedKV
 
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys

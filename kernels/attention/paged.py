@@ -8,7 +8,7 @@ from kernels.attention.decode import attention_decode
 from kernels.attention.prefill import attention_prefill
 from kernels.attention.quantized_decode import quantized_decode
 from kernels.attention.quantized_prefill import quantized_prefill
-from kernels.quantized_kv import Cache, QuantizedKV
+from kernels.kv.quantized import Cache, QuantizedKV
 
 
 def attend_decodes(q: Tensor, k_cache: Cache, *others: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped, item_of, merge, merge_into
 from kernels.attention.decode_plan import DecodePlan
-from kernels.kv_codes import (
+from kernels.kv.codes import (
     constants,
     exponent_of,
     middle_of,
@@ -28,8 +28,8 @@ from kernels.kv_codes import (
     shift_of,
     words,
 )
+from kernels.kv.quantized import QuantizedKV
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from kernels.quantized_kv import QuantizedKV
 
 
 @triton.jit(

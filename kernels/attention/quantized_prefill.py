@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
 from kernels.attention.prefill import PrefillLaunch, borders, entry_of
-from kernels.kv_codes import (
+from kernels.kv.codes import (
     constants,
     exponent_of,
     middle_of,
@@ -16,8 +16,8 @@ from kernels.kv_codes import (
     shift_of,
     words,
 )
+from kernels.kv.quantized import QuantizedKV
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import QuantizedKV
 
 
 @triton.jit

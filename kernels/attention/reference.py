@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache, QuantizedKV
 
 
 @dataclass(frozen=True, slots=True)

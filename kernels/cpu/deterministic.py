@@ -18,8 +18,8 @@ from kernels.attention.delta import DeltaHeads
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
+from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
-from kernels.quantized_kv import Cache
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.cpu.prefill import prefill_for
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import Cache, QuantizedKV
 from kernels.reference import Kernels
 
 

@@ -17,7 +17,7 @@ from engine.kv_groups import kv_groups
 from engine.model_config import ModelConfig
 from engine.resolve import decide, resolve
 from engine.runner.kv_cache import KVCache
-from kernels.quantized_kv import QuantizedKV
+from kernels.kv.quantized import QuantizedKV
 from tests.engine.test_memory import config_of, held
 from tests.engine.test_programs import answers, core_of
 from tests.engine.test_rounded_cuda import MODEL

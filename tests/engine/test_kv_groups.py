@@ -13,7 +13,7 @@ from engine.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache, in_views
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 from kernels.metadata import AttentionMeta
 from tests.engine.driver import random_run
 from tests.engine.test_runner import CONFIG

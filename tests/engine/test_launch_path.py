@@ -20,6 +20,7 @@ LOOKED_AT = (
     "kernels/*.py",
     "kernels/attention/*.py",
     "kernels/gemm/*.py",
+    "kernels/kv/*.py",
     "kernels/sampling/*.py",
 )
 WAITS = {"item", "cpu", "tolist", "nonzero", "synchronize", "numpy"}

@@ -38,7 +38,7 @@ from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 from tests.batches import BLOCK_SIZE, MAX_LEN, RandomSteps, new_row
 
 NUM_ROWS = 4

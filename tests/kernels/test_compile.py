@@ -50,12 +50,12 @@ from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed_few import packed_few  # noqa: E402
 from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
 from kernels.gemm.small_m import few_rows  # noqa: E402
-from kernels.kv_format import FORMATS  # noqa: E402
-from kernels.kv_write import rope_kv_write  # noqa: E402
+from kernels.kv.format import FORMATS  # noqa: E402
+from kernels.kv.quantized import QuantizedKV  # noqa: E402
+from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import layer_norm, rms_norm  # noqa: E402
 from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
-from kernels.quantized_kv import QuantizedKV  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402

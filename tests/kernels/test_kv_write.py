@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_write import rope_kv_write
+from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import kernels_for
-from kernels.kv_format import FORMATS, KVFormat
+from kernels.kv.format import FORMATS, KVFormat
+from kernels.kv.quantized import QuantizedKV, dequantize
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import QuantizedKV, dequantize
 from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
 

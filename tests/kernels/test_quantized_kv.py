@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_format import FORMATS, KVFormat
+from kernels.kv.format import FORMATS, KVFormat
+from kernels.kv.quantized import QuantizedKV, dequantize, hadamard, quantize, turned
 from kernels.metadata import AttentionMeta
-from kernels.quantized_kv import QuantizedKV, dequantize, hadamard, quantize, turned
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
 

@@ -21,7 +21,7 @@ from engine.resolve import decide
 from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 from tests.engine.checkpoints import load_model
 from tests.engine.test_ranks import start, two_cores
 from tests.parity.cases import LATENT, save

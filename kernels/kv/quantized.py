@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.kv_format import KVFormat
+from kernels.kv.format import KVFormat
 
 E4M3_MOST = 448.0
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class KVFormat:
     """name: "int8", "fp8" or "int4", or "" for numbers of the model's own type.
 
-    bits: of an element. words: bfloat16 numbers beside each token and head (`quantized_kv`).
+    bits: of an element. words: bfloat16 numbers beside each token and head (`quantized`).
     turn: elements that queries and keys are turned in before keys are written, a power of two; 0 =
-        they are not (`quantized_kv.turned`).
+        they are not (`quantized.turned`).
     """
 
     name: str = ""

@@ -3,7 +3,7 @@
 A program takes one token and a block of heads of one kind (queries, keys or values). The rotation
 pairs element i with i + rotary_dim / 2, so a head is read as two halves and, where only part of it
 rotates, a rest. Into a cache of fewer bits keys and values go as codes, with the numbers of each
-head that its elements ask for (kernels/quantized_kv.py).
+head that its elements ask for (kernels/kv/quantized.py).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_codes import (
+from kernels.kv.codes import (
     constants,
     numbers_of,
     store_codes,
@@ -20,9 +20,9 @@ from kernels.kv_codes import (
     turned,
     words,
 )
+from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
-from kernels.quantized_kv import Cache, QuantizedKV
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _rope_kv_write_kernel(
     HALF: tl.constexpr,  # power of two >= ROTARY_DIM / 2
     REST: tl.constexpr,  # power of two >= HEAD_DIM - ROTARY_DIM, or 0
     FULL: tl.constexpr,  # power of two >= HEAD_DIM
-    KIND: tl.constexpr,  # of codes (kernels/kv_codes.py); 0 = plain
+    KIND: tl.constexpr,  # of codes (kernels/kv/codes.py); 0 = plain
     CODE_PAGE: tl.constexpr,
     NUMBER_PAGE: tl.constexpr,
     TURN: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Codes of cached keys and values inside Triton kernels (`kernels.quantized_kv` has their meaning).
+"""Codes of cached keys and values inside Triton kernels (`kernels.kv.quantized` has their meaning).
 
 Attention never multiplies an element by its scale. A key's numbers go into its score, a value's
 into its weight; products are of the bare codes. These are in float16, which holds every code
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantized_kv import QuantizedKV
+from kernels.kv.quantized import QuantizedKV
 
 KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # the constexpr KIND; 0 = numbers of the model's type
 
@@ -293,7 +293,7 @@ def nearest(x):
 
 @triton.jit
 def turned(x, STAGES: tl.constexpr):
-    """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized_kv.turned`."""
+    """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized.turned`."""
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
     for stage in tl.static_range(STAGES):
