@@ -46,7 +46,7 @@ def shared_cluster() -> Iterator["Cluster"]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster_environment(config, "").items():
             patch.setenv(name, value)
-        cluster = _shared_cluster.enter_context(ray_and_serve(4))
+        cluster = _shared_cluster.enter_context(ray_and_serve(6))
     yield cluster
     _shared_cluster.close()  # after Ctrl-C; else it has been
 

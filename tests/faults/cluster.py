@@ -155,8 +155,8 @@ def deployed(
         "limits": {"drain_seconds": 2.0},
     }
     config = parse_config(common | settings, {})
-    serve.run(assemble(config, prepare), name=NAME, route_prefix=f"/{NAME}")
     try:
+        serve.run(assemble(config, prepare), name=NAME, route_prefix=f"/{NAME}")
         instance = instance_at(f"http://127.0.0.1:{cluster.port}")
         handle = serve.get_app_handle(NAME)
         broken = Broken(cluster.port, f"/{NAME}", instance, handle, replicas, routers)
