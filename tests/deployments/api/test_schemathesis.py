@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from deployments.api.app import build_asgi
-from deployments.api.batches.folder import BatchFolder
+from deployments.api.batches.folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.api.routes import ROUTES
-from deployments.config.models import BatchSettings
 from engine.pooling import Pooling
 from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 
