@@ -117,9 +117,9 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Few tokens: by `packed_few` where it has the format. One token of other formats: all in
-        one kernel. Up to PACKED_ROWS: from the codes. More: the weight is
-        expanded for a product of the library, which costs less than decoding it for each tile.
-        From FP8_ROWS on, e4m3 weights with a scale an output are multiplied by rounded rows."""
+        one kernel. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
+        the library, which costs less than decoding it for each tile. From FP8_ROWS on, e4m3 weights
+        with a scale an output are multiplied by rounded rows."""
         if few_fits(x, weight):
             if norm is not None:
                 x = self.rms_norm(x, norm, eps)

@@ -103,6 +103,25 @@ def nibbles(at: int, less: int) -> str:
     )
 
 
+def four_nibbles(weight: PackedWeight) -> list[str]:
+    """PTX for each nibble of a word of integers, less their zero. Where there is an offset, codes
+    come with 128 more."""
+    form = weight.form
+    return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
+
+
+def integers_fit(weight: PackedWeight) -> bool:
+    """Whether `four_nibbles` is made for these 4-bit codes."""
+    return code_of(weight) == INT and weight.form.zero < 128
+
+
+def bytes_fit(weight: PackedWeight) -> bool:
+    """Whether these 8-bit codes need nothing but a scale for each output."""
+    form = weight.form
+    plain = form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
+    return plain and form.group == weight.shape[1] and form.rows == 1
+
+
 def floats(high: bool) -> str:
     """PTX: of two words in $1 the low or the high bytes, e4m3, as bfloat16 in $0: the same fields,
     whose exponents are 120 too small."""

@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gemm.packed_codes import (
-    INT,
+    bytes_fit,
     code_of,
     constants,
     eight_bits,
     four_bytes,
+    four_nibbles,
+    integers_fit,
     nibble,
-    nibbles,
 )
 from kernels.packed import PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
@@ -247,18 +248,12 @@ def _packed_expand_kernel(
 def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
     """PTX for the codes of these weights, or nothing where there is none: for bfloat16, 4-bit
     integers with one scale in a step of `width` words, and 8 bits with a scale an output."""
-    form, columns = weight.form, weight.shape[1]
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
-    if form.bits == 4:
-        if code_of(weight) != INT or form.group % (4 * width) or form.zero > 127:
-            return []
-        return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
-    if form.group != columns or form.rows > 1 or form.offset != "none":
-        return []
-    if form.code == "int" and form.zero != 128:
-        return []
-    return [four_bytes(code_of(weight)), "", "", ""]
+    if weight.form.bits == 4:
+        fits = integers_fit(weight) and weight.form.group % (4 * width) == 0
+        return four_nibbles(weight) if fits else []
+    return [four_bytes(code_of(weight)), "", "", ""] if bytes_fit(weight) else []
 
 
 def tile(bits: int, tokens: int) -> tuple[int, int, int, int, int]:

@@ -10,8 +10,6 @@ lie; no interpreter runs it, so that its tests need a GPU (`tests/kernels/test_p
 `tests/kernels/test_compile.py` only compiles it.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -19,7 +17,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gemm.packed_codes import INT, code_of, floats, integers, nibbles
+from kernels.gemm.packed_codes import (
+    OFFSETS,
+    bytes_fit,
+    floats,
+    four_nibbles,
+    integers,
+    integers_fit,
+)
 from kernels.packed import PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
@@ -189,24 +194,18 @@ def tile(bits: int, rows: int, steps: int) -> tuple[int, int]:
 
 
 def few_fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the kernel is made for these: 4-bit integers or e2m1 by groups of 128 with float16
-    scales, or 8 bits with a scale an output, whole tiles, and bfloat16 of a few tokens."""
+    """Whether the kernel is made for these: 4-bit integers by groups of 128 with float16 scales, or
+    8 bits with a float32 scale an output, whole tiles, and bfloat16 of a few tokens."""
     form, (rows, columns) = weight.form, weight.shape
     if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] <= TOKENS and rows % 32 == 0):
         return False
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
-    if form.bits == 4:
-        known = code_of(weight) == INT and form.zero < 128
-        return (
-            known
-            and form.group == _GROUP
-            and form.scale == torch.float16
-            and columns % (_AHEAD * 4 * _WORDS) == 0
-        )
-    single = form.group == columns and form.rows == 1 and form.scale == torch.float32
-    usual = form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
-    return single and usual and columns % (_AHEAD * 2 * _WORDS) == 0
+    if columns % (_AHEAD * _WORDS * 16 // form.bits):
+        return False
+    if form.bits == 8:
+        return bytes_fit(weight) and form.scale == torch.float32
+    return integers_fit(weight) and form.group == _GROUP and form.scale == torch.float16
 
 
 def packed_few(
@@ -222,20 +221,19 @@ def packed_few(
     out = x.new_empty((tokens, rows)) if residual is None else residual
     fields = 16 // form.bits
     num_rows, shares = config or tile(form.bits, rows, columns // (fields * _WORDS))
-    how: list[Any]
-    offset = 0
-    if form.bits == 4:
-        offset = {"none": 0, "add": 1, "shift": 2}[form.offset]
-        how = [nibbles(at, 0 if offset else 128 + form.zero) for at in range(4)]
+    scale, offset = weight.scale, weight.offset
+    if form.bits == 4:  # two groups at a time
+        scale = scale.view(torch.int32)
+        offset = None if offset is None else offset.view(torch.int32)
+        how = four_nibbles(weight)
     else:
-        ptx = floats if form.code == "e4m3" else integers
-        how = [ptx(False), ptx(True), "", ""]
-    pairs = (lambda t: None if t is None else t.view(torch.int32)) if form.bits == 4 else None
+        decode = floats if form.code == "e4m3" else integers
+        how = [decode(False), decode(True), "", ""]
     _packed_few_kernel[(triton.cdiv(rows, num_rows),)](
         x,
         weight.codes.view(torch.int16),
-        pairs(weight.scale) if pairs else weight.scale,
-        pairs(weight.offset) if pairs else None,
+        scale,
+        offset,
         weight.bias,
         residual,
         out,
@@ -244,7 +242,7 @@ def packed_few(
         columns,
         *how,
         FIELDS=fields,
-        OFFSET=offset,
+        OFFSET=OFFSETS[form.offset],
         ADD=residual is not None,
         BIAS=weight.bias is not None,
         ROWS=num_rows,
