@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from bench.report.result_file import write
+from engine.config.model_config import ModelConfig
+from engine.config.quantized import Quantized
 from engine.evaluation.divergence import Divergence
 from engine.evaluation.paged import Paged
 from engine.evaluation.prompts import SHIPPED
-from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.layouts import GgufLayout
-from engine.quantized import Quantized
 from engine.resolve import kv_form
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index

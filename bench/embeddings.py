@@ -74,7 +74,7 @@ def save(folder: Path, sizes: dict[str, Any]) -> Any:
 
 
 def manta(folder: Path) -> Side:
-    from engine.config import EngineConfig
+    from engine.config.engine_config import EngineConfig
     from engine.factory import build
     from engine.messages import EngineRequest
     from engine.pooling import as_array

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench.report.result_file import write
-from engine.model_config import ModelConfig
+from engine.config.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.weights import load_weights
 from engine.weights.index import CODES

@@ -20,10 +20,10 @@ from typing import Any
 
 from bench.report.result_file import write
 from bench.versus.engine import engine_fields
+from engine.config.model_config import ModelConfig
 from engine.factory import build
 from engine.library.llm import make_config
 from engine.messages import EngineRequest
-from engine.model_config import ModelConfig
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 

@@ -23,7 +23,7 @@ from deployments.router.dispatcher import DispatchLimits
 from deployments.router.models.served import ServedModel
 from deployments.scaling import policy as autoscaling
 from deployments.transport.channel import ChannelLimits
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (

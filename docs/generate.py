@@ -18,7 +18,7 @@ from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.config.models import ModelConfig, ModelLimitsConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
@@ -51,7 +51,7 @@ environment: `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, 
 with `MANTA_` and means nothing is warned about.
 
 This page is written by `python docs/generate.py` from `deployments/config/load.py` and
-`engine/config.py`.
+`engine/config/engine_config.py`.
 """
 
 

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
+    from engine.config.engine_config import EngineConfig
     from engine.errors import (
         ConfigError,
         EngineDead,

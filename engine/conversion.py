@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.resolve import decide
 from engine.weights.converted import MANIFEST, VERSION, Manifest, Writer, copy_others

@@ -12,16 +12,16 @@ from hashlib import blake2b
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import weight_files
 from engine.errors import InvalidRequest
-from engine.kv_groups import kv_groups
 from engine.lora.build import DeviceAdapters
 from engine.lora.loader import AdapterLoader
 from engine.lora.ranked import RankedLoader
 from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
-from engine.model_config import weight_files
 from engine.models.registry import Model, build_model
 from engine.parallel.opening import Open, alone, first, other
 from engine.parallel.ranks import Ranks

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from engine.architectures import ARCHITECTURES, HeadLayer
+from engine.config.model_config import ModelConfig
 from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.pooling import ACTIVATIONS, Dense, Norm, Pooling, PoolingHead, Vector, normalized
 
 # As files spell them -> ours. Older files have a flag for each, newer ones name one.

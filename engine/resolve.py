@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
+from engine.config.engine_config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.errors import ConfigError
-from engine.kv_groups import kv_groups
-from engine.model_config import LayerAttention, ModelConfig, no_folder
 from kernels.kv.format import FORMATS, KVFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels import activation, lora, norm
-from kernels.attention import delta_cuda
 from kernels.attention.decode_plan import plan
-from kernels.attention.delta import DeltaHeads
-from kernels.attention.latent_decode import latent_decode, plan_latent
-from kernels.attention.latent_prefill import latent_prefill
-from kernels.attention.latent_write import latent_write
+from kernels.attention.latent.decode import latent_decode, plan_latent
+from kernels.attention.latent.prefill import latent_prefill
+from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.experts import few, topk
 from kernels.experts.few_route import few_route, few_route_fits
@@ -29,6 +27,8 @@ from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
+from kernels.recurrent import delta_rule_cuda
+from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.reference import Kernels
 
 PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
@@ -241,7 +241,7 @@ class Cuda(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         _count(meta)
-        return delta_cuda.gated_delta(x, a, b, heads, tail, state, meta)
+        return delta_rule_cuda.gated_delta(x, a, b, heads, tail, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

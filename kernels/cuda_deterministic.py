@@ -1,6 +1,6 @@
 """The CUDA back end where a token's numbers depend on its request alone
-(`engine.config.EngineConfig.deterministic`): not on the step's other requests, nor on how its own
-prompt was cut into chunks, found in the prefix cache, or computed again after a preemption.
+(`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
+into chunks, found in the prefix cache, or computed again after a preemption.
 
 So there is one way to do each thing: products in one order of summation whatever their rows, and
 one attention kernel for decodes and chunks alike, that walks the keys from the first to the last

@@ -14,10 +14,10 @@ from torch import Tensor
 class AttentionMeta:
     """Layout of one step's tokens: entries back to back, decodes (one token each) first.
 
-    Layers that keep different things of a request (engine/kv_groups.py) have one each. KV caches
-    are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a layer.
-    Within one layer all of the step's keys are written before any attention reads, so an entry may
-    read blocks that another entry of the same step writes (requests that share a prefix).
+    Layers that keep different things of a request (engine/config/kv_groups.py) have one each. KV
+    caches are [num_blocks, num_kv_heads, block_size, head_dim] for keys and for values, one pair a
+    layer. Within one layer all of the step's keys are written before any attention reads, so an
+    entry may read blocks that another entry of the same step writes (requests that share a prefix).
     """
 
     positions: Tensor  # [num_tokens] int32: index of each token in its request

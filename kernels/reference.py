@@ -24,8 +24,7 @@ from torch.nn.functional import (
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
-from kernels.attention.delta import DeltaHeads, gated_delta
-from kernels.attention.latent import attend_latent_chunk, attend_latent_decodes
+from kernels.attention.latent.reference import attend_latent_chunk, attend_latent_decodes
 from kernels.attention.reference import (
     Scores,
     attend_chunk,
@@ -40,6 +39,7 @@ from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
+from kernels.recurrent.delta_rule import DeltaHeads, gated_delta
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from engine.batch import Batch, NewRow, PrefixCopy, StepResult, TokenLogprobs
+from engine.config.kv_groups import KVKind
 from engine.errors import AdapterError
-from engine.kv_groups import KVKind
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, Delta, EngineRequest

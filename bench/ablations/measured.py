@@ -18,7 +18,7 @@ import torch
 
 from bench.ablations.lengths import Sizes, batches, sharegpt
 from bench.ablations.rows import AblationRow
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.library.llm import LLM
 from engine.messages import Delta, EngineRequest

@@ -9,8 +9,8 @@ import torch
 
 from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
 from bench.kernels.sizes import Sizes, meta_of
-from kernels.attention.delta import DeltaHeads
 from kernels.dispatch import kernels_for
+from kernels.recurrent.delta_rule import DeltaHeads
 
 cuda = kernels_for("cuda")
 HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128

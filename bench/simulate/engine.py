@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.simulate.replica import Job, SimReplica, Speed
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
 from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, StepFrame
 

@@ -22,7 +22,7 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.transport.channel import ChannelLimits
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 

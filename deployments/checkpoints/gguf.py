@@ -5,8 +5,8 @@ writes it straight into the safetensors file, so that the peak memory is one sli
 nor transformers is imported: SmolLM2-135M takes about five seconds, where loading it through
 transformers takes 18 and 1.1 GB.
 
-With `blocks` matrices keep the file's own types, byte by byte (`engine.quantized`), which the CPU
-multiplies by as they are: a quarter of a second.
+With `blocks` matrices keep the file's own types, byte by byte (`engine.config.quantized`), which
+the CPU multiplies by as they are: a quarter of a second.
 
 Supported: the architectures of `engine.architectures.gguf`, the tokenizers of `gguf_tokenizer`, and
 every quantisation `gguf` knows.
@@ -29,10 +29,10 @@ from deployments.checkpoints.gguf_config import config_of
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tokenizer import tokenizer_config_of, tokenizer_of
 from engine.architectures import Rows
+from engine.config.model_config import ModelConfig
+from engine.config.quantized import GGUF_BLOCKS
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
-from engine.quantized import GGUF_BLOCKS
 
 Progress = Callable[[str, int, int], None]
 """(what is done, how much of it, out of how much), called from one thread."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from deployments.checkpoints.gguf_file import GGUFFile
 from engine.architectures.gguf import KEYS
-from engine.quantized import KEY
+from engine.config.quantized import KEY
 
 
 def config_of(

@@ -24,9 +24,9 @@ from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
 from deployments.plan.memory import GIB, Hardware
-from engine.config import BFLOAT16, NO_BFLOAT16
+from engine.config.engine_config import BFLOAT16, NO_BFLOAT16
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process

@@ -22,9 +22,9 @@ from deployments.plan.memory import (
     plan,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
-from engine.config import BFLOAT16, EngineConfig
+from engine.config.engine_config import BFLOAT16, EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 
 _OFFERS = 8  # node types in a table
 

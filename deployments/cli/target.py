@@ -7,7 +7,7 @@ import msgspec
 
 from deployments.config.load import MantaConfig, load_config, parse_config
 from deployments.environment import gpus_here
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 
 

@@ -164,7 +164,7 @@ def _under(prefix: str) -> Iterator[None]:
 def _check_model(config: MantaConfig) -> None:
     """What can be told of the model without loading it. Raises ConfigError (param model)."""
     from deployments.checkpoints import resolve as models
-    from engine.model_config import ModelConfig
+    from engine.config.model_config import ModelConfig
 
     options = [config.engine_options(pool) for pool in config.pools.values()] or [config.engine]
     dummy = all(option.get("load_format") == "dummy" for option in options)

@@ -34,7 +34,7 @@ from deployments.config.endpoint import (
     TracingConfig,
     UsageConfig,
 )
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
@@ -293,7 +293,8 @@ class MantaConfig(Section):
         description="What every path of the HTTP API begins with.",
     )
     engine: EngineOptions = Field(
-        default_factory=dict, description="EngineConfig fields for all pools; see engine/config.py."
+        default_factory=dict,
+        description="EngineConfig fields for all pools; see engine/config/engine_config.py.",
     )
     replicas: int = Field(
         1,

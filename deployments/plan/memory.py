@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import Chunked, KVKind, Window, kv_groups
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.kv_groups import Chunked, KVKind, Window, kv_groups
-from engine.model_config import ModelConfig
 
 if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
     from engine.models.registry import Model

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deployments.config import yaml_lines
 from deployments.config.load import PoolConfig
 from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, plan
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = _CONFIGS / "prices.yaml"

@@ -21,7 +21,7 @@ from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 
 logger = logging.getLogger("manta.replica")
 

@@ -25,7 +25,7 @@ from deployments.transport.channel import (
     ReplicaEnd,
 )
 from deployments.transport.unauthenticated import UnauthenticatedConnections
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (
     Abort,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 LINEAR = "linear_attention"
 

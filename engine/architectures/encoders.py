@@ -17,7 +17,7 @@ from engine.architectures.record import (
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention
+    from engine.config.model_config import LayerAttention
 
 
 def _both_ways(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

@@ -8,7 +8,7 @@ from engine.config_reader import Reader
 from kernels.experts.routing import Routing
 
 if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
+    from engine.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

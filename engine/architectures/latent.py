@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 NORM_EPS = 1e-6  # of the latents' norms, whatever the file says of others
 _ATTENTION = "model.layers.{i}.self_attn."

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import ModelConfig
+    from engine.config.model_config import ModelConfig
 
 # Only code that loads a model imports numpy: routers and the command line read records too.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.architectures.experts import Experts
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 # The stored row of each of our rows, in our order: int64.
 Rows = Callable[["ModelConfig"], "NDArray[np.int64]"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kv_groups import kv_groups
+from engine.config.kv_groups import kv_groups
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved
 from engine.runner.kv_cache import KVCache, in_views

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.evaluation.trace import Trace
-from engine.model_config import ModelConfig
 from engine.runner.memory import GIB, available_host_memory
 from engine.text.token_ids import missing_ids
 from engine.weights.index import read_index

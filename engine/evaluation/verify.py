@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.evaluation.divergence import Divergence
 from engine.evaluation.driver import Output, run
 from engine.evaluation.paged import Paged, load_model

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from engine.architectures import CheckpointTensor
+from engine.config.model_config import ModelConfig
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
-from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Rows, Source, as_rows

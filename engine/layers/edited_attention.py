@@ -5,6 +5,7 @@ weight for all heads before the rotation."""
 import torch
 from torch import Tensor
 
+from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from engine.layers.bidirectional_attention import BidirectionalAttention
@@ -14,7 +15,6 @@ from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
-from engine.model_config import LayerAttention, ModelConfig
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta

@@ -1,4 +1,4 @@
-"""A layer of Gated DeltaNet between its projections (`kernels.attention.delta`)."""
+"""A layer of Gated DeltaNet between its projections (`kernels.recurrent.delta_rule`)."""
 
 from itertools import accumulate
 
@@ -8,9 +8,9 @@ from torch.nn.functional import silu
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
-from kernels.attention.delta import DeltaHeads
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
 
 
 class GatedDelta:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.model_config import Rope
+from engine.config.model_config import Rope
 
 
 class Tables:

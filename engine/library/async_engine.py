@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import RequestFailed
 from engine.library.outputs import RequestOutput
 from engine.library.prompts import Messages, Prompt, load_tokenizer

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, no_vectors
 from engine.library.handle import RequestHandle
 from engine.library.outputs import RequestOutput

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
 from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest, MantaError
 from engine.library.handle import RequestHandle
 from engine.library.progress import RequestProgress

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import NewRow, PrefixCopy
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
 from engine.errors import AdapterError
-from engine.kv_groups import kv_groups
 from engine.lora.files import check_finite, list_tensors, read_tensors
 from engine.lora.peft_config import (
     CONFIG_FILE,
@@ -28,7 +29,6 @@ from engine.lora.peft_config import (
 )
 from engine.lora.tiers.adapter import AdapterDescription, LoadedAdapter
 from engine.lora.uploader import AdapterUploader
-from engine.model_config import ModelConfig
 from engine.parallel.group import TensorParallelGroup
 
 PutKV = Callable[[Tensor, Tensor, Tensor], None]  # blocks, places in them, values

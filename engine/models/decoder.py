@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
-from engine.kv_groups import kv_groups
 from engine.layers.build import Builder
 from engine.layers.edited_attention import attention_block
 from engine.layers.experts import Stack, experts_block

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
-from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import LinearMethod

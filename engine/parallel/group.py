@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.config.model_config import divide_heads
 from engine.errors import ConfigError
-from engine.model_config import divide_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
 from engine.messages import (
     Abort,

@@ -17,7 +17,7 @@ from zlib import crc32
 import msgspec
 
 from engine.batch import TokenLogprobs
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError
 from engine.lora.fake import FakeLoader
 from engine.lora.tiers.adapter import Adapter

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from kernels.compiling import Compilers
 
 _ROOT = Path(__file__).resolve().parents[2]

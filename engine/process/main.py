@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
 from engine.messages import (
     Abort,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Control, ToEngine
 from engine.process.fake import PREFIX as FAKE

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
 from engine.quantization.layouts import Layout, paired
-from engine.quantized import KEY, Scheme
 from engine.weights.parameter import Parameter, Rows, Source, num_rows, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
 

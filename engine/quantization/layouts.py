@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
 from engine.quantization.gguf import BLOCK_TYPES
-from engine.quantized import KEY, Scheme
 from engine.weights.parameter import Parameter, Rows, Source
 from kernels.packed import BLOCK, Decoded, Format
 

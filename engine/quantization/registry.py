@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
+from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
 from engine.quantization.groups import GroupsCpu
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
 from engine.quantization.rounded_cuda import RoundedCuda
 from engine.quantization.stored_cpu import StoredCpu
 from engine.quantization.stored_cuda import StoredCuda
-from engine.quantized import GGUF_BLOCKS, Quantized
 from kernels.dispatch import Kernels
 
 AS_STORED = "gguf"  # weights in the blocks of a .gguf file

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config.quantized import KEY, Quantized
 from engine.errors import ConfigError
 from engine.quantization.byte_layouts import EightBitLayout, FourBitFloats, Nf4Layout
 from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout
@@ -24,7 +25,6 @@ from engine.quantization.method import (
     LinearSpec,
     Part,
 )
-from engine.quantized import KEY, Quantized
 from engine.weights.parameter import Parameter, Source
 from kernels.dispatch import Kernels
 from kernels.packed import Format, unpacked

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config.quantized import Quantized
 from engine.quantization.experts import ExpertsApart, apply_apart
 from engine.quantization.method import DenseCpu, ExpertsSpec, LinearSpec, Part
 from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
-from engine.quantized import Quantized
 from engine.weights.parameter import Parameter, Source
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.config.quantized import Quantized
 from engine.quantization.rounded_cuda import PackedCuda
 from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
-from engine.quantized import Quantized
 from kernels.dispatch import Kernels
 from kernels.packed import Decoded, Format, PackedWeight
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config.kv_groups import KVGroups
 from engine.errors import ConfigError
-from engine.kv_groups import KVGroups
 from kernels.kv.format import KVFormat
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta

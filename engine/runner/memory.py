@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.errors import ConfigError
-from engine.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.lora.build import adapter_bytes
 from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup

@@ -16,7 +16,7 @@ class RequestRows:
     # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
     tokens: Tensor
     # [max_num_seqs + 1, max_blocks * groups] int32: [row, j * groups + g] is the block of the
-    # tokens from j * block_size, in the layers of group g (engine/kv_groups.py)
+    # tokens from j * block_size, in the layers of group g (engine/config/kv_groups.py)
     block_table: Tensor
     pad_row: int
     num_groups: int = 1

@@ -8,9 +8,9 @@ A block is in exactly one of three states:
 
 free + evictable blocks can be allocated. Everything is O(1) a block.
 
-Where layers keep different things (`engine.kv_groups`), a request has a block for each position,
-block_size tokens, and each group of layers. Its table lists them position by position, and -1 where
-a group has none: given back, because no later token reads it, or never needed.
+Where layers keep different things (`engine.config.kv_groups`), a request has a block for each
+position, block_size tokens, and each group of layers. Its table lists them position by position,
+and -1 where a group has none: given back, because no later token reads it, or never needed.
 """
 
 import sys
@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from engine.kv_groups import Full, KVKind, blocks_for, positions
+from engine.config.kv_groups import Full, KVKind, blocks_for, positions
 from engine.scheduling.prefix_hash import extend_hashes
 from engine.scheduling.request import Request
 

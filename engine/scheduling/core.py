@@ -30,8 +30,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.batch import Batch, OutOfMemory, StepResult
+from engine.config.kv_groups import blocks_for
 from engine.errors import InvalidRequest, MantaError, Overloaded
-from engine.kv_groups import blocks_for
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import (
     AdapterAnswer,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.kv_groups import Full, KVKind
+from engine.config.kv_groups import Full, KVKind
 from engine.pooling import PoolingHead
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from engine.config.model_config import no_folder
 from engine.errors import ConfigError, InvalidRequest
-from engine.model_config import no_folder
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.text_stream import Tables, TextStream

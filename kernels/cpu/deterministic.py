@@ -1,6 +1,6 @@
 """The CPU back end where a token's numbers depend on its request alone
-(`engine.config.EngineConfig.deterministic`): not on the step's other requests, nor on how its own
-prompt was cut into chunks, found in the prefix cache, or computed again after a preemption.
+(`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
+into chunks, found in the prefix cache, or computed again after a preemption.
 
 Generated products treat each row alike as it is. Generated attention is asked for every token as if
 it were a decode, because the other way, torch's over a whole chunk, adds in another order. What is
@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.attention.delta import DeltaHeads
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
+from kernels.recurrent.delta_rule import DeltaHeads
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 

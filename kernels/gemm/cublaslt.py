@@ -9,7 +9,7 @@ the library's usual way.
 
 The library is the one that torch has loaded, called through ctypes: nothing is built. Where it
 cannot be had, nothing is tuned, and the log says so. A choice depends on timing, so two machines
-may differ in the last bits; `engine.config.EngineConfig.deterministic` does without.
+may differ in the last bits; `engine.config.engine_config.EngineConfig.deterministic` does without.
 """
 
 import ctypes

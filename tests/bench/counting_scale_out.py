@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.app import as_config, assemble
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 
 # As fast as a small model on a GPU. Its vocabulary is that of the workloads' token ids.
 FAKE = "fake:vocab_size=32000,max_model_len=2048,step_seconds=0.01"

@@ -29,7 +29,7 @@ from typing import Any
 from deployments.app import as_config, assemble, deploy, prepare_engine, serve_config
 from deployments.replica.deployment import ReplicaSettings
 from deployments.scaling.policy import scaling_decisions
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import instance_at
 from tests.deployments.fake_nodes import autoscaling_ray
 from tests.deployments.serve_cluster import free_port, tiny_model

@@ -16,7 +16,7 @@ from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import ChannelLimits
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import (
     AdapterAnswer,

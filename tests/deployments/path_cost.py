@@ -60,7 +60,7 @@ async def _replica(step: float) -> dict[str, Any]:
     from deployments.replica.server import ReplicaServer
     from deployments.replica.watchdog import StallLimits
     from deployments.transport.channel import ChannelLimits
-    from engine.config import EngineConfig
+    from engine.config.engine_config import EngineConfig
 
     replica_server = ReplicaServer(ChannelLimits(), StallLimits())
     config = EngineConfig(model=f"{MODEL},step_seconds={step}")
@@ -274,7 +274,7 @@ def pinned(routers: list[int], others: list[int]) -> Iterator[None]:
 
 def core_cost(streams: int, steps: int = 200) -> float:
     """Seconds of CPU a chunk that the counting takes, which is no part of the path."""
-    from engine.config import EngineConfig
+    from engine.config.engine_config import EngineConfig
     from engine.messages import EngineRequest
     from engine.process import fake
     from engine.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from tests.deployments.fake_backend import tiny_tokenizer
 
 # Every token id of the fake engine is one that the tiny tokenizer can write.

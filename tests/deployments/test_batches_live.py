@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from tests.deployments.live import settled
 from tests.deployments.serve_cluster import Cluster, tiny_model
 from tests.faults.cluster import NAME, Broken, deployed

@@ -24,7 +24,7 @@ from deployments.transport.channel import (
     Submit,
     Welcome,
 )
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.messages import Delta, EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams
 from tests.deployments.fleet import FAST, LocalEngine, until

@@ -27,9 +27,9 @@ from deployments.cli.target import read_planned
 from deployments.config.load import load_config
 from deployments.environment import make_auth_token
 from deployments.plan.memory import GIB, GPUS, Hardware, plan
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, MantaError
-from engine.model_config import ModelConfig
 from tests.deployments.serve_cluster import end_server
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from deployments.config.load import (
     load_config,
     parse_config,
 )
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 
 

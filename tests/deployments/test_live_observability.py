@@ -16,7 +16,7 @@ from deployments.app import assemble
 from deployments.cli import status
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from tests.deployments.collector import Collector, attributes, collector
 from tests.deployments.live import parse_metrics
 from tests.deployments.serve_cluster import FAKE, Cluster, tiny_model

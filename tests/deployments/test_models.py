@@ -19,8 +19,8 @@ from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tokenizer import tokenizer_of
 from deployments.checkpoints.resolve import check_model, resolve_model
 from engine.architectures import GGUFS
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.quantization.registry import check_quantization
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2

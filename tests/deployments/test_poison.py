@@ -13,7 +13,7 @@ from deployments.router.dispatcher import Dispatcher, DispatchLimits
 from deployments.router.failover.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import Submit
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError, RequestFailed
 from engine.messages import EngineRequest, Failed
 from engine.sampling_params import SamplingParams

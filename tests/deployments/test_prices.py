@@ -8,9 +8,9 @@ import pytest
 from deployments.config.load import PoolConfig
 from deployments.plan.memory import GIB, GPUS, EnginePlan, Hardware, plan
 from deployments.plan.prices import NodeType, Prices, offers
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 
 
 def llama(folder: Path, **changes: object) -> ModelConfig:

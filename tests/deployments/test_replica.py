@@ -11,7 +11,7 @@ from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import DispatchLimits
 from deployments.transport.channel import RouterEnd, Submit
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Abort, EngineRequest, Failed, StepFrame
 from engine.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.messages import Ready
 from engine.structured.grammar import Grammar

@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 from deployments.adapters.registry import AdapterSettings
 from deployments.api.app import build_asgi
 from engine import factory
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.process import fake
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.config.model_config import ModelConfig
 from engine.evaluation.paged import Paged
 from engine.lora.weights import LoraLayout
-from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for

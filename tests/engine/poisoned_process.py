@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.process import main as process
 
 AT = 12  # steps

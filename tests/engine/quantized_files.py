@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.quantized import Scheme
+from engine.config.quantized import Scheme
 
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # Of a normal distribution, as QLoRA's authors made them; bitsandbytes writes them into each file.

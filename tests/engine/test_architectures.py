@@ -12,10 +12,10 @@ from torch import Tensor
 
 from engine.architectures import ARCHITECTURES, Architecture, CheckpointTensor
 from engine.architectures.layout import grouped
+from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.layers.linear import Linear, RowParallelLinear
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import Dense, LinearSpec, Part

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engine.config.model_config import ModelConfig
+from engine.config.quantized import Quantized, Scheme
+from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.evaluation.reference import NoReference, _load
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.quantization import byte_layouts
 from engine.quantization.layouts import Layout
 from engine.quantization.method import Part
 from engine.quantization.stored import layout_of
-from engine.quantized import Quantized, Scheme
-from engine.quantized_config import read_quantized
 from engine.weights import load_weights
 from kernels.cpu.blocks import PackedBlocks
 from kernels.dispatch import kernels_for

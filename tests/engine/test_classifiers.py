@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.pooled_checkpoint import read_pooling
 from tests.engine.test_encoders import CASES, SIZES, save_encoder
 from tests.engine.test_pooling import PROMPTS, pool, vectors

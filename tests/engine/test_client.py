@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.messages import EngineRequest, StepFrame
 from engine.process.client import EngineClient

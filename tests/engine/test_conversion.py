@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.conversion import convert
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.weights import load, load_weights, stream
 from engine.weights.converted import MANIFEST, damaged

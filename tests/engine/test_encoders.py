@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.messages import EngineRequest
-from engine.model_config import ModelConfig
 from engine.sampling_params import SamplingParams
 from kernels.attention import bidirectional
 from tests.engine.test_pooling import PROMPTS, pool, vectors

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.quantization.experts import ExpertsApart
 from engine.quantization.method import ExpertsSpec
 from engine.quantization.registry import linear_method

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kv_groups import kv_groups
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
-from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
@@ -254,7 +254,7 @@ def test_what_a_start_launches_has_been_collected(
 
 START = """
 import json, sys
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from kernels.compiling import Compilers
 compilers = Compilers()
 from triton import knobs

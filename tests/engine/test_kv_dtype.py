@@ -10,11 +10,11 @@ import torch
 
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import LLM, SamplingParams
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.factory import _model_key
-from engine.kv_groups import kv_groups
-from engine.model_config import ModelConfig
 from engine.resolve import decide, resolve
 from engine.runner.kv_cache import KVCache
 from kernels.kv.quantized import QuantizedKV

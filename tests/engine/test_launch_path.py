@@ -48,7 +48,7 @@ ALLOWED = {
     ("engine/sampling/sampler.py", "Sampler._sample_on_host"): _CPU,
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
-    ("kernels/attention/delta.py", "gated_delta"): _ORACLE,
+    ("kernels/recurrent/delta_rule.py", "gated_delta"): _ORACLE,
     ("kernels/gemm/cublaslt_tune.py", "_AlgorithmSearch.milliseconds"): _START,
     ("kernels/attention/reference.py", "make_plan"): _ORACLE,
     ("kernels/attention/reference.py", "_plan_decodes"): _ORACLE,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config.model_config import ModelConfig
 from engine.lora.weights import LoraLayout
-from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.method import DenseCuda
 from engine.quantization.registry import METHODS

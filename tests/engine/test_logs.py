@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.messages import EngineRequest, StepFrame
 from engine.process.client import EngineClient
 from engine.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import EngineDead, MantaError
 from engine.messages import EngineRequest, StepFrame
 from engine.process.client import EngineClient

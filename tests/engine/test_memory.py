@@ -12,7 +12,7 @@ import torch
 
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.layers.linear import Linear
 from engine.lora.build import DeviceAdapters, adapter_bytes
 from engine.models.registry import Model, build_model

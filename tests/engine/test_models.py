@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.architectures import ARCHITECTURES
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.registry import MODELS, build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.weights import load_weights

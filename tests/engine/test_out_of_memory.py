@@ -11,7 +11,7 @@ import torch
 
 from engine import factory
 from engine.batch import Batch, OutOfMemory
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 from engine.scheduling.core import EngineCore
 from tests.fakes import FakeRunner, _Step, expected, make_config, make_request, run

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Delta, EngineRequest
-from engine.model_config import ModelConfig
 from engine.pooled_checkpoint import read_pooling
 from engine.pooling import Pooling, PoolingHead, as_array
 from engine.sampling_params import SamplingParams

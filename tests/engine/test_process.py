@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.messages import (
     Abort,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import factory
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.runner.programs import StepPrograms
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.factory import build
 from engine.messages import AddAdapter, EngineRequest

@@ -13,12 +13,12 @@ import torch
 
 from engine import factory
 from engine.batch import Batch, NewRow, StepResult, TokenLogprobs
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.kv_groups import kv_groups
 from engine.messages import EngineRequest
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.runner.graphs import StepGraphs, default_sizes

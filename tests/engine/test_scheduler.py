@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from engine.batch import Batch, StepResult, TokenLogprobs
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, future_peak
 from engine.scheduling.chunking import prefill_tokens, steps_until_computed

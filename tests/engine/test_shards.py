@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_config import ModelConfig
+from engine.config.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.parallel import shared_memory
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup

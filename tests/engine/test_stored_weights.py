@@ -19,18 +19,18 @@ from torch import Tensor
 from deployments.checkpoints.gguf import convert
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
-from engine.config import EngineConfig, Quantization
+from engine.config.engine_config import EngineConfig, Quantization
+from engine.config.model_config import ModelConfig
+from engine.config.quantized import GGUF_BLOCKS, Scheme
+from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.quantization.gguf import BLOCK_TYPES, BlockType
 from engine.quantization.groups import GroupsCpu, rounded
 from engine.quantization.layouts import GgufLayout, IntegerLayout
 from engine.quantization.method import DenseState
 from engine.quantization.registry import AS_STORED, METHODS
-from engine.quantized import GGUF_BLOCKS, Scheme
-from engine.quantized_config import read_quantized
 from engine.weights import load_weights
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import LLM
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.factory import build
 from engine.messages import EngineRequest

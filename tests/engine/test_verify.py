@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.evaluation import verify as module
 from engine.evaluation.prompts import Prompt
 from engine.evaluation.verify import Options, Report, verify

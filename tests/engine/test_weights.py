@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.layers.linear import Linear
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.weights import load_weights, stream
 from engine.weights.parameter import Source

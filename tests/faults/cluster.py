@@ -13,7 +13,7 @@ from typing import Any
 from deployments.app import assemble
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import ServerInstance, ServerProcess, instance_at
 from tests.deployments.live import resident_mib
 from tests.deployments.serve_cluster import Cluster

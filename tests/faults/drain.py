@@ -46,7 +46,7 @@ from deployments.app import (
 from deployments.checkpoints.resolve import resolve_model
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import instance_at
 from tests.deployments.serve_cluster import free_port, tiny_model
 from tests.faults.cluster import Broken

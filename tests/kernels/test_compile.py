@@ -29,11 +29,9 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu  # noqa: E402
 from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
-from kernels.attention.delta import DeltaHeads  # noqa: E402
-from kernels.attention.delta_cuda import gated_delta  # noqa: E402
-from kernels.attention.latent_decode import latent_decode, plan_latent  # noqa: E402
-from kernels.attention.latent_prefill import latent_prefill  # noqa: E402
-from kernels.attention.latent_write import latent_write  # noqa: E402
+from kernels.attention.latent.decode import latent_decode, plan_latent  # noqa: E402
+from kernels.attention.latent.prefill import latent_prefill  # noqa: E402
+from kernels.attention.latent.write import latent_write  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
@@ -56,6 +54,8 @@ from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import layer_norm, rms_norm  # noqa: E402
 from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
+from kernels.recurrent.delta_rule import DeltaHeads  # noqa: E402
+from kernels.recurrent.delta_rule_cuda import gated_delta  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402

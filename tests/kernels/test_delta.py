@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention.delta import DeltaHeads
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.reference import Kernels
 from tests.kernels.oracle import DEVICE, grid, random, row_error
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention.latent_decode import head_parts
+from kernels.attention.latent.decode import head_parts
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels

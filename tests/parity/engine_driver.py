@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.evaluation.driver import Output, run
 from engine.factory import build
 from engine.messages import AddAdapter

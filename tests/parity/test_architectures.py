@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployments.plan.memory import GIB, Hardware, plan
-from engine.config import EngineConfig
-from engine.kv_groups import kv_groups
-from engine.model_config import ModelConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
 from tests.engine.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, LATENT, WINDOWS, Case, relative, save

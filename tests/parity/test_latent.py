@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from deployments.plan.memory import GIB, Hardware, plan
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import Full, kv_groups
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.kv_groups import Full, kv_groups
 from engine.layers.linear import HeadProducts
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.resolve import decide
 from engine.sampling_params import SamplingParams

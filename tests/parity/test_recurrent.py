@@ -10,14 +10,14 @@ import torch
 
 from deployments.cli.plan import keys_and_values
 from deployments.plan.memory import GIB, Hardware, plan
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import Full, kv_groups
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.factory import build
-from engine.kv_groups import Full, kv_groups
-from engine.model_config import ModelConfig
 from engine.resolve import check_ranks, decide
 from engine.sampling_params import SamplingParams
-from kernels.attention import delta
+from kernels.recurrent import delta_rule as delta
 from kernels.reference import Kernels
 from tests.parity.cases import DELTA, save
 from tests.parity.engine_driver import engine, run

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.weights import load_weights

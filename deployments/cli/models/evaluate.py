@@ -10,7 +10,7 @@ import msgspec
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import StatusLine, model_progress, out
 from deployments.cli.target import engine_config, read_target
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 from engine.evaluation.prompts import SHIPPED
 from engine.evaluation.score import Agreement, Score, compare, score

@@ -23,8 +23,8 @@ from deployments.router.models.front import ModelFront
 from deployments.router.models.served import ServedModel
 from deployments.router.serve import discovery
 from deployments.store import first_served
+from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
-from engine.model_config import ModelConfig
 from engine.pooled_checkpoint import read_pooling
 from engine.text.tokenizer import Tokenizer
 

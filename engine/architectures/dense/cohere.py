@@ -11,7 +11,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention
+    from engine.config.model_config import LayerAttention
 
 _COHERE = {**without(LLAMA, "mlp_norm"), **NEIGHBOURS}
 _SWITCHES = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 _H = "transformer.h.{i}."
 # Files of GPT-2 and BLOOM on the hub leave the first part of the names out.

@@ -11,7 +11,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, Read, al
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention
+    from engine.config.model_config import LayerAttention
 
 LAYER = "model.layers.{i}."
 QKV = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")

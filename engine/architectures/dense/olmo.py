@@ -10,7 +10,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention
+    from engine.config.model_config import LayerAttention
 
 _OUT_NORMS: Mapping[str, CheckpointTensor] = {
     **without(LLAMA, "attention_norm", "mlp_norm"),

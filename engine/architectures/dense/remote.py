@@ -12,7 +12,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, Read, al
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention
+    from engine.config.model_config import LayerAttention
 
 _QWEN = "transformer.h.{i}."
 _PACKED = {**LLAMA, "qkv": CheckpointTensor((f"{LAYER}self_attn.W_pack",))}

@@ -8,7 +8,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, Read, al
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
+    from engine.config.model_config import ModelConfig
 
 _BLOCK = "transformer.blocks.{i}."
 _EXPERTS = f"{_BLOCK}ffn.experts.mlp."

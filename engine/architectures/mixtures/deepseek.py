@@ -13,7 +13,7 @@ from engine.architectures.record import Architecture, CheckpointTensor
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 _TENSORS = {**without(DEEPSEEK, "q_norm", "k_norm"), **LATENT}
 _UNCORRECTED = without(_TENSORS, "router_correction")

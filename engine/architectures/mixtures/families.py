@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 _EXPERT = f"{LAYER}mlp.experts.{{e}}."
 _BLOCK = f"{LAYER}block_sparse_moe."

@@ -12,7 +12,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import LayerAttention, ModelConfig
+    from engine.config.model_config import LayerAttention, ModelConfig
 
 _MLP = f"{LAYER}feed_forward."
 _SHARED = f"{_MLP}shared_expert."

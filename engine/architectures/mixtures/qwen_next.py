@@ -12,7 +12,7 @@ from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
+    from engine.config.model_config import ModelConfig
 
 _SWITCHES = {"qk_norm": always("head"), "norm_offset": always(1.0)}
 _DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError
 from engine.lora.loader import AdapterLoader
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import NewRow
+from engine.config.model_config import ModelConfig
 from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.virtual_tokens import VirtualTokensReader
 from engine.messages import EngineRequest
-from engine.model_config import ModelConfig
 from engine.sampling import host
 from engine.sampling.rows import ParameterRows
 from engine.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import LLM, AsyncEngine, SamplingParams
-from engine.config import EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Protocol
 
 from engine.architectures.delta import Delta
-from engine.model_config import LayerAttention, ModelConfig
+from engine.config.model_config import LayerAttention, ModelConfig
 from kernels.kv.format import KVFormat
 
 TYPICAL = 4096  # tokens of the request that room is told in

@@ -12,10 +12,10 @@ from engine.architectures.delta import Delta
 from engine.architectures.experts import Experts
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
+from engine.config.quantized import KEY, Quantized
+from engine.config.quantized_config import read_quantized
 from engine.config_reader import CLASSIFIER, MODULES, Reader
 from engine.errors import ConfigError
-from engine.quantized import KEY, Quantized
-from engine.quantized_config import read_quantized
 
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
@@ -242,7 +242,7 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises ConfigError naming file and key.
 
-        rope_scaling: see `engine.config.EngineConfig`."""
+        rope_scaling: see `engine.config.engine_config.EngineConfig`."""
         return cls.from_file(Path(folder) / "config.json", rope_scaling)
 
     @classmethod

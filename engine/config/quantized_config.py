@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from engine.config.quantized import KEY, Kind, Quantized, Scheme, expression, modules
 from engine.config_reader import Reader
-from engine.quantized import KEY, Kind, Quantized, Scheme, expression, modules
 
 _ALL = (".*",)
 _HEAD = "lm_head"  # of most methods, in 16 bits where config.json does not name it

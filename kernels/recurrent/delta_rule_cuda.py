@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.delta import DeltaHeads
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
 
 VALUES = 32  # columns of a state that a program keeps
 

@@ -1,5 +1,5 @@
 """Quantized: what config.json says of weights that the checkpoint keeps in fewer bits. No torch
-here. `engine.quantized_config` reads it."""
+here. `engine.config.quantized_config` reads it."""
 
 import re
 from collections.abc import Mapping
