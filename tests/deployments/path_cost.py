@@ -6,7 +6,9 @@ Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only
 Microseconds of CPU a chunk, for each process on the path, and the router's as a ratio to a null
 path in the same run: uvicorn with an application that sends bytes which are there. The engine side
 is relay and engine process without `core`, what the counting itself takes. CPU time and not time by
-the clock, because client, routers and engine share the cores here.
+the clock, because client, routers and engine share the cores here. Time still depends on the caches
+that they share: a quarter between two runs of one commit. `calls` does not: the calls of functions
+a chunk, Python's and C's, in a router and in a relay.
 
 What two routers carry, of what one does: they share nothing but the replica, so it is 2 x (cost
 with one) / (cost with two), each with as many streams. `stream scale` says it of chunks at a step
@@ -19,13 +21,14 @@ a third.
 
 import argparse
 import asyncio
+import cProfile
 import json
 import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +126,21 @@ async def _null() -> dict[str, Any]:
 
 
 _background: list[Any] = []
+_children: dict[int, subprocess.Popen[bytes]] = {}  # by pid
+COUNT = "count\n"  # a parent's word to a child: begin, and end, to count the calls of functions
 ROLES = {"replica": _replica, "router": _router, "null": _null}
 
 
 async def _play(role: str, argument: str) -> None:
     facts = await ROLES[role](*([json.loads(argument)] if argument else []))  # type: ignore[operator]
     print(json.dumps(facts), flush=True)
-    if not sys.stdin.isatty():
-        await asyncio.to_thread(sys.stdin.read)  # until the parent is gone
+    counter = cProfile.Profile()
+    while await asyncio.to_thread(sys.stdin.readline) == COUNT:  # else the parent is gone
+        counter.enable()
+        await asyncio.to_thread(sys.stdin.readline)
+        counter.disable()
+        print(sum(entry.callcount for entry in counter.getstats()), flush=True)
+        counter.clear()
 
 
 @contextmanager
@@ -144,12 +154,30 @@ def process(role: str, argument: Any = None) -> Iterator[dict[str, Any]]:
     try:
         line = child.stdout.readline()
         assert line, f"{role} did not start"
+        _children[child.pid] = child
         yield {**json.loads(line), "pid": child.pid}
     finally:
+        _children.pop(child.pid, None)
         child.kill()
         child.wait()
         child.stdin.close()
         child.stdout.close()
+
+
+def count_calls(pids: Sequence[int]) -> None:
+    """Begins or ends to count them."""
+    for pid in pids:
+        pipe = _children[pid].stdin
+        assert pipe
+        pipe.write(COUNT.encode())
+        pipe.flush()
+
+
+def calls_counted(pid: int) -> int:
+    """How many there were from beginning to end."""
+    pipe = _children[pid].stdout
+    assert pipe
+    return int(pipe.readline())
 
 
 def cpu_seconds(pid: int) -> float:
@@ -184,13 +212,15 @@ class _Stream(asyncio.Protocol):
 
 @dataclass
 class Spent:
-    """cpu: seconds of each process. tokens: that routers have handed out."""
+    """cpu: seconds of each process. tokens: that routers have handed out. calls: of functions, in
+    each process that counts them."""
 
     cpu: list[float]
     seconds: float
     chunks: int
     answers: int
     tokens: float
+    calls: list[int]
 
 
 def _tokens(ports: list[int]) -> float:
@@ -210,8 +240,10 @@ async def _spent(
     pids: list[int],
     tokens: int = TOKENS,
     routers: bool = True,
+    counting: Sequence[int] = (),
 ) -> Spent:
-    """While so many streams of so many tokens run; short ones again and again."""
+    """While so many streams of so many tokens run; short ones again and again. counting: pids of
+    those that count their calls meanwhile, which triples what they take."""
     body = json.dumps(
         {
             "model": "m",
@@ -241,13 +273,16 @@ async def _spent(
         return [time.monotonic(), chunks, answers, told, *map(cpu_seconds, pids)]
 
     before = await now()
+    count_calls(counting)
     await asyncio.sleep(seconds)
+    count_calls(counting)
     took, chunks, answers, told, *cpu = (
         after - was for after, was in zip(await now(), before, strict=True)
     )
     for stream in open_:
         stream.transport.abort()
-    return Spent(cpu, took, int(chunks), int(answers), told)
+    calls = [await asyncio.to_thread(calls_counted, pid) for pid in counting]
+    return Spent(cpu, took, int(chunks), int(answers), told, calls)
 
 
 @contextmanager
@@ -297,9 +332,9 @@ def measure(
     good: Callable[[dict[str, float]], bool] = lambda _: False,
 ) -> dict[str, float]:
     """Microseconds of CPU a chunk by process, `ratio` and `engine ratio` to the null path, and
-    `stream scale`; the best of so many rounds, each of which runs everything. Other work on the
-    machine only ever adds to them, so that the rounds end when the result is `good`, but not before
-    two."""
+    `stream scale`; the best of so many rounds, each of which runs everything. And `calls`. Other
+    work on the machine only ever adds to them, so that the rounds end when the result is `good`, but
+    not before two."""
     best: dict[str, float] = {}
     result: dict[str, float] = {}
     with ExitStack() as stack:
@@ -312,6 +347,9 @@ def measure(
             time.sleep(0.3)  # until the aborted streams are gone
             return spent
 
+        ends = [routers[0]["pid"], replica["pid"]]
+        counted = run([routers[0]["port"]], ends, counting=ends)
+        calls = [count / counted.chunks for count in counted.calls]
         for number in range(rounds):
             nothing = run([null["port"]], [null["pid"]], routers=False)
             pids = [routers[0]["pid"], replica["pid"], replica["engine_pid"]]
@@ -339,6 +377,7 @@ def measure(
             result["engine ratio"] = round(engine_side / best["null"], 2)
             result["stream scale"] = round(2 * best["router"] / best["router, of two"], 2)
             result["tokens a chunk"] = round(fewest, 2)
+            result["router's calls"], result["relay's calls"] = (round(count, 2) for count in calls)
             if number and good(result):
                 break
     return result
@@ -397,7 +436,7 @@ def main() -> None:
         return
     found = measure(options.streams, options.seconds, options.rounds)
     for name, value in found.items():
-        bare = name.endswith(("ratio", "scale", "chunk"))
+        bare = name.endswith(("ratio", "scale", "chunk", "calls"))
         print(f"{name:17} {value:6}{'' if bare else ' us of CPU a chunk'}")
     for name, value in carried(32, options.seconds, options.rounds).items():
         print(f"{name:17} {value:6}{' us of CPU' if name.startswith('router') else ''}")
