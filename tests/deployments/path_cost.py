@@ -333,8 +333,8 @@ def measure(
 ) -> dict[str, float]:
     """Microseconds of CPU a chunk by process, `ratio` and `engine ratio` to the null path, and
     `stream scale`; the best of so many rounds, each of which runs everything. And `calls`. Other
-    work on the machine only ever adds to them, so that the rounds end when the result is `good`, but
-    not before two."""
+    work on the machine only ever adds to them, so that the rounds end when the result is `good`,
+    but not before two."""
     best: dict[str, float] = {}
     result: dict[str, float] = {}
     with ExitStack() as stack:
